@@ -1,0 +1,212 @@
+"""Every message that crosses a process boundary.
+
+API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Goodbye` one way, `Results`, `Status` the other.
+Scheduler <-> worker: `Step` one way, `WorkerHello`, `StepResult` the other.
+
+A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
+so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
+otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from interfaces.codec import F32, I8, I32, I32x3, message
+from interfaces.results import RequestError
+from interfaces.sampling import SamplingParams
+
+
+@message(1)
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A replica announces itself, then says so every second; a replica that falls silent is treated as dead."""
+
+    replica: str
+
+
+@message(2)
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A new request. `emitted` is what the client already has, when a replica resubmits after a restart of the
+    scheduler.
+
+    `sampling.stop_token_ids` already contains the EOS ids that apply; `sampling.max_new_tokens` counts from the
+    prompt's end, emitted tokens included. Stop strings stay in the API process, which cancels the request when one is
+    found.
+    """
+
+    handle: int
+    request_id: str
+    tokens: I32
+    sampling: SamplingParams
+    emitted: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    cache_salt: str = ""
+
+
+@message(3)
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for these requests any more (client gone, stop string found). Idempotent.
+
+    Unknown handles are ignored.
+    """
+
+    handles: I32
+
+
+@message(4)
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A replica ends in order: forget it and its requests now."""
+
+    replica: str
+
+
+class Finish:
+    """Codes of `Results.finished`."""
+
+    ACTIVE = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    FAILED = 4
+
+
+@message(5)
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All news of one step for one replica, as columns: entry i is a token of `handles[i]`.
+
+    `tokens[i]` is -1 when the entry carries no token (a failure, say). `finished` holds `Finish` codes. `cached` maps
+    a handle to its prompt tokens served from the prefix cache, in the entry with its first token. `errors` has a
+    reason for each FAILED handle. `incarnation` names the scheduler process that speaks.
+    """
+
+    incarnation: int
+    handles: I32
+    tokens: I32
+    finished: I8
+    logprobs: F32 | None = None
+    cached: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, RequestError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as the scheduler sees it; `blocks_cached` are free but still hold a reusable prefix."""
+
+    device: str
+    index: int
+    epoch: int
+    running: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    steps: int
+    seconds_since_step: float
+
+
+@message(6)
+@dataclass(frozen=True, slots=True)
+class Status:
+    """State of the scheduler, sent to every replica twice a second and at once when readiness changes.
+
+    `incarnation` differs after a restart: requests of another incarnation must be resubmitted. Counters only grow.
+    """
+
+    incarnation: int
+    ready: bool
+    reason: str
+    workers: list[WorkerStatus]
+    waiting: int
+    running: int
+    max_model_len: int
+    max_running: int
+    block_size: int
+    vocab_size: int
+    counters: dict[str, int]
+
+
+@message(16)
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """A worker announces what it can hold, then says so every second. `epoch` counts the starts of this worker slot.
+
+    `max_model_len` is what the model and the KV memory allow for one sequence, in tokens.
+    """
+
+    device: str
+    index: int
+    epoch: int
+    pid: int
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_model_len: int
+    vocab_size: int
+    architecture: str
+    dtype: str
+    attention: str
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A sequence enters row `row`: everything the worker must know of it, once.
+
+    `tokens` are all known tokens, prompt first; those from `prompt_len` on were emitted before (a replay or a
+    preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
+    `Step.new_blocks`.
+    """
+
+    row: int
+    tokens: I32
+    prompt_len: int
+    start: int
+    sampling: SamplingParams
+
+
+@message(17)
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass on one worker. Order of effects: `drop`, `joins`, `new_blocks`, then the forward over `rows`.
+
+    Row rows[i] computes its next ntok[i] tokens (1 each when `ntok` is None). A row whose known tokens are all
+    computed then samples one more. `new_blocks` are triples (row, index in the row's block table, block).
+    `incarnation` names the scheduler process; a worker that sees a new one forgets all rows first.
+    """
+
+    incarnation: int
+    epoch: int
+    step: int
+    rows: I32
+    ntok: I32 | None
+    new_blocks: I32x3
+    drop: I32
+    joins: list[Join]
+
+
+@message(18)
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Answer to a Step: `tokens[i]` was sampled for `rows[i]`; rows in mid-prefill are absent, in the step's order
+    otherwise.
+
+    `errors` maps a row to the reason why it alone failed; such rows are absent from `rows`. `device_us` is the time of
+    the pass in microseconds.
+    """
+
+    incarnation: int
+    epoch: int
+    index: int
+    step: int
+    rows: I32
+    tokens: I32
+    logprobs: F32 | None
+    errors: dict[int, str]
+    device_us: int
+
+
+Message = Hello | Submit | Cancel | Goodbye | Results | Status | WorkerHello | Step | StepResult

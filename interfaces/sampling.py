@@ -1,0 +1,159 @@
+"""How one request wants its next token chosen.
+
+Knows the values, their ranges and how a request, the model's generation_config and the class defaults combine. It does
+not know logits: `model_worker/sampler.py` applies these values, in the order documented there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+SEED_LIMIT = 1 << 64
+"""Seeds are unsigned 64-bit, the widest any of the served dialects allows (TGI)."""
+
+
+class LogprobMode:
+    """Which logarithm of probability a row reports for its chosen token (natural log, one float32 a token).
+
+    NONE: none. TEMPERED: log-softmax after penalties and temperature, before truncation (OpenAI, SGLang; equal to the
+    model's own log-softmax when greedy). WARPED: of the distribution that was sampled from, after truncation (TGI).
+    """
+
+    NONE = 0
+    TEMPERED = 1
+    WARPED = 2
+
+
+def _random_seed() -> int:
+    return secrets.randbits(32)
+
+
+@dataclass
+class SamplingParams:
+    """Sampling values of one request; `ValueError` names the field, the value and the valid range.
+
+    `temperature == 0` is greedy. `top_k` -1 (or 0) keeps every token. `penalize_prompt` widens the scope of the
+    penalties from the output to prompt + output (TGI). `max_new_tokens` None is the model's limit.
+    """
+
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    temperature: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    penalize_prompt: bool = False
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    seed: int = field(default_factory=_random_seed)
+    logprobs: int = LogprobMode.NONE
+
+    def __post_init__(self) -> None:
+        if self.top_k == 0:
+            self.top_k = -1
+        _require(self.top_k >= -1, "top_k", self.top_k, "-1 (all tokens) or at least 1")
+        _require(_within(self.top_p, 0.0, 1.0), "top_p", self.top_p, "between 0 and 1")
+        _require(_within(self.min_p, 0.0, 1.0), "min_p", self.min_p, "between 0 and 1")
+        _require(_within(self.temperature, 0.0, 2.0), "temperature", self.temperature, "between 0 and 2")
+        _require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "above 0",
+        )
+        for name in ("frequency_penalty", "presence_penalty"):
+            value = getattr(self, name)
+            _require(_within(value, -2.0, 2.0), name, value, "between -2 and 2")
+        _require(
+            self.max_new_tokens is None or self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, "at least 0"
+        )
+        _require(self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, "at least 0")
+        _require(0 <= self.seed < SEED_LIMIT, "seed", self.seed, "between 0 and 2**64 - 1")
+        _require(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", self.logit_bias, "finite numbers")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def needs_penalties(self) -> bool:
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+
+@dataclass
+class SamplingParamsInput:
+    """What a request said, field by field; None means "not given"."""
+
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    temperature: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    penalize_prompt: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class SamplingParamsGenerationConfigDefaults:
+    """The values a model's generation_config.json sets; None means that it does not set the field."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    do_sample: bool | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+def combine(
+    given: SamplingParamsInput, defaults: SamplingParamsGenerationConfigDefaults | None = None
+) -> SamplingParams:
+    """Lays what the request gave over the model's defaults over the class defaults.
+
+    `do_sample: false` in the model's config means greedy, unless the request itself gives a temperature. The model's
+    EOS ids are joined with the request's stop ids, never replaced by them. Raises `ValueError` as `SamplingParams`
+    does.
+    """
+    values: dict[str, Any] = _given(defaults) if defaults else {}
+    do_sample = values.pop("do_sample", None)
+    eos = values.pop("eos_token_id", [])
+    if do_sample is False and given.temperature is None:
+        values["temperature"] = 0.0
+    values |= _given(given)
+    stop_ids = [*(eos if isinstance(eos, list) else [eos]), *values.get("stop_token_ids", [])]
+    return SamplingParams(**(values | {"stop_token_ids": list(dict.fromkeys(stop_ids))}))
+
+
+def _given(source: SamplingParamsInput | SamplingParamsGenerationConfigDefaults) -> dict[str, Any]:
+    pairs = ((f.name, getattr(source, f.name)) for f in dataclasses.fields(source))
+    return {name: value for name, value in pairs if value is not None}
+
+
+def _within(value: float, low: float, high: float) -> bool:
+    # NaN compares false with everything, so it is refused here.
+    return low <= value <= high
+
+
+def _require(holds: bool, name: str, value: object, valid: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {valid}, got {value!r}")

@@ -1,0 +1,42 @@
+"""Where the processes of one server meet: files and ipc sockets inside one private run directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# sun_path of a Unix socket holds 108 bytes with its terminator (unix(7)).
+_LONGEST_SOCKET_PATH = 107
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The 0700 directory that one supervisor owns and removes at the end."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.api_endpoint, self.worker_endpoint):
+            if len(endpoint.removeprefix("ipc://")) > _LONGEST_SOCKET_PATH:
+                raise ValueError(
+                    f"run directory {self.path} is too long for a socket path; set TMPDIR to a shorter one"
+                )
+
+    @property
+    def api_endpoint(self) -> str:
+        """Bound by the scheduler, for API replicas."""
+        return f"ipc://{self.path}/api.sock"
+
+    @property
+    def worker_endpoint(self) -> str:
+        """Bound by the scheduler, for workers."""
+        return f"ipc://{self.path}/workers.sock"
+
+    @property
+    def settings_file(self) -> Path:
+        return self.path / "settings.json"
+
+    @property
+    def metrics_directory(self) -> Path:
+        """Where API replicas keep their counters (prometheus_client's multiprocess files)."""
+        return self.path / "metrics"

@@ -1,0 +1,47 @@
+"""How a child process tells its supervisor what it is doing while it starts: one JSON line per event on an inherited
+pipe.
+
+The pipe's file descriptor comes in TOKENYARD_STATUS_FD; without it (a process started by hand) the events are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+STATUS_FD = "TOKENYARD_STATUS_FD"
+
+
+def report(event: str, **details: Any) -> None:
+    """Tells the supervisor; never fails and never blocks start-up when nobody reads."""
+    descriptor = os.environ.get(STATUS_FD)
+    if descriptor is None:
+        return
+    try:
+        os.write(int(descriptor), json.dumps({"event": event, **details}).encode() + b"\n")
+    except (OSError, ValueError):
+        os.environ.pop(STATUS_FD, None)
+
+
+def phase(name: str) -> None:
+    """A start-up phase begins (import, load weights, allocate KV, compile kernels); the one before it is over."""
+    report("phase", name=name)
+
+
+def progress(done: int, total: int, unit: str) -> None:
+    """Progress within the current phase."""
+    report("progress", done=done, total=total, unit=unit)
+
+
+def ready(**details: Any) -> None:
+    """This process serves from now on; `details` are facts for the start-up summary."""
+    report("ready", **details)
+
+
+def fatal(message: str) -> None:
+    """This process cannot work and a restart would not help (wrong model, wrong setting).
+
+    The supervisor shows it and gives up.
+    """
+    report("fatal", message=message)

@@ -1,0 +1,184 @@
+"""The settings of one server: each field is a flag, an environment variable and a TOML key, with one meaning.
+
+Precedence, highest first: command line, `TOKENYARD_*` environment, TOML file, default. The supervisor resolves them
+once and writes the result into the run directory; every process reads that file, so all of them see the same values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ENV_PREFIX = "TOKENYARD_"
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the text names the setting, its value, where it came from and the remedy."""
+
+
+def _setting(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every value an operator can set. `help` metadata is shown by `--help` and in docs/settings.md."""
+
+    model: str = _setting(
+        "", "Hugging Face directory or hub name; empty serves the embedded demo model, which needs no network"
+    )
+    host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 exposes the server to your network")
+    port: int = _setting(8000, "TCP port of the HTTP API, shared by all API processes")
+    api_servers: int = _setting(1, "API processes; more of them help when tokenizing or streaming saturates one core")
+    devices: str = _setting(
+        "auto", "one worker per entry, data parallel: cpu, cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs, else one cpu"
+    )
+    dtype: str = _setting("auto", "weights and KV cache: auto (as stored), float32, bfloat16 or float16")
+    max_model_len: int | None = _setting(
+        None, "longest prompt + answer in tokens; default: what the model and the KV memory allow"
+    )
+    max_batch_tokens: int = _setting(
+        512, "tokens one forward pass may take; more speeds up long prompts and delays everybody's next token"
+    )
+    max_running: int = _setting(128, "sequences computed together on one worker; further requests wait")
+    max_queued: int = _setting(1024, "requests that may wait; further ones are answered 429 with Retry-After")
+    kv_memory: str = _setting(
+        "auto",
+        "memory for the KV cache per worker, e.g. 512MB or 4GB; auto: on CPU a quarter of free memory, at most 4GB",
+    )
+    served_model_name: str = _setting("", "name that clients use for the model; default: the last part of MODEL")
+    overlap: bool = _setting(True, "keep two steps in flight, so that the device never waits for the scheduler")
+    prefix_cache: bool = _setting(True, "reuse the KV blocks of prompts that start alike")
+    log_level: str = _setting("info", "debug, info, warning or error")
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
+        for name in ("api_servers", "max_batch_tokens", "max_running", "max_queued"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _check(self.api_servers <= 64, "api_servers", self.api_servers, "at most 64")
+        _check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")
+        _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2")
+        _check(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        _check(self.log_level in LOG_LEVELS, "log_level", self.log_level, "one of " + ", ".join(LOG_LEVELS))
+        parse_memory(self.kv_memory)
+        _check(all(_is_device(d) for d in self.devices.split(",")), "devices", self.devices, "cpu, cuda:N or auto")
+
+    @property
+    def public_model_name(self) -> str:
+        """Name under which clients see the model."""
+        return self.served_model_name or Path(self.model).name or "tokenyard-demo"
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def read(cls, path: Path) -> Settings:
+        """The effective settings that the supervisor wrote."""
+        return cls(**json.loads(path.read_text()))
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Effective settings and, for each field, where its value came from (for `--print-settings`)."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, config: Path | None = None) -> Resolved:
+    """Lays command line over environment over TOML over defaults. `flags` holds only what was typed.
+
+    Raises SettingsError.
+    """
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(FIELDS, "default")
+    for source, layer in (
+        (f"file {config}", _from_toml(config)),
+        ("environment", _from_environment(environ)),
+        ("command line", dict(flags)),
+    ):
+        for name, value in layer.items():
+            values[name], sources[name] = value, source
+    try:
+        return Resolved(Settings(**values), sources)
+    except SettingsError as error:
+        name = str(error).split(" ", 1)[0]
+        raise SettingsError(f"{error} (from {sources.get(name, 'unknown')})") from None
+
+
+def parse_memory(text: str) -> int | None:
+    """Bytes named by `512MB`, `4GiB`, `2000000`; None for `auto`. Raises SettingsError."""
+    if text == "auto":
+        return None
+    number = text.upper().removesuffix("B")
+    unit = number.lstrip("0123456789.")
+    try:
+        return int(float(number.removesuffix(unit)) * _UNITS[unit])
+    except (KeyError, ValueError):
+        raise SettingsError(f"kv_memory must be auto or a size such as 512MB or 4GB, got {text!r}") from None
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found = {name: environ[ENV_PREFIX + name.upper()] for name in FIELDS if ENV_PREFIX + name.upper() in environ}
+    return {name: _parse(name, text) for name, text in found.items()}
+
+
+def _from_toml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"config file {path} cannot be read: {error}") from None
+    for name, value in table.items():
+        if name not in FIELDS:
+            raise SettingsError(f"{name} in {path} is no setting; the settings are: {', '.join(FIELDS)}")
+        if type(value) not in _types(name):
+            raise SettingsError(f"{name} in {path} must be {_type_name(name)}, got {value!r}")
+    return table
+
+
+def _parse(name: str, text: str) -> Any:
+    kinds = _types(name)
+    try:
+        if bool in kinds:
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        return int(text) if int in kinds else text
+    except (KeyError, ValueError):
+        raise SettingsError(f"{ENV_PREFIX}{name.upper()} must be {_type_name(name)}, got {text!r}") from None
+
+
+def _types(name: str) -> tuple[type, ...]:
+    hint = _HINTS[name]
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _type_name(name: str) -> str:
+    return {bool: "true or false", int: "a whole number", str: "a text"}[_types(name)[0]]
+
+
+def _is_device(text: str) -> bool:
+    kind, _, index = text.partition(":")
+    return text in ("auto", "cpu") or (kind == "cuda" and index.isdigit())
+
+
+def _check(holds: bool, name: str, value: object, valid: str) -> None:
+    if not holds:
+        raise SettingsError(f"{name} must be {valid}, got {value!r}")
+
+
+FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Settings))
+_HINTS: dict[str, Any] = typing.get_type_hints(Settings)

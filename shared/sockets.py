@@ -1,0 +1,72 @@
+"""ZeroMQ sockets as this system uses them: single-frame messages, bounded queues, nothing that blocks on a dead peer.
+
+The scheduler binds ROUTERs; replicas and workers connect DEALERs. A ROUTER that meets a full or vanished peer says so
+at once (`send_to` returns False) instead of waiting or dropping in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from interfaces.codec import encode
+
+HIGH_WATER_MARK = 10_000
+"""Messages queued to one peer. At one message a step this is minutes of silence.
+
+A peer that far behind is treated as dead.
+"""
+
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
+
+
+def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
+    """ROUTER bound to `endpoint`; a peer that reconnects under its old identity takes it over."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    _bound(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    socket.bind(endpoint)
+    return socket
+
+
+def connect_dealer(context: zmq.Context[Any], endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
+    """DEALER connected to `endpoint` under `identity`; it reconnects by itself."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    _connect(socket, endpoint, identity)
+    return socket
+
+
+def connect_dealer_async(context: zmq.asyncio.Context, endpoint: str, identity: bytes) -> zmq.asyncio.Socket:
+    """The same for an asyncio process."""
+    socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+    _connect(socket, endpoint, identity)
+    return socket
+
+
+def send_to(router: zmq.Socket[bytes], identity: bytes, message: Any) -> bool:
+    """Sends to one peer of a ROUTER without waiting; False when the peer is gone or has stopped reading."""
+    try:
+        router.send_multipart([identity, encode(message)], flags=zmq.NOBLOCK, copy=False)
+    except zmq.ZMQError as error:
+        if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+            return False
+        raise
+    return True
+
+
+def _connect(socket: Any, endpoint: str, identity: bytes) -> None:
+    _bound(socket)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+    socket.connect(endpoint)
+
+
+def _bound(socket: Any) -> None:
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.LINGER, 0)
