@@ -12,6 +12,9 @@ import setproctitle
 
 _PR_SET_PDEATHSIG = 1
 
+SUPERVISOR_PID = "TOKENYARD_SUPERVISOR_PID"
+"""Environment variable by which a supervisor names itself; absent for a process that was started by hand."""
+
 
 def become(role: str) -> None:
     """Takes the title `tokenyard: ROLE`, keeping the module's name visible, and dies with the supervisor.
@@ -24,5 +27,5 @@ def become(role: str) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == 1 and "TOKENYARD_STATUS_FD" in os.environ:
+    if os.environ.get(SUPERVISOR_PID, str(os.getppid())) != str(os.getppid()):
         sys.exit("the supervisor ended before this process had started")

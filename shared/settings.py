@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import tomllib
 import types
 import typing
@@ -24,42 +25,56 @@ class SettingsError(ValueError):
     """A setting that cannot be used; the text names the setting, its value, where it came from and the remedy."""
 
 
-def _setting(default: Any, help_text: str) -> Any:
-    return field(default=default, metadata={"help": help_text})
+def _setting(group: str, default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text, "group": group})
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every value an operator can set. `help` metadata is shown by `--help` and in docs/settings.md."""
+    """Every value an operator can set. The `help` and `group` metadata make `--help` and docs/settings.md."""
 
     model: str = _setting(
-        "", "Hugging Face directory or hub name; empty serves the embedded demo model, which needs no network"
+        "model", "", "Hugging Face directory or hub name; empty serves the embedded demo model, which needs no network"
     )
-    host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 exposes the server to your network")
-    port: int = _setting(8000, "TCP port of the HTTP API, shared by all API processes")
-    api_servers: int = _setting(1, "API processes; more of them help when tokenizing or streaming saturates one core")
+    host: str = _setting("network", "127.0.0.1", "address to listen on; 0.0.0.0 exposes the server to your network")
+    port: int = _setting("network", 8000, "TCP port of the HTTP API, shared by all API processes")
+    api_servers: int = _setting(
+        "network", 1, "API processes; more of them help when tokenizing or streaming saturates one core"
+    )
     devices: str = _setting(
-        "auto", "one worker per entry, data parallel: cpu, cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs, else one cpu"
+        "capacity",
+        "auto",
+        "one worker per entry, data parallel: cpu, cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs, else one cpu",
     )
-    dtype: str = _setting("auto", "weights and KV cache: auto (as stored), float32, bfloat16 or float16")
+    dtype: str = _setting("model", "auto", "weights and KV cache: auto (as stored), float32, bfloat16 or float16")
     max_model_len: int | None = _setting(
-        None, "longest prompt + answer in tokens; default: what the model and the KV memory allow"
+        "model", None, "longest prompt + answer in tokens; default: what the model and the KV memory allow"
     )
     max_batch_tokens: int = _setting(
-        512, "tokens one forward pass may take; more speeds up long prompts and delays everybody's next token"
+        "capacity",
+        512,
+        "tokens one forward pass may take; more speeds up long prompts and delays everybody's next token",
     )
-    max_running: int = _setting(128, "sequences computed together on one worker; further requests wait")
-    max_queued: int = _setting(1024, "requests that may wait; further ones are answered 429 with Retry-After")
+    max_running: int = _setting("capacity", 128, "sequences computed together on one worker; further requests wait")
+    max_queued: int = _setting(
+        "capacity", 1024, "requests that may wait; further ones are answered 429 with Retry-After"
+    )
     kv_memory: str = _setting(
+        "capacity",
         "auto",
         "memory for the KV cache per worker, e.g. 512MB or 4GB; auto: on CPU a quarter of free memory, at most 4GB",
     )
-    served_model_name: str = _setting("", "name that clients use for the model; default: the last part of MODEL")
-    overlap: bool = _setting(True, "keep two steps in flight, so that the device never waits for the scheduler")
-    prefix_cache: bool = _setting(True, "reuse the KV blocks of prompts that start alike")
-    log_level: str = _setting("info", "debug, info, warning or error")
+    served_model_name: str = _setting(
+        "model", "", "name that clients use for the model; default: the last part of MODEL"
+    )
+    overlap: bool = _setting(
+        "behaviour", True, "keep two steps in flight, so that the device never waits for the scheduler"
+    )
+    prefix_cache: bool = _setting("behaviour", True, "reuse the KV blocks of prompts that start alike")
+    log_level: str = _setting("behaviour", "info", "debug, info, warning or error")
 
     def __post_init__(self) -> None:
+        _check(self.host != "", "host", self.host, "an address, such as 127.0.0.1 or 0.0.0.0")
         _check(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
         for name in ("api_servers", "max_batch_tokens", "max_running", "max_queued"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
@@ -69,7 +84,7 @@ class Settings:
         _check(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
         _check(self.log_level in LOG_LEVELS, "log_level", self.log_level, "one of " + ", ".join(LOG_LEVELS))
         parse_memory(self.kv_memory)
-        _check(all(_is_device(d) for d in self.devices.split(",")), "devices", self.devices, "cpu, cuda:N or auto")
+        _check(_are_devices(self.devices), "devices", self.devices, "auto, or a list of cpu and cuda:N")
 
     @property
     def public_model_name(self) -> str:
@@ -123,12 +138,11 @@ def parse_memory(text: str) -> int | None:
     """Bytes named by `512MB`, `4GiB`, `2000000`; None for `auto`. Raises SettingsError."""
     if text == "auto":
         return None
-    number = text.upper().removesuffix("B")
-    unit = number.lstrip("0123456789.")
-    try:
-        return int(float(number.removesuffix(unit)) * _UNITS[unit])
-    except (KeyError, ValueError):
-        raise SettingsError(f"kv_memory must be auto or a size such as 512MB or 4GB, got {text!r}") from None
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMG]I?|)B?", text.upper())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise SettingsError(f"kv_memory must be auto or a size such as 512MB or 4GB, got {text!r}")
+    return size
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -140,8 +154,8 @@ def _from_toml(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        table = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"config file {path} cannot be read: {error}") from None
     for name, value in table.items():
         if name not in FIELDS:
@@ -170,9 +184,8 @@ def _type_name(name: str) -> str:
     return {bool: "true or false", int: "a whole number", str: "a text"}[_types(name)[0]]
 
 
-def _is_device(text: str) -> bool:
-    kind, _, index = text.partition(":")
-    return text in ("auto", "cpu") or (kind == "cuda" and index.isdigit())
+def _are_devices(text: str) -> bool:
+    return text == "auto" or all(re.fullmatch(r"cpu|cuda:[0-9]+", device) for device in text.split(","))
 
 
 def _check(holds: bool, name: str, value: object, valid: str) -> None:
