@@ -1,0 +1,86 @@
+"""Why a request gets no answer: one error with a kind, which each dialect maps to its own status and body.
+
+Knows no HTTP status and no dialect.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from interfaces.results import ErrorCode, RequestError
+
+
+class ErrorKind(enum.StrEnum):
+    """What went wrong, from the client's point of view."""
+
+    BAD_JSON = "bad_json"
+    """The body is no JSON object."""
+    BODY_TOO_LARGE = "body_too_large"
+    INVALID = "invalid"
+    """A value is missing, of the wrong type or out of range; `field` names it."""
+    UNSUPPORTED = "unsupported"
+    """A known field asks for what this server cannot do; `field` names it."""
+    TOO_LONG = "too_long"
+    """Prompt (plus answer) exceed the context; `numbers` has prompt_tokens, max_new_tokens (if given) and limit."""
+    TEMPLATE = "template"
+    """The chat template is missing or refuses the messages."""
+    MODEL_NOT_FOUND = "model_not_found"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    OVERLOADED = "overloaded"
+    """Queues are full: the client should come back after `retry_after` seconds."""
+    UNAVAILABLE = "unavailable"
+    """Nobody can serve now (starting, restarting, draining)."""
+    GENERATION_FAILED = "generation_failed"
+    """The model failed on this request."""
+    INTERNAL = "internal"
+    """A bug of ours; the log has the traceback under the request id."""
+
+
+class RequestFailed(Exception):
+    """The request ends here. `message` is written for the client: it names the field, the value and the remedy."""
+
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after: int | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.field = field
+        self.retry_after = retry_after
+        self.numbers = dict(numbers or {})
+
+
+_KIND_OF_CODE = {
+    ErrorCode.OVERLOADED: ErrorKind.OVERLOADED,
+    ErrorCode.UNAVAILABLE: ErrorKind.UNAVAILABLE,
+    ErrorCode.TOO_LONG: ErrorKind.TOO_LONG,
+    ErrorCode.INVALID: ErrorKind.INVALID,
+    ErrorCode.FAILED: ErrorKind.GENERATION_FAILED,
+}
+
+RETRY_AFTER_SECONDS = 1
+
+
+def from_scheduler(error: RequestError) -> RequestFailed:
+    """The scheduler's refusal in the API's terms."""
+    kind = _KIND_OF_CODE.get(error.code, ErrorKind.GENERATION_FAILED)
+    retry = RETRY_AFTER_SECONDS if kind in (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE) else None
+    return RequestFailed(kind, error.message, retry_after=retry)
+
+
+def invalid(message: str, field: str | None = None) -> RequestFailed:
+    """A value of the request that cannot be used."""
+    return RequestFailed(ErrorKind.INVALID, message, field=field)
+
+
+def unsupported(field: str, what: str) -> RequestFailed:
+    """A known field that asks for something this server does not do."""
+    return RequestFailed(ErrorKind.UNSUPPORTED, f"{field}: {what} is not supported by this server", field=field)

@@ -1,0 +1,94 @@
+"""Server-sent events: frames out, a comment when there is silence, and an end that is always noticed.
+
+Knows the event-stream format and ASGI's send; knows no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+KEEP_ALIVE_SECONDS = 15.0
+DONE = b"data: [DONE]\n\n"
+
+
+def frame(value: Any) -> bytes:
+    """One event: `data: `, the value as JSON, an empty line."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends the frames of an async iterator as they come; `close` is called at the end, however the end comes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._frames = frames
+        self._close = close
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pulse = _Pulse(send)
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            pulse.start()
+            async for data in self._frames:
+                await pulse.send(data)
+            pulse.stop()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            pulse.stop()
+            self._close()
+
+
+class _Pulse:
+    """Writes a comment line whenever nothing has been written for a while, so that proxies keep the connection.
+
+    One timer per stream that looks at the clock, instead of one per frame.
+    """
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._sending = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._beat: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._timer = self._loop.call_later(KEEP_ALIVE_SECONDS, self._look)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._beat is not None:
+            self._beat.cancel()
+        self._timer = self._beat = None
+
+    async def send(self, data: bytes) -> None:
+        self._sending = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._last = self._loop.time()
+        self._sending = False
+
+    def _look(self) -> None:
+        silence = self._loop.time() - self._last
+        # While a send is stuck the client is slow, not the model: there is nothing to keep alive.
+        if silence >= KEEP_ALIVE_SECONDS and not self._sending:
+            self._beat = self._loop.create_task(self._comment())
+            silence = 0.0
+        self._timer = self._loop.call_later(max(KEEP_ALIVE_SECONDS - silence, 0.05), self._look)
+
+    async def _comment(self) -> None:
+        with contextlib.suppress(OSError):
+            await self.send(b":\n\n")

@@ -1,0 +1,52 @@
+"""What every endpoint of one API process shares.
+
+Knows the settings, the tokenizer, the connection to the scheduler and the model's public facts; holds no state of a
+request.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from api_server.engine_client import EngineClient
+from api_server.errors import ErrorKind, RequestFailed
+from api_server.observer import Observer
+from api_server.tokenizer import Tokenizer
+from shared.settings import Settings
+
+_ANY_MODEL = ("", "default", "tgi")
+"""Names under which clients that do not care ask for the one model."""
+
+
+@dataclass
+class ServerState:
+    """One per process, made by `api_server/__main__.py`."""
+
+    settings: Settings
+    tokenizer: Tokenizer
+    engine: EngineClient
+    observers: list[Observer] = field(default_factory=list)
+    """Told about every generation (metrics)."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time shown as the model's creation time."""
+
+    @property
+    def model_name(self) -> str:
+        """Name under which clients see the model."""
+        return self.settings.public_model_name
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Longest prompt + answer in tokens; None until the first worker has told it."""
+        return self.engine.max_model_len
+
+    def check_model(self, name: str) -> None:
+        """Raises RequestFailed(MODEL_NOT_FOUND) unless `name` means the served model."""
+        if name in _ANY_MODEL or name in (self.model_name, self.settings.model):
+            return
+        raise RequestFailed(
+            ErrorKind.MODEL_NOT_FOUND,
+            f"the model {name!r} does not exist; this server has {self.model_name!r}",
+            field="model",
+        )
