@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -82,8 +82,18 @@ class Document:
     tag: str
     body: type[BaseModel] | None = None
     answer: type[BaseModel] | None = None
+    """None: plain text, or nothing."""
     frame: type[BaseModel] | None = None
     """One event of the answer when it is streamed."""
+    listed: bool = False
+    """The answer is a list of `answer`."""
+    example: Mapping[str, Any] | None = None
+    """A body that works as it is."""
+    errors: Mapping[int, type[BaseModel]] = field(default_factory=dict)
+    """Statuses that this endpoint answers in case of an error, with their bodies."""
+    description: str = ""
+    also: Sequence[Document] = ()
+    """What the same path takes and answers in other dialects."""
 
 
 def endpoint(
