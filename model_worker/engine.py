@@ -1,0 +1,120 @@
+"""One step on one device: rows, forward, sampling. The worker's loop and tests call the same `Engine.step`.
+
+It knows rows and tokens; it does not know requests, sockets or text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces import Step, StepResult
+from model_worker.batch import ForwardBatch
+from model_worker.rows import PackedStep, WorkerRows
+from model_worker.sampler import Sampled, SamplerRows
+
+Forward = Callable[[ForwardBatch], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Which worker slot this is, and its how-many-th start."""
+
+    index: int
+    epoch: int
+
+
+class Engine:
+    """`forward` maps a packed batch to logits [L, vocab]; rows and sampler keep what must outlive a step."""
+
+    def __init__(
+        self, forward: Forward, rows: WorkerRows, sampler: SamplerRows, device: torch.device, identity: WorkerIdentity
+    ) -> None:
+        self._forward = forward
+        self._rows = rows
+        self._sampler = sampler
+        self._device = device
+        self._identity = identity
+        self._incarnation: int | None = None
+        self._held: set[int] = set()
+
+    def step(self, step: Step) -> StepResult:
+        """Runs a step. Raises StepError when the step does not fit the rows; nothing else is expected to fail."""
+        started = time.perf_counter_ns()
+        self._follow(step.incarnation)
+        errors = self._change_rows(step)
+        packed = self._rows.pack(step)
+        logits = self._forward(self._batch(packed))
+        sampled = self._sample(packed, logits)
+        self._rows.computed_step(packed, sampled.tokens)
+        return self._result(step, packed, sampled, errors, (time.perf_counter_ns() - started) // 1000)
+
+    def _follow(self, incarnation: int) -> None:
+        """A new scheduler knows nothing of the rows of the old one."""
+        if incarnation == self._incarnation:
+            return
+        self._incarnation = incarnation
+        self._rows.clear()
+        for row in self._held:
+            self._sampler.drop(row)
+        self._held.clear()
+
+    def _change_rows(self, step: Step) -> dict[int, str]:
+        for row in step.drop.tolist():
+            self._held.discard(row)
+            self._sampler.drop(row)
+        self._rows.apply(step)
+        errors: dict[int, str] = {}
+        for join in step.joins:
+            try:
+                prompt, emitted = np.split(join.tokens, [join.prompt_len])
+                self._sampler.join(join.row, join.sampling, join.sampling.stop_token_ids, prompt, emitted)
+                self._held.add(join.row)
+            except ValueError as error:
+                # The row runs on, greedily, until its owner has heard of the error: a step in flight may name it.
+                errors[join.row] = str(error)
+        return errors
+
+    def _batch(self, packed: PackedStep) -> ForwardBatch:
+        return ForwardBatch.build(
+            tokens=packed.tokens,
+            query_lens=packed.ntok,
+            kv_lens=packed.kv_len,
+            block_tables=packed.block_tables,
+            block_size=self._rows.block_size,
+            logit_positions=np.cumsum(packed.ntok)[packed.sampling] - 1,
+            device=self._device,
+        )
+
+    def _sample(self, packed: PackedStep, logits: torch.Tensor) -> Sampled:
+        if not len(packed.sampling):
+            return Sampled(np.empty(0, np.int32), None, None)
+        return self._sampler.sample(logits, packed.rows[packed.sampling], packed.positions)
+
+    def _result(
+        self, step: Step, packed: PackedStep, sampled: Sampled, errors: dict[int, str], device_us: int
+    ) -> StepResult:
+        rows = packed.rows[packed.sampling]
+        if sampled.bad is not None:
+            errors |= dict.fromkeys(rows[sampled.bad].tolist(), "the model's logits were not finite for this request")
+        kept = _kept(rows, errors)
+        return StepResult(
+            incarnation=step.incarnation,
+            epoch=self._identity.epoch,
+            index=self._identity.index,
+            step=step.step,
+            rows=rows[kept],
+            tokens=sampled.tokens[kept],
+            logprobs=None if sampled.logprobs is None else sampled.logprobs[kept],
+            errors=errors,
+            device_us=device_us,
+        )
+
+
+def _kept(rows: NDArray[np.int32], errors: dict[int, str]) -> NDArray[np.bool_] | slice:
+    return ~np.isin(rows, list(errors)) if errors else slice(None)

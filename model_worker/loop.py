@@ -1,0 +1,73 @@
+"""The worker's loop: take a step, run it, answer it.
+
+While there is none, say once a second that this worker is here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import zmq
+
+from interfaces import Step, WireError, WorkerHello, decode, encode
+from model_worker.engine import Engine
+from shared.endpoints import RunDirectory
+from shared.sockets import connect_dealer
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 1.0
+
+
+class Loop:
+    """Owns the socket; `run` returns after `stop`. An exception of the engine ends it, and so the process: state on a
+    device that failed is not to be trusted, and the scheduler replays the sequences on the next epoch."""
+
+    def __init__(self, engine: Engine, hello: WorkerHello, run_directory: RunDirectory) -> None:
+        self._engine = engine
+        self._hello = encode(hello)
+        self._context: zmq.Context[Any] = zmq.Context()
+        identity = f"worker:{hello.index}:{hello.epoch}:{os.getpid()}".encode()
+        self._socket = connect_dealer(self._context, run_directory.worker_endpoint, identity)
+        self._epoch = hello.epoch
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Ends `run` after the step in progress; safe to call from a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        next_hello = 0.0
+        try:
+            while not self._stopping:
+                now = time.monotonic()
+                if now >= next_hello:
+                    self._send(self._hello)
+                    next_hello = now + HELLO_SECONDS
+                step = self._receive(timeout_ms=int((next_hello - now) * 1000) + 1)
+                if step is not None:
+                    self._send(encode(self._engine.step(step)))
+        finally:
+            self._context.destroy(linger=0)
+
+    def _receive(self, timeout_ms: int) -> Step | None:
+        if not self._socket.poll(timeout_ms):
+            return None
+        try:
+            message = decode(self._socket.recv())
+        except WireError as error:
+            log.warning("dropped a message: %s", error)
+            return None
+        if not isinstance(message, Step) or message.epoch != self._epoch:
+            log.warning("dropped a %s that is not for epoch %d", type(message).__name__, self._epoch)
+            return None
+        return message
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            log.warning("the scheduler has taken no message for a long time; one is lost")

@@ -1,0 +1,125 @@
+"""The worker's row table: what is known of each running sequence, updated in place by steps and gathered into each
+forward.
+
+A row holds its block table, how many tokens are computed and known, its last token, and the tokens of its prompt until
+they are computed. It knows nothing of requests, text or sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import Join, Step
+
+
+class StepError(ValueError):
+    """A step that does not fit the rows: a defect of its sender, named so that it can be found."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """Columns of one forward, rows in the step's order.
+
+    `tokens` i32[T] of all rows one after the other; `ntok`, `kv_len` i32[S] (K/V length after the step);
+    `block_tables` i32[S, B]; `sampling` i32[L]: indices into the step's rows that sample; `positions` i64[L]: index
+    the new token will have in its sequence.
+    """
+
+    rows: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    ntok: NDArray[np.int32]
+    kv_len: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
+    sampling: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+class WorkerRows:
+    """`max_rows` rows of sequences up to `max_model_len` tokens."""
+
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.computed = np.zeros(max_rows, np.int32)
+        self.known = np.zeros(max_rows, np.int32)
+        self.last_token = np.zeros(max_rows, np.int32)
+        self.block_tables = np.zeros((max_rows, -(-max_model_len // block_size)), np.int32)
+        self._prompts: dict[int, NDArray[np.int32]] = {}
+
+    def apply(self, step: Step) -> None:
+        """Takes over what the step changes before its forward: drops, joins and new blocks. Raises StepError."""
+        for row in step.drop.tolist():
+            self._prompts.pop(row, None)
+        for join in step.joins:
+            self._join(join)
+        if len(step.new_blocks):
+            rows, index, blocks = step.new_blocks.T
+            if blocks.min() < 0 or blocks.max() >= self.num_blocks:
+                raise StepError(f"step {step.step} names a block outside 0..{self.num_blocks - 1}")
+            self._check_rows(rows)
+            if index.min() < 0 or index.max() >= self.block_tables.shape[1]:
+                raise StepError(f"step {step.step} names a block index outside the table")
+            self.block_tables[rows, index] = blocks
+
+    def pack(self, step: Step) -> PackedStep:
+        """Columns of the step's forward. Raises StepError when a row has fewer tokens than the step computes."""
+        rows = step.rows
+        self._check_rows(rows)
+        ntok = np.ones(len(rows), np.int32) if step.ntok is None else step.ntok
+        kv_len = self.computed[rows] + ntok
+        if (ntok < 1).any() or (kv_len > self.known[rows]).any():
+            raise StepError(f"step {step.step} computes tokens that a row does not have")
+        sampling = np.flatnonzero(kv_len == self.known[rows])
+        blocks = -(-int(kv_len.max()) // self.block_size)
+        return PackedStep(
+            rows=rows,
+            tokens=self._tokens(rows, ntok),
+            ntok=ntok,
+            kv_len=kv_len,
+            block_tables=self.block_tables[rows, :blocks],
+            sampling=sampling,
+            positions=kv_len[sampling].astype(np.int64),
+        )
+
+    def computed_step(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
+        """Books a forward and the tokens it sampled for `packed.sampling`."""
+        self.computed[packed.rows] = packed.kv_len
+        rows = packed.rows[packed.sampling]
+        self.last_token[rows] = tokens
+        self.known[rows] += 1
+        for row in rows.tolist() if self._prompts else ():
+            self._prompts.pop(row, None)
+
+    def clear(self) -> None:
+        """Forgets all rows (another scheduler speaks now)."""
+        self._prompts.clear()
+        self.known[:] = self.computed[:] = 0
+
+    def _join(self, join: Join) -> None:
+        self._check_rows(np.array([join.row]))
+        if not 0 <= join.start < len(join.tokens) or not 0 < join.prompt_len <= len(join.tokens):
+            raise StepError(f"row {join.row} joins with {len(join.tokens)} tokens from {join.start}")
+        self.computed[join.row] = join.start
+        self.known[join.row] = len(join.tokens)
+        self.last_token[join.row] = join.tokens[-1]
+        self._prompts[join.row] = join.tokens
+
+    def _tokens(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> NDArray[np.int32]:
+        if not self._prompts:
+            return self.last_token[rows]
+        ends = np.cumsum(ntok)
+        tokens = np.empty(int(ends[-1]), np.int32)
+        tokens[ends - 1] = self.last_token[rows]
+        for i, row in enumerate(rows.tolist()):
+            prompt = self._prompts.get(row)
+            if prompt is not None:
+                start = int(self.computed[row])
+                tokens[ends[i] - ntok[i] : ends[i]] = prompt[start : start + int(ntok[i])]
+        return tokens
+
+    def _check_rows(self, rows: NDArray[np.int32]) -> None:
+        if len(rows) and (rows.min() < 0 or rows.max() >= len(self.known)):
+            raise StepError(f"a row is outside 0..{len(self.known) - 1}")

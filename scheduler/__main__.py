@@ -1,0 +1,48 @@
+"""`python -m scheduler --run-dir DIR`: started by the supervisor, one per served model."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import secrets
+import signal
+from pathlib import Path
+
+from scheduler.core import Limits, Scheduler
+from scheduler.loop import Loop
+from shared import logs, phases
+from shared.endpoints import RunDirectory
+from shared.liveness import become
+from shared.settings import Settings
+
+
+def limits_of(settings: Settings) -> Limits:
+    return Limits(
+        max_running=settings.max_running,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_queued=settings.max_queued,
+        max_model_len=settings.max_model_len,
+        steps_in_flight=2 if settings.overlap else 1,
+        prefix_cache=settings.prefix_cache,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m scheduler", description=__doc__)
+    parser.add_argument("--run-dir", required=True, type=Path)
+    run_directory = RunDirectory(parser.parse_args().run_dir)
+    become("scheduler")
+    settings = Settings.read(run_directory.settings_file)
+    logs.configure("scheduler", settings.log_level)
+    loop = Loop(Scheduler(limits_of(settings), incarnation=secrets.randbits(31)), run_directory)
+    signal.signal(signal.SIGTERM, lambda *_: loop.stop())
+    signal.signal(signal.SIGINT, lambda *_: loop.stop())
+    # What start-up has made lives as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    phases.ready()
+    loop.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Which rows run in a worker's next step, and how many tokens of each.
+
+Every sequence in decode gets its token in every step; what is left of the token budget goes to prompts, oldest first,
+in chunks. When blocks run out, the youngest sequences make room for older ones and start again later from the tokens
+they have (preemption by recompute), so the oldest can always finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import Join, Step
+from scheduler.sequence import Sequence
+from scheduler.workers import Worker
+
+Preempted = Callable[[Sequence], None]
+
+
+def build_step(worker: Worker, incarnation: int, budget: int, preempted: Preempted) -> Step | None:
+    """The next step for `worker`, booked as sent; None when nothing can run.
+
+    `preempted` gets each sequence that had to leave.
+    """
+    rows = _with_blocks(worker, preempted)
+    ntok = _chunks(worker, rows, max(budget, worker.rows.running))
+    rows, ntok = rows[ntok > 0], ntok[ntok > 0]
+    if not len(rows):
+        return None
+    step = Step(
+        incarnation=incarnation,
+        epoch=worker.hello.epoch,
+        step=worker.steps + 1,
+        rows=rows,
+        ntok=None if (ntok == 1).all() else ntok,
+        new_blocks=np.array(worker.new_blocks, np.int32).reshape(-1, 3),
+        drop=np.array(worker.dropped, np.int32),
+        joins=[_join(worker, sequence) for sequence in worker.joined],
+    )
+    worker.sent(rows, ntok)
+    return step
+
+
+def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
+    """Runnable rows whose next token has a block to go to, after giving each that crosses a boundary a new one."""
+    table = worker.rows
+    rows = table.runnable()
+    crossing = rows[table.computed[rows] >= table.num_blocks[rows] * worker.block_size]
+    if not len(crossing):
+        return rows
+    stalled = {
+        row
+        for row in crossing[np.argsort(table.order[crossing])].tolist()
+        if table.in_use[row] and not _grow(worker, row, preempted)
+    }
+    rows = rows[table.in_use[rows]]
+    return rows[[row not in stalled for row in rows.tolist()]] if stalled else rows
+
+
+def _grow(worker: Worker, row: int, preempted: Preempted) -> bool:
+    """Gives `row` a block, at the cost of younger rows if need be; False when only older ones could pay."""
+    table = worker.rows
+    while worker.pool.available == 0:
+        occupied = table.occupied()
+        youngest = int(occupied[np.argmax(table.order[occupied])])
+        if table.order[youngest] <= table.order[row]:
+            return False
+        sequence = worker.remove(youngest)
+        sequence.preemptions += 1
+        preempted(sequence)
+    worker.grow(row)
+    return True
+
+
+def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
+    """Tokens each row computes in this step, within the budget: one for rows in decode, the rest for prompts by age."""
+    table = worker.rows
+    todo = table.known[rows] - table.computed[rows]
+    ntok: NDArray[np.int32] = np.minimum(todo, 1)
+    left = budget - len(rows)
+    prefill = np.flatnonzero(todo > 1)
+    if not len(prefill):
+        return ntok
+    # A prompt that gets no more than its one guaranteed token would only waste a row of the forward.
+    ntok[prefill] = 0
+    left += len(prefill)
+    for i in prefill[np.argsort(table.order[rows[prefill]])].tolist():
+        ntok[i] = min(int(todo[i]), left)
+        left -= int(ntok[i])
+        if left <= 0:
+            break
+    return ntok
+
+
+def _join(worker: Worker, sequence: Sequence) -> Join:
+    return Join(
+        row=sequence.row,
+        tokens=sequence.array(),
+        prompt_len=sequence.prompt_len,
+        start=int(worker.rows.computed[sequence.row]),
+        sampling=sequence.sampling,
+    )

@@ -1,0 +1,98 @@
+"""The KV blocks of one worker: who owns them, which are free, and which still hold a prefix worth keeping.
+
+A block is free, owned (by one sequence or shared by several with the same prefix), or cached: owned by nobody, but its
+content is registered under a hash and can be taken again until it is evicted, least recently used first. It knows
+block numbers and hashes, never tokens or tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """`num_blocks` blocks, numbered from 0."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._owners = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def cached(self) -> int:
+        """Blocks nobody owns that still hold a registered prefix."""
+        return len(self._cached)
+
+    @property
+    def used(self) -> int:
+        """Blocks with at least one owner."""
+        return self.num_blocks - self.available
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks that hold the longest registered prefix of `hashes`; nothing changes hands."""
+        found: list[int] = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def unowned(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are cached, that is, would leave `available` when shared."""
+        return sum(self._owners[block] == 0 for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more owner for blocks that `match` returned."""
+        for block in blocks:
+            self._owners[block] += 1
+            self._cached.pop(block, None)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one owner each and no content. ValueError when fewer are available."""
+        if count > self.available:
+            raise ValueError(f"{count} blocks asked for, {self.available} available")
+        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._owners[block] = 1
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One owner less. The end of a prefix is evicted before its beginning, without which it could not be found."""
+        for block in reversed(blocks):
+            if self._owners[block] <= 0:
+                raise ValueError(f"block {block} has no owner")
+            self._owners[block] -= 1
+            if self._owners[block] == 0:
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def register(self, block: int, digest: bytes) -> None:
+        """`block` now holds the content named `digest`.
+
+        The first block registered under a digest stays the one that matches.
+        """
+        if digest not in self._block_of and block not in self._hash_of:
+            self._block_of[digest] = block
+            self._hash_of[block] = digest
+
+    def forget_cached(self) -> None:
+        """Drops every cached prefix that nobody owns."""
+        while self._cached:
+            self._free.append(self._evict())
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        return block

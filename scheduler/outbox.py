@@ -1,0 +1,89 @@
+"""News for the API replicas, gathered over one turn of the loop, so that each replica gets one message a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import Finish, RequestError, Results
+
+
+@dataclass(slots=True)
+class _Columns:
+    handles: list[NDArray[np.int32]] = field(default_factory=list)
+    tokens: list[NDArray[np.int32]] = field(default_factory=list)
+    finished: list[NDArray[np.int8]] = field(default_factory=list)
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    any_logprobs: bool = False
+    cached: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, RequestError] = field(default_factory=dict)
+
+
+class Outbox:
+    """Columns of `Results` by replica number."""
+
+    def __init__(self, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._columns: dict[int, _Columns] = {}
+
+    def tokens(
+        self,
+        replicas: NDArray[np.int32],
+        handles: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        finished: NDArray[np.int8],
+        logprobs: NDArray[np.float32] | None,
+    ) -> None:
+        """One token for each handle."""
+        for replica in np.unique(replicas).tolist():
+            mine = replicas == replica
+            columns = self._of(replica)
+            columns.handles.append(handles[mine])
+            columns.tokens.append(tokens[mine])
+            columns.finished.append(finished[mine])
+            columns.logprobs.append(_zeros(int(mine.sum())) if logprobs is None else logprobs[mine])
+            columns.any_logprobs |= logprobs is not None
+
+    def cached(self, replica: int, handle: int, count: int) -> None:
+        """Tells with a request's first token how many prompt tokens came from the prefix cache."""
+        self._of(replica).cached[handle] = count
+
+    def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
+        """A request ends without a token."""
+        columns = self._of(replica)
+        columns.handles.append(np.array([handle], np.int32))
+        columns.tokens.append(np.array([-1], np.int32))
+        columns.finished.append(np.array([code], np.int8))
+        columns.logprobs.append(_zeros(1))
+        if error is not None:
+            columns.errors[handle] = error
+
+    def fail(self, replica: int, handle: int, error: RequestError) -> None:
+        """A request fails for a reason of its own."""
+        self.end(replica, handle, Finish.FAILED, error)
+
+    def take(self) -> list[tuple[int, Results]]:
+        """What is to be sent now, by replica number; the outbox is empty afterwards."""
+        ready = [(replica, self._results(columns)) for replica, columns in self._columns.items()]
+        self._columns = {}
+        return ready
+
+    def _of(self, replica: int) -> _Columns:
+        return self._columns.setdefault(replica, _Columns())
+
+    def _results(self, columns: _Columns) -> Results:
+        return Results(
+            incarnation=self._incarnation,
+            handles=np.concatenate(columns.handles),
+            tokens=np.concatenate(columns.tokens),
+            finished=np.concatenate(columns.finished),
+            logprobs=np.concatenate(columns.logprobs) if columns.any_logprobs else None,
+            cached=columns.cached,
+            errors=columns.errors,
+        )
+
+
+def _zeros(count: int) -> NDArray[np.float32]:
+    return np.zeros(count, np.float32)

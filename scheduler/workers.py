@@ -1,0 +1,174 @@
+"""One worker as the scheduler sees it: what it can hold, what runs on it, and which steps are on their way.
+
+Rows and blocks of a step that was sent may be given to others at once: a worker runs its steps in order, so whatever
+the new owner writes comes later. Only the results need care, and the row's generation tells old from new.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import StepResult, WorkerHello, WorkerStatus
+from scheduler.blocks import BlockPool
+from scheduler.rows import RowTable
+from scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """Rows that will sample in a step, and whose they were when it was sent."""
+
+    step: int
+    rows: NDArray[np.int32]
+    generations: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens of one step for the rows that still have the owner they were computed for."""
+
+    rows: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None
+
+
+class Worker:
+    """State of one worker process of one epoch; a restarted worker gets a new object."""
+
+    def __init__(self, hello: WorkerHello, max_running: int, prefix_cache: bool) -> None:
+        self.hello = hello
+        self.prefix_cache = prefix_cache
+        self.pool = BlockPool(hello.num_blocks)
+        self.rows = RowTable(min(hello.max_rows, max_running))
+        self.in_flight: deque[StepInFlight] = deque()
+        self.dropped: list[int] = []
+        self.joined: list[Sequence] = []
+        self.new_blocks: list[tuple[int, int, int]] = []
+        self.steps = 0
+        self.last_step = time.monotonic()
+
+    @property
+    def block_size(self) -> int:
+        return self.hello.block_size
+
+    def place(self, sequence: Sequence, replica: int, limit: int, spare: int) -> bool:
+        """Gives a waiting sequence a row and the blocks of all its tokens; False when there is no room.
+
+        `spare` blocks are kept for the growth of those that run already.
+        """
+        if self.rows.full:
+            return False
+        needed = -(-(len(sequence.tokens) + 1) // self.block_size)
+        shared = self._match(sequence)
+        fresh = needed - len(shared)
+        if fresh + self.pool.unowned(shared) + (spare if self.rows.running else 0) > self.pool.available:
+            return False
+        self.pool.share(shared)
+        sequence.blocks = shared + self.pool.allocate(fresh)
+        cached = len(shared) * self.block_size
+        if sequence.emitted == 0 and sequence.preemptions == 0:
+            sequence.cached_tokens = cached
+        row = self.rows.take(sequence, replica, limit, cached)
+        self.joined.append(sequence)
+        self.new_blocks += [(row, index, block) for index, block in enumerate(sequence.blocks)]
+        return True
+
+    def remove(self, row: int) -> Sequence:
+        """Takes a sequence off the worker and keeps its full blocks findable."""
+        self._register(row, int(min(self.rows.computed[row], self.rows.length[row] - 1)))
+        sequence = self.rows.give_back(row)
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        self._forget_unsent(row, sequence)
+        return sequence
+
+    def grow(self, row: int) -> None:
+        """One more block for the sequence in `row`; the caller has made sure that one is available."""
+        sequence = self._sequence(row)
+        block = self.pool.allocate(1)[0]
+        self.new_blocks.append((row, len(sequence.blocks), block))
+        sequence.blocks.append(block)
+        self.rows.num_blocks[row] = len(sequence.blocks)
+
+    def sent(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> None:
+        """Books a step that computes `ntok` more tokens of each row."""
+        table = self.rows
+        table.computed[rows] += ntok
+        sampling = rows[table.computed[rows] == table.known[rows]]
+        table.known[sampling] += 1
+        self.steps += 1
+        self.in_flight.append(StepInFlight(self.steps, sampling, table.generation[sampling]))
+        self.dropped, self.joined, self.new_blocks = [], [], []
+        for row in rows[ntok > 1].tolist():
+            # Whoever comes next may share these blocks: its step runs after this one.
+            self._register(row, int(min(table.computed[row], table.length[row])))
+
+    def received(self, result: StepResult) -> NewTokens:
+        """Matches a result with the step it answers; late and foreign rows are left out.
+
+        ValueError when it answers none.
+        """
+        if not self.in_flight or self.in_flight[0].step != result.step:
+            raise ValueError(f"result of step {result.step} answers no step in flight")
+        step = self.in_flight.popleft()
+        self.last_step = time.monotonic()
+        generations = step.generations
+        if len(result.rows) != len(step.rows):
+            generations = generations[np.isin(step.rows, result.rows)]
+        current = self.rows.generation[result.rows] == generations
+        if current.all():
+            return NewTokens(result.rows, result.tokens, result.logprobs)
+        logprobs = None if result.logprobs is None else result.logprobs[current]
+        return NewTokens(result.rows[current], result.tokens[current], logprobs)
+
+    def failed_rows(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
+        """Rows of `result.errors` that still have the owner the step was computed for."""
+        owners = dict(zip(step.rows.tolist(), step.generations.tolist(), strict=True))
+        return {row: text for row, text in result.errors.items() if owners.get(row) == self.rows.generation[row]}
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(
+            device=self.hello.device,
+            index=self.hello.index,
+            epoch=self.hello.epoch,
+            running=self.rows.running,
+            blocks_total=self.pool.num_blocks,
+            blocks_used=self.pool.used,
+            blocks_cached=self.pool.cached,
+            steps=self.steps,
+            seconds_since_step=time.monotonic() - self.last_step if self.in_flight else 0.0,
+        )
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        if not self.prefix_cache:
+            return []
+        # One token must be computed, so that there are logits to sample from.
+        reusable = (len(sequence.tokens) - 1) // self.block_size
+        return self.pool.match(sequence.prefix_hashes(self.block_size)[:reusable])
+
+    def _register(self, row: int, tokens: int) -> None:
+        if not self.prefix_cache:
+            return
+        sequence = self._sequence(row)
+        full = tokens // self.block_size
+        for block, digest in zip(sequence.blocks[:full], sequence.prefix_hashes(self.block_size), strict=False):
+            self.pool.register(block, digest)
+
+    def _forget_unsent(self, row: int, sequence: Sequence) -> None:
+        if sequence in self.joined:
+            # The worker never heard of it: nothing to drop.
+            self.joined.remove(sequence)
+        else:
+            self.dropped.append(row)
+        self.new_blocks = [entry for entry in self.new_blocks if entry[0] != row]
+
+    def _sequence(self, row: int) -> Sequence:
+        sequence = self.rows.sequences[row]
+        if sequence is None:
+            raise ValueError(f"row {row} is free")
+        return sequence
