@@ -1,0 +1,80 @@
+"""Attention over the paged KV cache, and its place in transformers' attention registry.
+
+Knows how a model's attention layers reach us (one registered function) and the one function type that backends share.
+Does not know any architecture: which layer a module is, and its window, were found by running the model (probe.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from model_worker.attention import reference
+from model_worker.attention.params import AttentionParams
+from model_worker.batch import ForwardBatch
+from model_worker.kv_cache import KVCache
+
+# q [T, Hq, D], one layer's K and V blocks, the batch, the layer's parameters -> [T, Hq, Dv] in q's dtype.
+AttentionBackend = Callable[[Tensor, Tensor, Tensor, ForwardBatch, AttentionParams], Tensor]
+
+PAGED_ATTENTION = "tokenyard_paged"
+
+_BACKENDS: Mapping[str, AttentionBackend] = {"reference": reference.attend}
+
+
+def attention_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The backend called `name`; "auto" is the fastest one that the device has."""
+    if name == "auto":
+        name = "reference"
+    try:
+        return _BACKENDS[name]
+    except KeyError:
+        raise ValueError(f"attention backend {name!r} is unknown: use one of auto, {', '.join(_BACKENDS)}") from None
+
+
+@dataclass(frozen=True)
+class PagedForward:
+    """All that attention layers need to know about the forward pass they are part of."""
+
+    batch: ForwardBatch
+    cache: KVCache
+    backend: AttentionBackend
+    layer_of: Mapping[nn.Module, int]
+    params: Sequence[AttentionParams]
+
+
+# A context variable and not a keyword argument: not every architecture hands unknown keywords down to its attention.
+_current: ContextVar[PagedForward] = ContextVar("paged_forward")
+
+
+@contextmanager
+def paged_forward(forward: PagedForward) -> Iterator[None]:
+    """Within it, the model's attention layers read and write the paged cache."""
+    token = _current.set(forward)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def _paged_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention function. Tensors are [1, heads, T, head_dim]; the result is [1, T, heads, head_dim]."""
+    forward = _current.get()
+    layer = forward.layer_of[module]
+    forward.cache.write(layer, forward.batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    cache, params = forward.cache, forward.params[layer]
+    out = forward.backend(query[0].transpose(0, 1), cache.k[layer], cache.v[layer], forward.batch, params)
+    return out.unsqueeze(0), None
+
+
+# Only here, and not in transformers' registry of masks: a name unknown to that one gets no mask built at all.
+ALL_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, _paged_attention)

@@ -1,0 +1,44 @@
+"""Paged attention in plain torch: gather, mask, softmax in float32. It is there to be read and to test the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model_worker.attention.params import AttentionParams
+from model_worker.batch import ForwardBatch
+
+
+def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    """Attention of T queries, one sequence after the other."""
+    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
+    starts, kv_lens = batch.query_start.tolist(), batch.kv_len.tolist()
+    for sequence, kv_len in enumerate(kv_lens):
+        tokens = slice(starts[sequence], starts[sequence + 1])
+        blocks = batch.block_tables[sequence, : -(-kv_len // batch.block_size)].long()
+        k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (k_cache, v_cache))
+        out[tokens] = _attend_one(q[tokens], k, v, params).to(out.dtype)
+    return out
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    """Attention of one sequence's last queries [Q, Hq, D] to all its keys [K, Hkv, D] and values [K, Hkv, Dv]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (kv.float().repeat_interleave(group, dim=1) for kv in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q.float(), k) * params.scale
+    if params.softcap is not None:
+        logits = params.softcap * torch.tanh(logits / params.softcap)
+    logits = logits.masked_fill(~_visible(q.shape[0], k.shape[0], params.sliding_window, q.device), -torch.inf)
+    if params.sinks is not None:
+        sinks = params.sinks.float().view(-1, 1, 1).expand(-1, q.shape[0], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = torch.softmax(logits, dim=-1)[..., : k.shape[0]]
+    return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which key each query sees. Queries are the last positions of the sequence."""
+    key = torch.arange(keys, device=device)
+    query = key[keys - queries :, None]
+    visible = key <= query
+    return visible if window is None else visible & (key > query - window)

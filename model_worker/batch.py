@@ -1,0 +1,105 @@
+"""What one packed forward pass is given: the tokens of many sequences, end to end, and where their KV lives.
+
+Knows the layout of a batch in columns. Does not know requests, rows, models, or which tokens are prefill and which
+decode: a decode row is a sequence with one query token, a prefill chunk is one with more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+IntColumn = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """S sequences, T query tokens, L rows of logits. The query tokens of a sequence are its last ones."""
+
+    tokens: Tensor  # i64[T]
+    positions: Tensor  # i64[T]
+    query_start: Tensor  # i32[S+1]: sequence s owns tokens query_start[s] to query_start[s+1]
+    kv_len: Tensor  # i32[S]: tokens in the cache once this step's are written
+    block_tables: Tensor  # i32[S, max_blocks]: entries past a sequence's last block are never read
+    slots: Tensor  # i64[T]: block * block_size + offset, where each token's K and V are written
+    logit_positions: Tensor  # i64[L]: indices into the T tokens
+    block_size: int
+    # Bounds known on the host, so that no backend must wait for a device to learn them.
+    max_query: int
+    max_kv: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.kv_len.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.shape[0]
+
+    @classmethod
+    def build(
+        cls,
+        tokens: IntColumn,
+        query_lens: IntColumn,
+        kv_lens: IntColumn,
+        block_tables: IntColumn,
+        block_size: int,
+        logit_positions: IntColumn,
+        device: torch.device | str = "cpu",
+    ) -> ForwardBatch:
+        """Derive positions and slots from the lengths. `kv_lens` count this step's tokens too."""
+        query_start = np.zeros(len(query_lens) + 1, np.int32)
+        np.cumsum(query_lens, out=query_start[1:])
+        _check_columns(tokens, query_lens, kv_lens, block_tables, block_size, query_start)
+        sequence = np.repeat(np.arange(len(query_lens)), query_lens)
+        first_position = kv_lens.astype(np.int64) - query_lens
+        positions = first_position[sequence] + np.arange(len(tokens)) - query_start[sequence]
+        block = block_tables[sequence, positions // block_size].astype(np.int64)
+
+        def column(values: IntColumn, dtype: type[np.integer[Any]]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values, dtype)).to(device, non_blocking=True)
+
+        return cls(
+            tokens=column(tokens, np.int64),
+            positions=column(positions, np.int64),
+            query_start=column(query_start, np.int32),
+            kv_len=column(kv_lens, np.int32),
+            block_tables=column(block_tables, np.int32),
+            slots=column(block * block_size + positions % block_size, np.int64),
+            logit_positions=column(logit_positions, np.int64),
+            block_size=block_size,
+            max_query=int(query_lens.max()),
+            max_kv=int(kv_lens.max()),
+        )
+
+
+def _check_columns(
+    tokens: IntColumn,
+    query_lens: IntColumn,
+    kv_lens: IntColumn,
+    block_tables: IntColumn,
+    block_size: int,
+    query_start: IntColumn,
+) -> None:
+    """A wrong column would write one sequence's KV over another's, so it must not get as far as a kernel."""
+    if len(tokens) == 0 or len(query_lens) == 0:
+        raise ValueError("an empty batch has nothing to run: leave the step out instead")
+    if not len(query_lens) == len(kv_lens) == len(block_tables):
+        raise ValueError(
+            f"columns disagree on the number of sequences: {len(query_lens)} query_lens, {len(kv_lens)} kv_lens, "
+            f"{len(block_tables)} block_tables"
+        )
+    if query_start[-1] != len(tokens):
+        raise ValueError(f"query_lens add up to {query_start[-1]}, but there are {len(tokens)} tokens")
+    if query_lens.min() < 1 or (kv_lens < query_lens).any():
+        raise ValueError("each sequence needs at least one query token, and kv_lens must count its query tokens too")
+    if kv_lens.max() > block_tables.shape[1] * block_size:
+        raise ValueError(
+            f"kv_lens reach {kv_lens.max()}, but block_tables hold {block_tables.shape[1]} blocks "
+            f"of {block_size} tokens"
+        )

@@ -1,0 +1,123 @@
+"""The paged KV cache: for each attention layer, K and V of a fixed number of blocks.
+
+Knows shapes and bytes. Does not know which block belongs to which sequence (the scheduler does), nor how attention
+reads the blocks (attention/ does).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GIB = 1 << 30
+# On a CPU the KV cache shares memory with everything else on the machine, so the default leaves most of it alone.
+CPU_SHARE, CPU_LIMIT = 0.25, 4 * GIB
+# A CUDA device is ours, but activations and the allocator's slack need room beside the cache.
+CUDA_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps per token. K and V heads may differ in size."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def elements_per_token(self) -> int:
+        return self.kv_heads * (self.k_dim + self.v_dim)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The shapes of all attention layers, in the order in which the model runs them."""
+
+    layers: tuple[LayerShape, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(layer.elements_per_token for layer in self.layers) * self.dtype.itemsize
+
+    def bytes_per_block(self, block_size: int) -> int:
+        return self.bytes_per_token * block_size
+
+    def blocks_for(self, memory_bytes: int, block_size: int) -> int:
+        """How many blocks fit; an error if not even one does."""
+        blocks = memory_bytes // self.bytes_per_block(block_size)
+        if blocks < 1:
+            raise ValueError(
+                f"kv memory of {memory_bytes} bytes does not hold one block of {block_size} tokens, "
+                f"which takes {self.bytes_per_block(block_size)} bytes: raise it or use smaller blocks"
+            )
+        return int(blocks)
+
+
+class KVCache:
+    """K and V per layer: `[num_blocks, block_size, kv_heads, head_dim]`, allocated once and never moved."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a KV cache needs blocks and tokens in them: {num_blocks=}, {block_size=}")
+        self.layout, self.num_blocks, self.block_size = layout, num_blocks, block_size
+
+        def blocks(layer: LayerShape, head_dim: int) -> Tensor:
+            # Zeros, not garbage: a NaN in a slot nobody wrote must not reach a softmax through 0 * NaN.
+            return torch.zeros(num_blocks, block_size, layer.kv_heads, head_dim, dtype=layout.dtype, device=device)
+
+        self.k = [blocks(layer, layer.k_dim) for layer in layout.layers]
+        self.v = [blocks(layer, layer.v_dim) for layer in layout.layers]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.layout.bytes_per_block(self.block_size)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put K and V `[T, kv_heads, head_dim]` of T tokens into their slots."""
+        self.k[layer].flatten(0, 1).index_copy_(0, slots, k)
+        self.v[layer].flatten(0, 1).index_copy_(0, slots, v)
+
+
+def default_kv_memory(device: torch.device) -> int:
+    """Bytes for the KV cache when the user names none. On CUDA, call it after the weights are loaded."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    return min(int(free_memory() * CPU_SHARE), CPU_LIMIT)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: the machine's available memory, or the container's if that is less."""
+    limits = [_meminfo_available(), *_cgroup_free()]
+    return max(0, min(limits))
+
+
+def _meminfo_available() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_free() -> Sequence[int]:
+    """Room under the container's memory limit, if there is one (cgroup v2, then v1)."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return [_read_int(limit) - _read_int(used)]
+        except (OSError, ValueError):  # ValueError: the limit reads "max"
+            continue
+    return []
+
+
+def _read_int(path: str) -> int:
+    with open(path, encoding="ascii") as file:
+        return int(file.read())

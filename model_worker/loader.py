@@ -1,0 +1,198 @@
+"""Loads a model with transformers and proves that it works on the paged KV cache, or refuses it with the reason.
+
+Knows where weights come from and what the rest of the worker must know about a model. Does not know how many blocks it
+will get, nor who asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging as transformers_logging
+
+from model_worker import self_check
+from model_worker.attention import PAGED_ATTENTION
+from model_worker.probe import AttentionLayers, ModelRefused, probe_attention
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much is done, out of how much
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that has passed its self-check, and the facts about it that others need."""
+
+    model: PreTrainedModel
+    attention: AttentionLayers
+    device: torch.device
+    dtype: torch.dtype
+    architecture: str
+    vocab_size: int  # the width of the logits, which may exceed the tokenizer's vocabulary
+    max_position: int | None  # positions the model was made for; None if it sets no limit
+    eos_token_ids: tuple[int, ...]
+    parameter_count: int
+    parameter_bytes: int
+
+
+def load_model(source: str | Path, dtype: str, device: str, progress: Progress) -> LoadedModel:
+    """Load a Hugging Face directory or hub name. `dtype` is "auto" (the checkpoint's) or a key of DTYPES."""
+    target = torch.device(device)
+    weights_dtype = _weights_dtype(dtype, target)
+    config = _read_config(source)
+    architecture = _refuse_by_config(config)
+    with _reported_weights(progress):
+        model = _load_weights(source, config, architecture, weights_dtype)
+    if target.type == "cpu" and model.dtype == torch.float16:
+        nn.Module.to(model, torch.bfloat16)  # CPUs have no fast float16; bfloat16 takes the same memory
+    nn.Module.to(model, target)
+    return _prove(model.eval(), target)
+
+
+def _weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    if dtype == "auto":
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is unknown: use one of auto, {', '.join(DTYPES)}")
+    if dtype == "float16" and device.type == "cpu":
+        raise ValueError("dtype 'float16' is not supported on the CPU: use bfloat16 (same memory) or float32 (exact)")
+    return DTYPES[dtype]
+
+
+def _read_config(source: str | Path) -> PreTrainedConfig:
+    """The model's config, from a directory or from the hub (or its local cache)."""
+    path = Path(source).expanduser()
+    looks_local = isinstance(source, Path) or source.startswith((".", "/", "~"))
+    if looks_local and not path.is_dir():
+        raise ModelRefused(str(source), "there is no such directory")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelRefused(str(source), "the directory has no config.json, so it is not a Hugging Face model")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            path if path.is_dir() else source, trust_remote_code=False
+        )
+        return config
+    except (OSError, ValueError) as error:
+        raise ModelRefused(str(source), _first_line(error)) from error
+
+
+def _refuse_by_config(config: PreTrainedConfig) -> str:
+    """Refuse before any weight is read what cannot work. Returns the name of the architecture."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        unknown = (config.architectures or [config.model_type])[0]
+        raise ModelRefused(unknown, f"transformers has no decoder (causal language model) for {config.model_type!r}")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    name: str = model_class.__name__
+    text = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise ModelRefused(name, "it is an encoder-decoder, and only decoders are served")
+    recurrent = sorted({kind for kind in getattr(text, "layer_types", None) or () if not _is_paged(kind)})
+    if recurrent:
+        raise ModelRefused(name, f"its layers of type {', '.join(recurrent)} keep a state that is not a KV cache")
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelRefused(name, "it keeps a recurrent state, and only attention over a KV cache is served")
+    if not model_class._can_set_attn_implementation():
+        raise ModelRefused(name, "its attention does not go through transformers' attention registry")
+    return name
+
+
+def _is_paged(layer_type: str) -> bool:
+    return layer_type in ("full_attention", "sliding_attention", "attention")
+
+
+def _load_weights(
+    source: str | Path, config: PreTrainedConfig, architecture: str, dtype: torch.dtype | str
+) -> PreTrainedModel:
+    auto: Any = AutoModelForCausalLM  # typed for one return value, and there are two with loading info
+    model: PreTrainedModel
+    try:
+        model, info = auto.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PAGED_ATTENTION,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelRefused(architecture, _first_line(error)) from error
+    # transformers fills what a checkpoint lacks with random numbers and a warning: that is not a model to serve.
+    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if lacking:
+        raise ModelRefused(architecture, f"the checkpoint lacks {len(lacking)} of its weights, such as {lacking[0]}")
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    """transformers' messages run over paragraphs; the first one says what is wrong."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _prove(model: PreTrainedModel, device: torch.device) -> LoadedModel:
+    """Find the attention layers, then check the paged forward pass against the model's own attention."""
+    architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    tokens = self_check.tokens(config, device)
+    with torch.inference_mode():
+        expected = self_check.eager_logits(model, tokens)
+        attention = probe_attention(model, tokens[:1])
+    loaded = LoadedModel(
+        model=model,
+        attention=attention,
+        device=device,
+        dtype=model.dtype,
+        architecture=architecture,
+        vocab_size=expected.shape[-1],
+        max_position=getattr(config, "max_position_embeddings", None),
+        eos_token_ids=_eos_token_ids(model),
+        parameter_count=sum(parameter.numel() for parameter in model.parameters()),
+        parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+    )
+    self_check.check_paged(loaded, tokens, expected)
+    return loaded
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The generation config's end tokens, which may be several; else the config's."""
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()
+
+
+class _WeightsBar:
+    """Looks like a tqdm bar to transformers and tells `progress` how many weights are in place."""
+
+    def __init__(self, weights: Iterable[Any], total: int, progress: Progress) -> None:
+        self._weights, self._total, self._progress = weights, total, progress
+
+    def __iter__(self) -> Iterator[Any]:
+        self._progress("load weights", 0, self._total)
+        for done, weight in enumerate(self._weights, start=1):
+            yield weight
+            self._progress("load weights", done, self._total)
+
+
+@contextmanager
+def _reported_weights(progress: Progress) -> Iterator[None]:
+    """Within it, transformers' bar over the weights becomes calls of `progress`; other bars stay as they are."""
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("desc") == "Loading weights" and args:
+            return _WeightsBar(args[0], len(args[0]), progress)
+        return factory(*args, **kwargs)
+
+    previous = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)

@@ -1,0 +1,53 @@
+"""One forward pass of the model over a packed batch and the paged KV cache.
+
+Knows how to call a transformers model so that its attention finds our cache. Does not know requests, rows, sampling or
+what the logits are for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from model_worker.attention import PAGED_ATTENTION, PagedForward, attention_backend, paged_forward
+from model_worker.batch import ForwardBatch
+from model_worker.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from model_worker.loader import LoadedModel
+
+
+class ModelRunner:
+    """A model with a KV cache of its own. Two runners may share a model, but not a forward pass at the same time."""
+
+    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int = 16, backend: str = "auto") -> None:
+        self.loaded = loaded
+        self.backend = attention_backend(backend, loaded.device)
+        self.cache = KVCache(loaded.attention.layout, num_blocks, block_size, loaded.device)
+        self._slices_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
+        loaded.model.set_attn_implementation(PAGED_ATTENTION)
+
+    @property
+    def token_capacity(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.cache.num_blocks * self.cache.block_size
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Write the batch's tokens into the cache and return logits [L, vocab] at `batch.logit_positions`."""
+        if batch.block_size != self.cache.block_size:
+            raise ValueError(f"the batch has blocks of {batch.block_size} tokens, the cache of {self.cache.block_size}")
+        attention = self.loaded.attention
+        context = PagedForward(batch, self.cache, self.backend, attention.layer_of, attention.params)
+        with torch.inference_mode(), paged_forward(context):
+            return self._logits(batch)
+
+    def _logits(self, batch: ForwardBatch) -> Tensor:
+        keep: dict[str, Any] = {"logits_to_keep": batch.logit_positions} if self._slices_logits else {}
+        output = self.loaded.model(
+            input_ids=batch.tokens.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False, **keep
+        )
+        logits: Tensor = output.logits[0]
+        return logits if self._slices_logits else logits[batch.logit_positions]
