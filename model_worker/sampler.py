@@ -1,0 +1,280 @@
+"""From logits to the next token of every row: the row table of sampling values, and the fixed order of operations.
+
+For each row of logits, in this order, each step only where the row asks for it:
+
+    1. penalties          on tokens of the output, or of prompt + output (`penalize_prompt`): see `penalties.py`
+    2. min_new_tokens     stop ids get -inf until so many tokens are emitted
+    3. logit_bias         added
+    4. greedy             the largest logit, lower id first among equals, ends here (temperature 0, or top_k 1)
+    5. temperature        divided out; below 1e-6 it counts as 1e-6
+    6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says
+    7. the draw           argmax over the kept tokens of logit + Gumbel noise of (seed, position, token); position is
+                          the absolute index that the new token will have in its sequence
+
+A grammar mask is -inf put on the logits beforehand: every step leaves -inf alone, so its place among 1 to 3 makes no
+difference.
+
+Log-probabilities are natural logs of the chosen token. TEMPERED is the log-softmax after step 5, before truncation
+(OpenAI, SGLang; temperature 0 divides nothing, so it is the model's own log-softmax there). WARPED is renormalised
+over what step 6 kept (TGI); at temperature 0 nothing is truncated and the two agree.
+
+Dialect notes. SGLang applies top-k and top-p jointly when no request of the batch has min_p; here truncation is
+sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI's typical_p and
+watermark are not steps of this module. TGI counts frequency over prompt + output divided by length and applies
+repetition first; SGLang the reverse: both are kept.
+
+A batch of greedy rows without other wishes is one `max` over the logits in their own dtype. Knows rows and tensors;
+it does not know requests, blocks or sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces.sampling import LogprobMode, SamplingParams
+from model_worker import rng
+from model_worker.draw import Choices, choose
+from model_worker.penalties import Penalties, SeenTokens
+
+LEAST_TEMPERATURE = 1e-6
+
+_ROW = np.dtype(
+    [
+        ("held", np.bool_),
+        ("greedy", np.bool_),
+        ("worked", np.bool_),  # needs more than the largest logit
+        ("biased", np.bool_),
+        ("penalized", np.bool_),
+        ("whole_sequence", np.bool_),
+        ("logprobs", np.int8),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float64),
+        ("log_min_p", np.float32),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+        ("repetition", np.float32),
+        ("seed", np.uint64),
+        ("may_stop_at", np.int64),  # first position at which stop ids are allowed
+    ],
+    align=True,  # torch takes a column only if its stride is a multiple of the element
+)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one step chose.
+
+    A bad row (NaN, or no finite logit) has token 0: a valid id, because the next step may be in flight already.
+    `logprobs` is None when no row asked, and NaN in rows that did not ask.
+    """
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None
+    bad: NDArray[np.bool_] | None
+
+
+class SamplerRows:
+    """Sampling values of up to `max_rows` running sequences, by row.
+
+    Logits may be wider than `vocab_size` (padded embeddings): the columns beyond it are never chosen.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._table = np.zeros(max_rows, _ROW)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._seen: dict[int, SeenTokens] = {}
+        self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._stop_ids: dict[int, NDArray[np.int64]] = {}
+
+    def warm_up(self) -> None:
+        """Compiles, or loads from the cache, what the first sampled token would otherwise wait for."""
+        neutral = SamplerRows(1, 8, self._device)
+        nothing = np.empty(0, np.int32)
+        neutral.join(0, SamplingParams(top_k=4, top_p=0.9, logprobs=LogprobMode.WARPED), [], nothing, nothing)
+        neutral.sample(torch.zeros((1, 8), device=self._device), np.zeros(1, np.int32), np.zeros(1, np.int64))
+
+    def join(
+        self,
+        row: int,
+        params: SamplingParams,
+        stop_token_ids: Sequence[int],
+        prompt: NDArray[np.int32],
+        emitted: NDArray[np.int32],
+    ) -> None:
+        """Gives `row` to a sequence, new or replayed; `ValueError` leaves the row free."""
+        self._check_rows(np.array([row]))
+        if self._table["held"][row]:
+            raise ValueError(f"row {row} is held by another sequence: drop it first")
+        bias = self._bias(params.logit_bias)
+        self._table[row] = self._values(params, len(prompt))
+        if params.logit_bias:
+            self._biases[row] = bias
+        if params.min_new_tokens:
+            self._stop_ids[row] = self._inside_vocabulary(stop_token_ids)
+        if params.needs_penalties:
+            counted = np.concatenate([prompt, emitted]) if params.penalize_prompt else emitted
+            self._seen[row] = SeenTokens(counted, self._vocab_size)
+
+    def drop(self, row: int) -> None:
+        """Frees `row`; a row that is free already (its join was refused) stays so."""
+        self._check_rows(np.array([row]))
+        for values in (self._seen, self._biases, self._stop_ids):
+            values.pop(row, None)
+        self._table[row] = np.zeros((), _ROW)
+
+    def sample(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
+        """Chooses one token for each row; `logits[i]` and `positions[i]` belong to the distinct `rows[i]`."""
+        values = self._gather(logits, rows, positions)
+        logits = logits[:, : self._vocab_size]
+        worked = values["worked"] | (positions < values["may_stop_at"])
+        tokens = np.empty(len(rows), np.int64)
+        plain = np.flatnonzero(~worked)
+        if len(plain):
+            tokens[plain] = _largest(_take(logits, plain))
+        if len(plain) == len(rows):
+            return _sampled(tokens, None)
+        index = np.flatnonzero(worked)
+        copied = _take(logits, index).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        logprobs = np.full(len(rows), np.nan, np.float32)
+        tokens[index], logprobs[index] = self._choose(copied, rows[index], values[index], positions[index])
+        return _sampled(tokens, logprobs if values["logprobs"].any() else None)
+
+    def _choose(
+        self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Tokens (-1 for a bad row) and log-probabilities; consumes `logits`."""
+        self._penalize(logits, rows, values, positions)
+        self._hold_back_stops(logits, rows, values, positions)
+        self._add_biases(logits, rows, values)
+        first, bad = self._scale(logits, values["temperature"])
+        keys = rng.row_keys(values["seed"], positions)
+        names = ("greedy", "top_k", "top_p", "log_min_p", "logprobs")
+        columns = {name: values[name].copy() for name in names}
+        tokens, logprobs = choose(logits, first, Choices(keys=keys, **columns))
+        for i in np.flatnonzero(values["penalized"]):
+            self._seen[int(rows[i])].add(int(tokens[i]))
+        tokens[bad] = -1
+        return tokens, logprobs
+
+    def _penalize(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[np.int32],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+    ) -> None:
+        index = np.flatnonzero(values["penalized"])
+        if len(index):
+            names = ("frequency", "presence", "repetition", "whole_sequence")
+            penalties = Penalties(length=positions[index], **{name: values[name][index] for name in names})
+            penalties.apply(logits, index, [self._seen[int(row)] for row in rows[index]])
+
+    def _hold_back_stops(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[np.int32],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+    ) -> None:
+        for i in np.flatnonzero(positions < values["may_stop_at"]):
+            logits[int(i), self._on_device(self._stop_ids[int(rows[i])])] = -torch.inf
+
+    def _add_biases(self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void]) -> None:
+        for i in np.flatnonzero(values["biased"]):
+            ids, amounts = self._biases[int(rows[i])]
+            logits[int(i), self._on_device(ids)] += self._on_device(amounts)
+
+    def _scale(self, logits: torch.Tensor, temperature: NDArray[np.float32]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Shifts rows to a largest logit of 0, divides by the temperature; the first tokens, and which rows are bad."""
+        top, first = logits.max(dim=-1)
+        bad = ~torch.isfinite(top).cpu().numpy()
+        if bad.any():
+            # Zeros keep the rest of the batch free of special cases; the row's token is thrown away.
+            logits[self._on_device(np.flatnonzero(bad))] = 0.0
+            top = torch.where(torch.isfinite(top), top, 0.0)
+        logits.sub_(top[:, None])
+        if (temperature != 1).any():
+            logits.div_(self._on_device(temperature)[:, None])
+        return first, bad
+
+    def _gather(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.void]:
+        if not len(rows) == len(positions) == logits.shape[0]:
+            raise ValueError(
+                f"{logits.shape[0]} rows of logits, {len(rows)} rows and {len(positions)} positions: not equal"
+            )
+        if logits.shape[1] < self._vocab_size:
+            raise ValueError(f"logits have {logits.shape[1]} columns, fewer than vocab_size {self._vocab_size}")
+        self._check_rows(rows)
+        values = self._table[rows]
+        if not values["held"].all():
+            raise ValueError(f"rows {rows[~values['held']].tolist()} are not held by a sequence: join them first")
+        return values
+
+    def _check_rows(self, rows: NDArray[np.integer]) -> None:
+        outside = (rows < 0) | (rows >= len(self._table))
+        if outside.any():
+            raise ValueError(
+                f"rows {rows[outside].tolist()} are outside the table: valid are 0 to {len(self._table) - 1}"
+            )
+
+    def _values(self, params: SamplingParams, prompt_length: int) -> tuple[object, ...]:
+        cuts = params.temperature > 0
+        worked = not params.greedy or params.needs_penalties or params.logit_bias or params.logprobs
+        return (
+            True,
+            params.greedy,
+            bool(worked),
+            bool(params.logit_bias),
+            params.needs_penalties,
+            params.penalize_prompt,
+            params.logprobs,
+            max(params.temperature, LEAST_TEMPERATURE) if cuts else 1.0,
+            min(params.top_k, self._vocab_size) if cuts and params.top_k > 0 else self._vocab_size,
+            params.top_p if cuts else 1.0,
+            np.log(params.min_p) if cuts and params.min_p > 0 else -np.inf,
+            params.frequency_penalty,
+            params.presence_penalty,
+            params.repetition_penalty,
+            params.seed,
+            prompt_length + params.min_new_tokens if params.min_new_tokens else 0,
+        )
+
+    def _bias(self, logit_bias: dict[int, float]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        ids = np.fromiter(logit_bias.keys(), np.int64)
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(outside):
+            raise ValueError(f"logit_bias names tokens {outside.tolist()}: valid are 0 to {self._vocab_size - 1}")
+        return ids, np.fromiter(logit_bias.values(), np.float32)
+
+    def _inside_vocabulary(self, tokens: Sequence[int]) -> NDArray[np.int64]:
+        ids = np.array(tokens, np.int64)
+        return ids[(ids >= 0) & (ids < self._vocab_size)]
+
+    def _on_device(self, values: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values.copy()).to(self._device)
+
+
+def _take(logits: torch.Tensor, index: NDArray[np.intp]) -> torch.Tensor:
+    # The whole batch is the common case and must not be copied.
+    if len(index) == logits.shape[0]:
+        return logits
+    return logits[torch.from_numpy(index).to(logits.device)]
+
+
+def _largest(logits: torch.Tensor) -> NDArray[np.int64]:
+    """The largest logit's token, or -1 where that logit is not finite: `max` carries a NaN through."""
+    top, token = logits.max(dim=-1)
+    return np.asarray(torch.where(torch.isfinite(top), token, -1).cpu().numpy())
+
+
+def _sampled(tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None) -> Sampled:
+    bad = tokens < 0
+    tokens[bad] = 0
+    return Sampled(tokens.astype(np.int32), logprobs, bad if bad.any() else None)
