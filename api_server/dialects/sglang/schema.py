@@ -1,0 +1,137 @@
+"""The bodies of SGLang's native dialect: what a request may say, singly or as a batch, and what comes back.
+
+Types only; the rules between values live in `validation.py`, the batch forms in `batch.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+# A long list of wrong values would otherwise make one error each.
+Integers = Annotated[list[int], FailFast()]
+Texts = Annotated[list[str], FailFast()]
+
+
+class SamplingParameters(BaseModel):
+    """An unknown key is refused, because a misspelt sampling value would silently change every answer.
+
+    Null is the default of each, except for `max_new_tokens`, where it means "as far as the context allows".
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    max_new_tokens: int | None = Field(128, description="Longest answer in tokens; null fills the context")
+    min_new_tokens: int | None = Field(None, description="No end-of-sequence before this many tokens")
+    temperature: float | None = Field(None, description="0 is greedy; default 1")
+    top_p: float | None = Field(None, description="Nucleus sampling, above 0 up to 1")
+    top_k: int | None = Field(None, description="-1 or at least 1")
+    min_p: float | None = Field(None, description="Keep tokens with at least this share of the best one's probability")
+    frequency_penalty: float | None = Field(None, description="-2 to 2, over the output")
+    presence_penalty: float | None = Field(None, description="-2 to 2, over the output")
+    repetition_penalty: float | None = Field(None, description="Above 0 up to 2, over the output")
+    stop: str | Texts | None = Field(None, description="Texts that end the answer; cut from it")
+    stop_token_ids: Integers | None = Field(None, description="Token ids that end the answer")
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; default true")
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="Without effect: fast tokenizers never add such spaces"
+    )
+    no_stop_trim: bool | None = Field(None, description="Keep the stop text in the answer")
+    n: int | None = Field(None, description="Answers to draw per prompt")
+    logit_bias: dict[str, float] | None = Field(None, description="Token id to a number added to its score")
+    sampling_seed: int | None = Field(None, description="Seed of the random draws")
+    stop_regex: str | list[str] | None = Field(None, description="Not built yet")
+    json_schema: str | dict[str, Any] | None = Field(None, description="Not built yet")
+    regex: str | None = Field(None, description="Not built yet")
+    ebnf: str | None = Field(None, description="Not built yet")
+    structural_tag: str | dict[str, Any] | None = Field(None, description="Not built yet")
+    custom_params: Any = Field(None, description="Not built yet")
+    stream_interval: int | None = Field(None, description="Not built yet")
+    beam_width: int | None = Field(None, description="Not built yet")
+    watermark: Any = Field(None, description="Not built yet")
+    choice: list[str] | None = Field(None, description="Not built yet")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class GenerateRequest(BaseModel):
+    """Exactly one of `text` and `input_ids`; a list of them is a batch. Other values are given once for all or as a
+    list with one entry per prompt. Unknown keys are ignored.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    text: str | Texts | None = Field(None, examples=["The capital of France is"])
+    input_ids: Integers | Annotated[list[Integers], FailFast()] | None = None
+    input_embeds: Any = Field(None, description="Not built yet")
+    sampling_params: SamplingParameters | Annotated[list[SamplingParameters], FailFast()] | None = None
+    rid: str | Texts | None = Field(None, description="Name of the request; default: a new one")
+    stream: bool | None = Field(None, description="Answer as server-sent events with cumulative text")
+    return_logprob: bool | list[bool] | None = Field(None, description="Return the generated tokens' logprobs")
+    logprob_start_len: int | list[int] | None = Field(None, description="-1: generated tokens only")
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int] | list[list[int] | None] | None = Field(None, description="Not built yet")
+    return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_hidden_states: bool | list[bool] | None = Field(None, description="Not built yet")
+    image_data: Any = Field(None, description="Not built yet")
+    video_data: Any = Field(None, description="Not built yet")
+    audio_data: Any = Field(None, description="Not built yet")
+    lora_path: str | list[str | None] | None = Field(None, description="Not built yet")
+    custom_logit_processor: Any = Field(None, description="Not built yet")
+    session_params: Any = Field(None, description="Not built yet")
+    session_id: str | None = Field(None, description="Not built yet")
+    return_sampling_mask: bool | None = Field(None, description="Not built yet")
+    return_flat_raw_top_logprobs: bool | None = Field(None, description="Not built yet")
+    return_flat_raw_output_top_logprobs: bool | None = Field(None, description="Not built yet")
+    return_routed_experts: bool | None = Field(None, description="Not built yet")
+    return_indexer_topk: bool | None = Field(None, description="Not built yet")
+    return_entropy: bool | None = Field(None, description="Not built yet")
+    max_thinking_tokens: int | None = Field(None, description="Not built yet")
+
+
+class MatchedStop(BaseModel):
+    type: Literal["stop"]
+    matched: int | str
+
+
+class LengthReached(BaseModel):
+    type: Literal["length"]
+    length: int
+
+
+class MetaInfo(BaseModel):
+    id: str
+    finish_reason: MatchedStop | LengthReached | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_version: str
+    e2e_latency: float | None = Field(None, description="Seconds; in the last frame only")
+    output_token_logprobs: list[tuple[float, int, str | None]] | None = Field(
+        None, description="[logprob, token id, text or null] per generated token"
+    )
+
+
+class GenerateResponse(BaseModel):
+    """`text` is the generated part only; a batch answers a list of these, in the prompts' order."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    prompt_token_ids: list[int] | None = None
+    index: int | None = Field(None, description="Place in the batch, in streams of a batch")
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail

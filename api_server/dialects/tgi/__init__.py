@@ -1,0 +1,1 @@
+"""The HTTP dialect of Hugging Face's text-generation-inference."""

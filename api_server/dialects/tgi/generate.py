@@ -1,0 +1,77 @@
+"""What a TGI body asks for, as one `TextGenerationRequest`; nothing of HTTP and nothing of the answer's shape."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from api_server.body import Mismatch, parse
+from api_server.dialects.tgi.errors import BodyMismatch
+from api_server.dialects.tgi.schema import Body, GenerateParameters, GenerateRequest
+from api_server.dialects.tgi.validation import Limits, first_problem
+from api_server.endpoint import Call
+from api_server.errors import invalid
+from interfaces.requests import TextGenerationRequest
+from interfaces.sampling import LogprobMode, SamplingParamsInput
+
+R = TypeVar("R", bound=Body)
+
+_UNKNOWN_LIMIT = 1 << 62
+"""Stands for the model's limits while no worker has told them; `generate` then refuses the request as not ready."""
+
+
+def read(model: type[R], call: Call) -> R:
+    """The body as a `model`. Raises RequestFailed."""
+    try:
+        return parse(model, call.json)
+    except Mismatch as mismatch:
+        raise BodyMismatch(str(mismatch), mismatch.field) from None
+
+
+def check(body: GenerateRequest, call: Call, streaming: bool) -> None:
+    """Raises RequestFailed for the value that upstream would name first."""
+    total = call.server.max_model_len or _UNKNOWN_LIMIT
+    problem = first_problem(body.inputs, body.effective, Limits(total - 1, total), streaming)
+    if problem is not None:
+        raise invalid(problem)
+
+
+def internal_request(body: GenerateRequest, call: Call, streaming: bool) -> TextGenerationRequest:
+    """Token details cost a second detokenization, so they are only asked for when the answer shows them."""
+    parameters = body.effective
+    tokens_shown = streaming or bool(parameters.details)
+    return TextGenerationRequest(
+        request_id=call.request_id,
+        prompt=body.inputs,
+        truncate_prompt_to=parameters.truncate,
+        sampling=_sampling(parameters, tokens_shown),
+        model_defaults=False,
+        keep_stop=True,
+        token_details=tokens_shown,
+        request_path=call.path,
+        received=call.received,
+    )
+
+
+def is_sampled(parameters: GenerateParameters) -> bool:
+    """Upstream's rule: a value that changes the distribution switches sampling on; temperature 1.0 alone does not."""
+    return (
+        bool(parameters.do_sample)
+        or parameters.temperature not in (None, 1.0)
+        or parameters.top_k is not None
+        or parameters.top_p not in (None, 1.0)
+    )
+
+
+def _sampling(parameters: GenerateParameters, logprobs: bool) -> SamplingParamsInput:
+    return SamplingParamsInput(
+        temperature=(parameters.temperature or 1.0) if is_sampled(parameters) else 0.0,
+        top_k=parameters.top_k,
+        top_p=parameters.top_p,
+        frequency_penalty=parameters.frequency_penalty,
+        repetition_penalty=parameters.repetition_penalty,
+        penalize_prompt=True,
+        max_new_tokens=parameters.max_new_tokens,
+        stop=parameters.stop_strings,
+        seed=parameters.seed,
+        logprobs=LogprobMode.WARPED if logprobs else LogprobMode.NONE,
+    )

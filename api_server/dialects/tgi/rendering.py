@@ -1,0 +1,121 @@
+"""The answers of the TGI dialect: the JSON object with its details and timing headers, and the per-token events."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from api_server.dialects.tgi.errors import error_body
+from api_server.dialects.tgi.generate import is_sampled
+from api_server.dialects.tgi.schema import GenerateRequest
+from api_server.endpoint import Call
+from api_server.errors import RequestFailed
+from api_server.generation import Choice, Generation, TextDelta, TokenDelta
+from api_server.sse import frame
+
+_REASONS = {"stop_token": "eos_token", "stop_string": "stop_sequence", "length": "length"}
+_INCOMPLETE = {"error": "Incomplete generation", "error_type": "incomplete_generation"}
+
+
+def answer(body: GenerateRequest, choice: Choice) -> dict[str, Any]:
+    """The JSON object; `details` is left out unless asked for."""
+    text = _with_prompt(body, choice.text)
+    if not body.effective.details:
+        return {"generated_text": text}
+    tokens = [_token(token) for token in choice.tokens]
+    return {"generated_text": text, "details": {**_summary(body, choice), "prefill": [], "tokens": tokens}}
+
+
+async def events(body: GenerateRequest, generation: Generation) -> AsyncIterator[bytes]:
+    """One event per token; the last one has the whole text. An error is an event too, and the last."""
+    try:
+        index = 0
+        async for delta in generation:
+            for position, token in enumerate(delta.tokens):
+                index += 1
+                last = delta.finish is not None and position == len(delta.tokens) - 1
+                yield frame(_event(body, generation.choices[0], index, token, last))
+            if _is_cut_short(delta):
+                yield frame(_INCOMPLETE)
+    except RequestFailed as error:
+        yield frame(error_body(error))
+
+
+def is_complete(choice: Choice) -> bool:
+    """Whether the answer ended for one of the reasons that the dialect knows."""
+    return choice.finish is not None and choice.finish.kind in _REASONS
+
+
+def headers(call: Call, body: GenerateRequest, choice: Choice) -> dict[str, str]:
+    """Milliseconds but for x-compute-time.
+
+    The queue time is what this process sees of it: from submission to the first token, prefill included.
+    """
+    now = time.monotonic()
+    first = choice.first_token or now
+    last = choice.last_token or now
+    return stream_headers(call, body) | {
+        "x-compute-time": f"{now - choice.received:.6f}",
+        "x-total-time": _milliseconds(now - choice.received),
+        "x-validation-time": _milliseconds(choice.submitted - choice.received),
+        "x-queue-time": _milliseconds(first - choice.submitted),
+        "x-inference-time": _milliseconds(last - first),
+        "x-time-per-token": _milliseconds((last - choice.submitted) / max(1, choice.completion_tokens)),
+        "x-prompt-tokens": str(choice.prompt_tokens),
+        "x-generated-tokens": str(choice.completion_tokens),
+    }
+
+
+def stream_headers(call: Call, body: GenerateRequest) -> dict[str, str]:
+    """What is known before the first token."""
+    return {"x-compute-type": _compute_type(call), "x-compute-characters": str(len(body.inputs))}
+
+
+def _is_cut_short(delta: TextDelta) -> bool:
+    return delta.finish is not None and (delta.finish.kind not in _REASONS or not delta.tokens)
+
+
+def _event(body: GenerateRequest, choice: Choice, index: int, token: TokenDelta, last: bool) -> dict[str, Any]:
+    complete = last and is_complete(choice)
+    return {
+        "index": index,
+        "token": _token(token),
+        "generated_text": _with_prompt(body, choice.text) if complete else None,
+        "details": _summary(body, choice) if complete and body.effective.details else None,
+    }
+
+
+def _summary(body: GenerateRequest, choice: Choice) -> dict[str, Any]:
+    return {
+        "finish_reason": _finish_reason(choice),
+        "generated_tokens": choice.completion_tokens,
+        "seed": choice.sampling.seed if is_sampled(body.effective) else None,
+    }
+
+
+def _finish_reason(choice: Choice) -> str:
+    """An answer that reaches its length has that reason, even when its last token would have ended it."""
+    limit = choice.sampling.max_new_tokens
+    if choice.finish is None or (limit is not None and choice.completion_tokens >= limit):
+        return "length"
+    return _REASONS[choice.finish.kind]
+
+
+def _token(token: TokenDelta) -> dict[str, Any]:
+    return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
+
+
+def _with_prompt(body: GenerateRequest, text: str) -> str:
+    return body.inputs + text if body.effective.return_full_text else text
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(max(0, round(seconds * 1000)))
+
+
+def _compute_type(call: Call) -> str:
+    status = call.server.engine.status
+    device = status.workers[0].device.partition(":")[0] if status and status.workers else "cpu"
+    return os.environ.get("COMPUTE_TYPE", {"cuda": "gpu"}.get(device, device) + "+optimized")

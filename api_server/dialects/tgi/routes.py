@@ -1,0 +1,150 @@
+"""The TGI dialect's endpoints, but for the paths that it shares with another dialect (`dialects/generate_route.py`)."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import orjson
+from starlette.responses import Response
+from starlette.routing import Route
+
+from api_server.dialects.tgi.errors import ERROR_STATUSES, render_error
+from api_server.dialects.tgi.generate import check, internal_request, read
+from api_server.dialects.tgi.rendering import answer, events, headers, is_complete, stream_headers
+from api_server.dialects.tgi.schema import (
+    CompatGenerateRequest,
+    ErrorResponse,
+    GenerateRequest,
+    GenerateResponse,
+    Info,
+    SimpleToken,
+    StreamResponse,
+    TokenizeRequest,
+)
+from api_server.dialects.tgi.validation import MAX_BEST_OF, MAX_STOP_SEQUENCES
+from api_server.endpoint import Call, Document, endpoint
+from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.generation import generate
+from api_server.sse import EventStream
+
+TAG = "tgi"
+VALIDATION_WORKERS = 4
+MAX_CLIENT_BATCH_SIZE = 32
+
+_ERRORS = dict.fromkeys(ERROR_STATUSES, ErrorResponse)
+_EXAMPLE = {"inputs": "What is 2 + 3?", "parameters": {"max_new_tokens": 20, "details": True}}
+
+GENERATE = Document(
+    summary="Generate text",
+    tag=TAG,
+    body=GenerateRequest,
+    answer=GenerateResponse,
+    example=_EXAMPLE,
+    errors=_ERRORS,
+    description="Greedy unless `parameters` ask for sampling; without `parameters` tokens are sampled.",
+)
+GENERATE_STREAM = Document(
+    summary="Generate text, one event per token",
+    tag=TAG,
+    body=GenerateRequest,
+    frame=StreamResponse,
+    example=_EXAMPLE,
+    errors=_ERRORS,
+    description="Errors known before the first token have their HTTP status; later ones are the last event.",
+)
+COMPAT = Document(
+    summary="Generate text, streamed or not",
+    tag=TAG,
+    body=CompatGenerateRequest,
+    answer=GenerateResponse,
+    listed=True,
+    frame=StreamResponse,
+    example=_EXAMPLE | {"stream": False},
+    errors=_ERRORS,
+    description="Without `stream` the answer is a list of one.",
+)
+TOKENIZE = Document(
+    summary="Tokens of a text",
+    tag=TAG,
+    body=TokenizeRequest,
+    answer=SimpleToken,
+    listed=True,
+    example={"inputs": "My name is Olivier and I"},
+    errors={400: ErrorResponse, 422: ErrorResponse},
+)
+_INFO = Document(summary="Model and limits", tag=TAG, answer=Info, errors={503: ErrorResponse})
+
+
+def routes() -> list[Route]:
+    return [endpoint("/info", info, render_error, methods=("GET",), document=_INFO)]
+
+
+async def generate_once(call: Call) -> Response:
+    """POST /generate; a `stream` key is ignored here, as upstream."""
+    return await _complete(read(GenerateRequest, call), call, listed=False)
+
+
+async def generate_stream(call: Call) -> Response:
+    """POST /generate_stream."""
+    return await _stream(read(GenerateRequest, call), call)
+
+
+async def compat_generate(call: Call) -> Response:
+    """POST /."""
+    body = read(CompatGenerateRequest, call)
+    return await (_stream(body, call) if body.stream else _complete(body, call, listed=True))
+
+
+async def tokenize(call: Call) -> Response:
+    """POST /tokenize with `inputs`: the tokens with their places in the text."""
+    body = read(TokenizeRequest, call)
+    if body.inputs is None:
+        raise invalid("`inputs` must be a text, got null", "inputs")
+    spans = await call.server.tokenizer.spans(body.inputs)
+    keep = body.parameters.truncate if body.parameters else None
+    shown = spans if keep is None else spans[max(0, len(spans) - keep) :]
+    tokens = [{"id": s.id, "text": s.text, "start": s.start, "stop": s.stop} for s in shown]
+    return Response(orjson.dumps(tokens), media_type="application/json")
+
+
+async def info(call: Call) -> Response:
+    """GET /info."""
+    settings, total = call.server.settings, call.server.max_model_len
+    if total is None:
+        raise RequestFailed(ErrorKind.UNAVAILABLE, "the model is not loaded yet", retry_after=1)
+    facts = Info(
+        model_id=settings.model or call.server.model_name,
+        model_sha=None,
+        model_pipeline_tag="text-generation",
+        max_concurrent_requests=settings.max_running + settings.max_queued,
+        max_best_of=MAX_BEST_OF,
+        max_stop_sequences=MAX_STOP_SEQUENCES,
+        max_input_tokens=total - 1,
+        max_total_tokens=total,
+        validation_workers=VALIDATION_WORKERS,
+        max_client_batch_size=MAX_CLIENT_BATCH_SIZE,
+        router="tokenyard",
+        version=version("tokenyard"),
+        sha=None,
+        docker_label=None,
+    )
+    return Response(facts.model_dump_json(), media_type="application/json")
+
+
+async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response:
+    check(body, call, streaming=False)
+    generation = await generate(call.server, internal_request(body, call, streaming=False))
+    (choice,) = await generation.collect()
+    if not is_complete(choice):
+        raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation")
+    content = answer(body, choice)
+    encoded = orjson.dumps([content] if listed else content)
+    return Response(encoded, headers=headers(call, body, choice), media_type="application/json")
+
+
+async def _stream(body: GenerateRequest, call: Call) -> Response:
+    check(body, call, streaming=True)
+    generation = await generate(call.server, internal_request(body, call, streaming=True))
+    response = EventStream(events(body, generation), generation.close)
+    response.headers.update(stream_headers(call, body))
+    return response
