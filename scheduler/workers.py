@@ -80,7 +80,7 @@ class Worker:
 
     def remove(self, row: int) -> Sequence:
         """Takes a sequence off the worker and keeps its full blocks findable."""
-        self._register(row, int(min(self.rows.computed[row], self.rows.length[row] - 1)))
+        self._register(row, int(min(self.rows.computed[row], self.rows.length[row])))
         sequence = self.rows.give_back(row)
         self.pool.release(sequence.blocks)
         sequence.blocks = []

@@ -1,0 +1,234 @@
+"""The wire: every message survives the round trip, and corrupt bytes give a message or a WireError, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from dataclasses import dataclass, fields, is_dataclass
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from interfaces import (
+    Cancel,
+    Goodbye,
+    Hello,
+    Join,
+    RequestError,
+    Results,
+    SamplingParams,
+    Status,
+    Step,
+    StepResult,
+    Submit,
+    WireError,
+    WorkerHello,
+    WorkerStatus,
+    decode,
+    encode,
+)
+from interfaces.codec import PROTOCOL_VERSION, message
+
+i31 = st.integers(0, 2**31 - 1)
+text = st.text(max_size=20)
+
+
+def column(dtype: type[np.generic]) -> st.SearchStrategy[np.ndarray]:
+    return hnp.arrays(dtype, st.integers(0, 20))
+
+
+sampling = st.builds(
+    SamplingParams,
+    top_k=st.integers(-1, 100),
+    top_p=st.floats(0, 1),
+    temperature=st.floats(0, 2),
+    logit_bias=st.dictionaries(i31, st.floats(-5, 5), max_size=3),
+    max_new_tokens=st.none() | i31,
+    stop=st.lists(text, max_size=3),
+    stop_token_ids=st.lists(i31, max_size=3),
+    seed=st.integers(0, 2**64 - 1),
+)
+joins = st.builds(Join, row=i31, tokens=column(np.int32), prompt_len=i31, start=i31, sampling=sampling)
+worker_status = st.builds(WorkerStatus, text, i31, i31, i31, i31, i31, i31, i31, st.floats(0, 1e6))
+messages = st.one_of(
+    st.builds(Hello, text),
+    st.builds(Goodbye, text),
+    st.builds(Cancel, column(np.int32)),
+    st.builds(Submit, i31, text, column(np.int32), sampling, column(np.int32), text),
+    st.builds(
+        Results,
+        incarnation=i31,
+        handles=column(np.int32),
+        tokens=column(np.int32),
+        finished=column(np.int8),
+        logprobs=st.none() | column(np.float32),
+        cached=st.dictionaries(i31, i31, max_size=3),
+        errors=st.dictionaries(i31, st.builds(RequestError, text, text), max_size=3),
+    ),
+    st.builds(
+        Status,
+        incarnation=i31,
+        ready=st.booleans(),
+        reason=text,
+        workers=st.lists(worker_status, max_size=3),
+        waiting=i31,
+        running=i31,
+        max_model_len=i31,
+        max_running=i31,
+        block_size=i31,
+        vocab_size=i31,
+        counters=st.dictionaries(text, i31, max_size=3),
+    ),
+    st.builds(WorkerHello, text, i31, i31, i31, i31, i31, i31, i31, i31, text, text, text),
+    st.builds(
+        Step,
+        incarnation=i31,
+        epoch=i31,
+        step=i31,
+        rows=column(np.int32),
+        ntok=st.none() | column(np.int32),
+        new_blocks=hnp.arrays(np.int32, st.tuples(st.integers(0, 5), st.just(3))),
+        drop=column(np.int32),
+        joins=st.lists(joins, max_size=3),
+    ),
+    st.builds(
+        StepResult,
+        incarnation=i31,
+        epoch=i31,
+        index=i31,
+        step=i31,
+        rows=column(np.int32),
+        tokens=column(np.int32),
+        logprobs=st.none() | column(np.float32),
+        errors=st.dictionaries(i31, text, max_size=3),
+        device_us=i31,
+    ),
+)
+
+
+def assert_same(left: object, right: object) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, np.ndarray):
+        assert isinstance(right, np.ndarray)
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    elif isinstance(left, list):
+        assert isinstance(right, list)
+        assert len(left) == len(right)
+        for a, b in zip(left, right, strict=True):
+            assert_same(a, b)
+    elif is_dataclass(left):
+        for field in fields(left):
+            assert_same(getattr(left, field.name), getattr(right, field.name))
+    else:
+        assert left == right
+
+
+@settings(max_examples=300, deadline=None)
+@given(messages)
+def test_every_message_survives_the_round_trip(sent: object) -> None:
+    assert_same(sent, decode(encode(sent)))
+
+
+@settings(max_examples=500, deadline=None)
+@given(messages, st.data())
+def test_corrupt_bytes_give_a_message_or_a_wire_error(sent: object, data: st.DataObject) -> None:
+    wire = bytearray(encode(sent))
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind = data.draw(st.sampled_from(["flip", "cut", "extend"]))
+        position = data.draw(st.integers(0, max(0, len(wire) - 1)))
+        if kind == "flip" and wire:
+            wire[position] ^= data.draw(st.integers(1, 255))
+        elif kind == "cut":
+            del wire[position:]
+        else:
+            wire += data.draw(st.binary(max_size=20))
+    with contextlib.suppress(WireError):
+        assert type(decode(bytes(wire))).__module__ == "interfaces.messages"
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused(wire: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(wire)
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        ([99, 1, "replica"], "protocol version"),
+        ([PROTOCOL_VERSION, 255], "unknown message tag"),
+        ([PROTOCOL_VERSION, [], "x"], "unknown message tag"),
+        ([PROTOCOL_VERSION, 1], "Hello"),
+        ([PROTOCOL_VERSION, 1, 7], r"Hello\.replica: expected str, got int"),
+        ([PROTOCOL_VERSION, 3, [1, 2]], r"Cancel\.handles: expected an array of int32"),
+        ("text", "a message is an array"),
+    ],
+)
+def test_errors_name_what_is_wrong(parts: object, complaint: str) -> None:
+    with pytest.raises(WireError, match=complaint):
+        decode(msgpack.packb(parts))
+
+
+def array_form(**changes: object) -> bytes:
+    form = {b"nd": True, b"type": "<i4", b"kind": b"", b"shape": (2,), b"data": b"12345678"}
+    form |= {name.encode(): value for name, value in changes.items()}
+    return bytes(msgpack.packb([PROTOCOL_VERSION, 3, form]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"type": "|O"},
+        {"type": "<U4"},
+        {"type": [["a", "<i4"]]},
+        {"type": "nonsense"},
+        {"kind": b"O", "type": "|O", "data": b"\x80\x04N."},
+        {"shape": (3,)},
+        {"shape": (-1,)},
+        {"shape": (2**62, 2**62)},
+        {"shape": (1, 2)},
+        {"nd": False},
+        {"type": "<i8", "shape": (1,)},
+        {"data": "text"},
+    ],
+)
+def test_arrays_of_other_kinds_and_shapes_are_refused(changes: dict[str, object]) -> None:
+    assert isinstance(decode(array_form()), Cancel)
+    with pytest.raises(WireError):
+        decode(array_form(**changes))
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(WireError):
+        decode(b"\x91" * 100_000 + b"\x01")
+
+
+def test_objects_without_a_place_on_the_wire_are_a_type_error() -> None:
+    with pytest.raises(TypeError, match="not a message"):
+        encode(object())
+    with pytest.raises(TypeError, match="no place on the wire"):
+        encode(Hello(replica=object()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="no place on the wire"):
+        encode(Cancel(np.array([object()])))
+
+
+def test_a_tag_belongs_to_one_class() -> None:
+    with pytest.raises(TypeError, match="taken by Hello"):
+
+        @message(1)
+        @dataclass
+        class Other:
+            value: int
+
+
+def test_interfaces_stays_light() -> None:
+    heavy = ("torch", "zmq", "starlette", "transformers")
+    code = f"import sys, interfaces; print([name for name in {heavy!r} if name in sys.modules])"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert output.stdout.strip() == "[]"

@@ -1,0 +1,102 @@
+"""A worker whose K/V cache holds the token ids themselves, so that every read of a wrong or stale block is seen.
+
+Its next token is a hash of all tokens before it: any naive loop can say what a request must produce.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import Join, Step, StepResult, WorkerHello, decode, encode
+
+VOCAB = 997
+EMPTY = -7
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    return zlib.crc32(np.array([seed, *tokens], np.int64).tobytes()) % VOCAB
+
+
+def naive_generate(prompt: list[int], seed: int, stop_ids: list[int], limit: int) -> list[int]:
+    """Output tokens, the stop token included."""
+    tokens = list(prompt)
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+class SimulatedWorker:
+    def __init__(self, index: int, epoch: int, num_blocks: int, block_size: int, max_rows: int, max_model_len: int):
+        self.hello = WorkerHello(
+            device="test",
+            index=index,
+            epoch=epoch,
+            pid=0,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            vocab_size=VOCAB,
+            architecture="simulated",
+            dtype="float32",
+            attention="none",
+        )
+        self.memory = np.full((num_blocks, block_size), EMPTY, np.int64)
+        self.tables: dict[int, dict[int, int]] = {}
+        self.joins: dict[int, Join] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.computed: dict[int, int] = {}
+        self.most_tokens = 0
+
+    def run(self, sent: Step) -> StepResult:
+        step = decode(encode(sent))
+        assert isinstance(step, Step)
+        for row in step.drop.tolist():
+            del self.joins[row], self.tokens[row], self.computed[row], self.tables[row]
+        for join in step.joins:
+            assert join.row not in self.joins, "a row joins that was not dropped"
+            self.joins[join.row] = join
+            self.tokens[join.row] = join.tokens.tolist()
+            self.computed[join.row] = join.start
+            self.tables[join.row] = {}
+        for row, index, block in step.new_blocks.tolist():
+            assert index not in self.tables[row], "a block index is given twice"
+            self.tables[row][index] = block
+        ntok = np.ones(len(step.rows), np.int32) if step.ntok is None else step.ntok
+        self.most_tokens = max(self.most_tokens, int(ntok.sum()))
+        pairs = [self._compute(row, count) for row, count in zip(step.rows.tolist(), ntok.tolist(), strict=True)]
+        sampled = [pair for pair in pairs if pair is not None]
+        return StepResult(
+            incarnation=step.incarnation,
+            epoch=step.epoch,
+            index=self.hello.index,
+            step=step.step,
+            rows=_column([row for row, _ in sampled]),
+            tokens=_column([token for _, token in sampled]),
+            logprobs=None,
+            errors={},
+            device_us=1,
+        )
+
+    def _compute(self, row: int, count: int) -> tuple[int, int] | None:
+        tokens, table, size = self.tokens[row], self.tables[row], self.hello.block_size
+        start = self.computed[row]
+        assert 0 < count <= len(tokens) - start, "a row computes tokens that it does not have"
+        for position in range(start, start + count):
+            self.memory[table[position // size], position % size] = tokens[position]
+        self.computed[row] = start + count
+        cached = [int(self.memory[table[p // size], p % size]) for p in range(start + count)]
+        assert cached == tokens[: start + count], "the blocks of a row do not hold its tokens"
+        if start + count < len(tokens):
+            return None
+        tokens.append(next_token(cached, self.joins[row].sampling.seed))
+        return row, tokens[-1]
+
+
+def _column(values: list[int]) -> NDArray[np.int32]:
+    return np.array(values, np.int32)

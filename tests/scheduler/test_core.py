@@ -1,0 +1,288 @@
+"""The scheduler driven directly, with simulated workers that check every block they read."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interfaces import Finish, SamplingParams, Step, Submit, encode
+from scheduler.core import Limits, Scheduler
+from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate
+
+REPLICA = b"replica"
+LIMITS = Limits(
+    max_running=64, max_batch_tokens=16, max_queued=1000, max_model_len=None, steps_in_flight=2, prefix_cache=True
+)
+
+
+class Yard:
+    """A scheduler and its workers, with messages in flight that arrive in any order across workers."""
+
+    def __init__(self, limits: Limits = LIMITS, workers: int = 1, seed: int = 0, **shape: int) -> None:
+        self.scheduler = Scheduler(limits, incarnation=1)
+        self.shape = {"num_blocks": 40, "block_size": 4, "max_rows": 64, "max_model_len": 80} | shape
+        self.random = random.Random(seed)
+        self.workers: dict[int, SimulatedWorker] = {}
+        self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.finished: dict[int, int] = {}
+        self.cached: dict[int, int] = {}
+        self.errors: dict[int, str] = {}
+        self.max_new: dict[int, int] = {}
+        for index in range(workers):
+            self.start_worker(index, epoch=0)
+
+    def start_worker(self, index: int, epoch: int) -> None:
+        self.workers[index] = SimulatedWorker(index, epoch, **self.shape)
+        self.in_flight[index].clear()
+        assert self.scheduler.worker_hello(self.workers[index].hello)
+
+    def submit(self, handle: int, prompt: list[int], max_new_tokens: int, stop_token_ids: list[int]) -> None:
+        self.max_new[handle] = max_new_tokens
+        params = SamplingParams(seed=handle, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
+        self.scheduler.submit(REPLICA, Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params))
+
+    def cancel(self, handle: int) -> None:
+        self.scheduler.cancel(REPLICA, [handle])
+
+    def turn(self) -> bool:
+        """One turn of the loop and one answer of a random worker; False when nothing is left to do."""
+        for index, step in self.scheduler.next_steps():
+            assert len(self.in_flight[index]) < self.scheduler.limits.steps_in_flight
+            self.in_flight[index].append(step)
+        busy = [index for index, steps in self.in_flight.items() if steps]
+        if busy:
+            index = self.random.choice(busy)
+            self.scheduler.step_result(self.workers[index].run(self.in_flight[index].popleft()))
+        self._read_news()
+        self.check_blocks()
+        return bool(busy)
+
+    def drain(self) -> None:
+        for _ in range(100_000):
+            if not self.turn():
+                return
+        raise AssertionError("the scheduler makes no progress")
+
+    def _read_news(self) -> None:
+        for identity, results in self.scheduler.take_results():
+            assert identity == REPLICA
+            columns = (results.handles.tolist(), results.tokens.tolist(), results.finished.tolist())
+            for handle, token, finished in zip(*columns, strict=True):
+                assert handle not in self.finished, "news after the end"
+                if token >= 0:
+                    self.tokens[handle].append(token)
+                if finished:
+                    self.finished[handle] = finished
+            self.cached |= results.cached
+            self.errors |= {handle: error.message for handle, error in results.errors.items()}
+
+    def check_blocks(self) -> None:
+        """No block is owned twice unless it is a shared prefix, and none is lost."""
+        for worker in self.scheduler.workers.values():
+            owners = [0] * worker.pool.num_blocks
+            for sequence in worker.rows.sequences:
+                for block in sequence.blocks if sequence else ():
+                    owners[block] += 1
+            assert owners == worker.pool._owners
+            assert worker.pool.used == sum(count > 0 for count in owners)
+            if not worker.prefix_cache:
+                assert max(owners) <= 1
+
+
+def prompts(count: int, seed: int, longest: int = 30) -> list[list[int]]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(VOCAB) for _ in range(longest)]
+    made = []
+    for _ in range(count):
+        prefix = shared[: rng.choice([0, 0, 5, 12, 20])]
+        made.append(prefix + [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest - len(prefix)))])
+    return made
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_sixteen_sequences_in_few_blocks_give_what_each_gives_alone(
+    workers: int, steps_in_flight: int, prefix_cache: bool
+) -> None:
+    seed = random.randrange(2**32)
+    limits = replace(LIMITS, steps_in_flight=steps_in_flight, prefix_cache=prefix_cache)
+    yard = Yard(limits, workers, seed)
+    asked = prompts(16, seed)
+    for handle, prompt in enumerate(asked):
+        yard.submit(handle, prompt, max_new_tokens=40, stop_token_ids=list(range(0, VOCAB, 50)))
+    yard.drain()
+    for handle, prompt in enumerate(asked):
+        limit = min(len(prompt) + 40, 80)
+        assert yard.tokens[handle] == naive_generate(prompt, handle, list(range(0, VOCAB, 50)), limit), f"seed {seed}"
+        assert yard.finished[handle] in (Finish.STOP, Finish.LENGTH)
+    assert yard.scheduler.counters["preemptions"] > 0, "the blocks were meant to run out"
+    assert all(worker.pool.used == 0 for worker in yard.scheduler.workers.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_random_walks(data: st.DataObject) -> None:
+    """Requests come, are cancelled, workers die and return: every surviving request gets exactly its tokens."""
+    workers = data.draw(st.integers(1, 3))
+    limits = replace(
+        LIMITS,
+        steps_in_flight=data.draw(st.integers(1, 2)),
+        prefix_cache=data.draw(st.booleans()),
+        max_batch_tokens=data.draw(st.integers(1, 40)),
+        max_running=data.draw(st.integers(1, 8)),
+    )
+    seed = data.draw(st.integers(0, 2**32))
+    yard = Yard(limits, workers, seed, num_blocks=data.draw(st.integers(20, 50)))
+    asked = prompts(12, seed)
+    cancelled: set[int] = set()
+    epoch, crashed = 0, set[int]()
+    for handle, prompt in enumerate(asked):
+        yard.submit(handle, prompt, max_new_tokens=data.draw(st.integers(0, 30)), stop_token_ids=[3, 4])
+        for _ in range(data.draw(st.integers(0, 4))):
+            yard.turn()
+        if data.draw(st.integers(0, 3)) == 0:
+            victim = data.draw(st.integers(0, handle))
+            yard.cancel(victim)
+            cancelled.add(victim)
+        if len(crashed) < 2 and data.draw(st.integers(0, 9)) == 0:
+            epoch += 1
+            crashed.add(epoch)
+            yard.start_worker(data.draw(st.integers(0, workers - 1)), epoch)
+    yard.drain()
+    for handle, prompt in enumerate(asked):
+        wanted = naive_generate(prompt, handle, [3, 4], min(len(prompt) + yard.max_new[handle], 80))
+        if handle in cancelled and handle not in yard.finished:
+            assert yard.tokens[handle] == wanted[: len(yard.tokens[handle])]
+        else:
+            assert yard.tokens[handle] == wanted
+    assert all(worker.pool.used == 0 and worker.rows.running == 0 for worker in yard.scheduler.workers.values())
+    assert not yard.scheduler.replicas[REPLICA].sequences
+
+
+def test_budget_bounds_prompts_but_never_stops_decode() -> None:
+    yard = Yard(replace(LIMITS, max_batch_tokens=8), num_blocks=200)
+    for handle in range(4):
+        yard.submit(handle, list(range(handle, handle + 30)), 40, [])
+    yard.drain()
+    assert yard.workers[0].most_tokens == 8
+
+
+def test_a_repeated_prompt_is_served_from_the_cache_up_to_its_last_block() -> None:
+    yard = Yard()
+    prompt = list(range(21))
+    yard.submit(0, prompt, 3, [])
+    yard.drain()
+    yard.submit(1, prompt, 3, [])
+    yard.drain()
+    assert yard.cached == {1: 20}
+    yard.submit(2, prompt[:20], 3, [])
+    yard.drain()
+    assert yard.cached == {1: 20, 2: 16}, "one token must always be computed"
+
+
+def test_salted_prompts_share_nothing_with_others() -> None:
+    yard = Yard()
+    yard.submit(0, list(range(21)), 3, [])
+    yard.drain()
+    params = SamplingParams(seed=1, max_new_tokens=3)
+    tokens = np.arange(21, dtype=np.int32)
+    yard.scheduler.submit(REPLICA, Submit(1, "salted", tokens, params, cache_salt="tenant"))
+    yard.drain()
+    assert yard.cached == {}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [([], "no tokens"), ([VOCAB], "between 0 and"), ([-1], "between 0 and"), (list(range(80)), "80 tokens")],
+)
+def test_what_can_never_run_is_refused_with_a_reason(prompt: list[int], reason: str) -> None:
+    yard = Yard()
+    yard.submit(0, prompt, 5, [])
+    yard.drain()
+    assert yard.finished == {0: Finish.FAILED}
+    assert reason in yard.errors[0]
+
+
+def test_the_line_is_bounded() -> None:
+    yard = Yard(replace(LIMITS, max_queued=2))
+    for handle in range(3):
+        yard.submit(handle, [1], 1, [])
+    yard.drain()
+    assert yard.finished[2] == Finish.FAILED
+    assert "retry" in yard.errors[2]
+    assert yard.finished[0] == yard.finished[1] == Finish.LENGTH
+
+
+def test_without_workers_requests_are_refused() -> None:
+    yard = Yard(workers=0)
+    yard.submit(0, [1], 1, [])
+    yard.drain()
+    assert yard.finished == {0: Finish.FAILED}
+
+
+def test_a_request_that_crashes_its_worker_every_time_fails_alone() -> None:
+    yard = Yard()
+    for handle in range(3):
+        yard.submit(handle, [handle + 1], 20, [])
+    yard.turn()
+    for epoch in (1, 2):
+        yard.start_worker(0, epoch)
+        yard.turn()
+    assert yard.scheduler.running == 1, "suspects run alone"
+    yard.start_worker(0, 3)
+    yard.drain()
+    assert yard.finished[0] == Finish.FAILED
+    assert "crashed 3 times" in yard.errors[0]
+    for handle in (1, 2):
+        assert yard.tokens[handle] == naive_generate([handle + 1], handle, [], 21)
+
+
+def test_results_of_another_epoch_are_ignored() -> None:
+    yard = Yard()
+    yard.submit(0, [1, 2, 3], 5, [])
+    [(index, step)] = yard.scheduler.next_steps()
+    late = yard.workers[index].run(step)
+    yard.start_worker(0, epoch=1)
+    yard.scheduler.step_result(late)
+    yard.drain()
+    assert yard.tokens[0] == naive_generate([1, 2, 3], 0, [], 8)
+
+
+def test_resubmission_goes_on_from_the_emitted_tokens() -> None:
+    yard = Yard()
+    whole = naive_generate([5, 6, 7], 9, [], 20)
+    params = SamplingParams(seed=9, max_new_tokens=17)
+    prompt, emitted = np.array([5, 6, 7], np.int32), np.array(whole[:6], np.int32)
+    yard.scheduler.submit(REPLICA, Submit(0, "resumed", prompt, params, emitted))
+    yard.drain()
+    assert yard.tokens[0] == whole[6:]
+
+
+def test_a_lost_replica_frees_everything() -> None:
+    yard = Yard()
+    for handle in range(5):
+        yard.submit(handle, list(range(10)), 30, [])
+    yard.turn()
+    assert yard.scheduler.drop_replica(REPLICA) == 5
+    assert yard.scheduler.running == 0
+    assert len(yard.scheduler.waiting) == 0
+
+
+def test_a_step_of_256_rows_is_small_on_the_wire() -> None:
+    yard = Yard(replace(LIMITS, max_running=256), num_blocks=2000, max_rows=256)
+    for handle in range(256):
+        yard.submit(handle, [handle], 30, [])
+    sizes = []
+    for _ in range(12):
+        for index, step in yard.scheduler.next_steps():
+            sizes.append(len(encode(step)))
+            yard.scheduler.step_result(yard.workers[index].run(step))
+    assert min(sizes) < 1400
