@@ -7,3 +7,119 @@ generation.close)`.
 """
 
 from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from api_server.dialects import openai
+from api_server.dialects.openai.errors import render_error
+from api_server.endpoint import Call, Document, endpoint, internal_error
+from api_server.errors import ErrorKind, RequestFailed
+from api_server.state import ServerState
+
+log = logging.getLogger("tokenyard")
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> Application:
+    """The application of one API process."""
+    return Application(server, [*health_routes(), *openai.routes(), *further_routes])
+
+
+class Application:
+    """The outermost ASGI callable: gives each request its id, and an answer whatever happens."""
+
+    def __init__(self, server: ServerState, routes: Sequence[BaseRoute]) -> None:
+        self.server = server
+        self.routes = list(routes)
+        self._router = Router(self.routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._router(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        scope["state"] = {"server": self.server, "request_id": request_id}
+        scope["app"] = self  # makes the router raise HTTPException instead of answering by itself
+        header = (b"x-request-id", request_id.encode())
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message["headers"], header]
+            await send(message)
+
+        try:
+            await self._router(scope, receive, send_with_id)
+        except HTTPException as error:
+            await self._refuse(scope, error)(scope, receive, send_with_id)
+        except Exception:
+            if started:
+                raise
+            log.exception("request %s on %s failed by an error of ours", request_id, scope["path"])
+            await self._render(internal_error(request_id), scope)(scope, receive, send_with_id)
+
+    def _refuse(self, scope: Scope, error: HTTPException) -> Response:
+        known = {404: ErrorKind.NOT_FOUND, 405: ErrorKind.METHOD_NOT_ALLOWED}.get(error.status_code)
+        where = f"{scope['method']} {scope['path']}"
+        what = "there is no such page" if known is ErrorKind.NOT_FOUND else HTTPStatus(error.status_code).phrase
+        response = self._render(RequestFailed(known or ErrorKind.INVALID, f"{where}: {what}; see /docs"), scope)
+        response.headers.update(error.headers or {})
+        return response
+
+    def _render(self, error: RequestFailed, scope: Scope) -> Response:
+        return render_error(error, Call(self.server, scope, b"", scope["state"]["request_id"]))
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's x-request-id if it is fit for headers and logs, else a fresh one."""
+    given: list[str] = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
+    return given[0] if given and _REQUEST_ID.fullmatch(given[0]) else uuid.uuid4().hex
+
+
+def health_routes() -> list[BaseRoute]:
+    """Pages for load balancers and orchestrators: cheap, and honest."""
+    pages = {
+        "/": (_root, "That a server is here, as text"),
+        "/health": (_health, "200 while the engine is alive and makes progress, 503 otherwise"),
+        "/ready": (_ready, "200 when a request would be served now, 503 otherwise"),
+    }
+    return [
+        endpoint(path, handler, render_error, ("GET",), Document(summary, "health"))
+        for path, (handler, summary) in pages.items()
+    ]
+
+
+async def _root(call: Call) -> Response:
+    return PlainTextResponse(f"tokenyard serves {call.server.model_name}. See /docs.\n")
+
+
+async def _health(call: Call) -> Response:
+    health = call.server.engine.health()
+    if health.alive:
+        return Response(status_code=200)
+    return _json(503, {"error": "unhealthy", "error_type": "healthcheck", "reason": health.reason})
+
+
+async def _ready(call: Call) -> Response:
+    health = call.server.engine.health()
+    if health.ready:
+        return _json(200, {"ready": True})
+    return _json(503, {"ready": False, "reason": health.reason})
+
+
+def _json(status: int, value: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")

@@ -7,10 +7,10 @@ traceback and rendered as INTERNAL). It knows no dialect and no model.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,8 @@ from api_server.state import ServerState
 log = logging.getLogger("tokenyard")
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+_MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
+"""A body over the limit is read up to here and thrown away: a client that is still sending would not see the answer."""
 
 
 @dataclass
@@ -105,3 +107,94 @@ def endpoint(
 ) -> Route:
     """A route for `app.py`; `document` is found again as `route.endpoint.document`."""
     return Route(path, Endpoint(handler, render_error, document), methods=list(methods))
+
+
+class Endpoint:
+    """The ASGI application of one route. Expects `server` and `request_id` in `scope["state"]` (see `app.py`)."""
+
+    def __init__(self, handler: Handler, render_error: ErrorRenderer, document: Document | None) -> None:
+        self.document = document
+        self._handler = handler
+        self._render_error = render_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["state"]
+        call = Call(state["server"], scope, b"", state["request_id"])
+        failure: RequestFailed | None = None
+        try:
+            call.body = await _read_body(receive)
+        except RequestFailed as error:
+            failure = error
+        except ClientGone:
+            return
+        async with _until_client_leaves(call, receive, send) as guarded_send:
+            response = self._render_error(failure, call) if failure else await self._respond(call)
+            await response(scope, receive, guarded_send)
+
+    async def _respond(self, call: Call) -> Response:
+        try:
+            return await self._handler(call)
+        except RequestFailed as error:
+            return self._render_error(error, call)
+        except Exception:
+            log.exception("request %s on %s failed by an error of ours", call.request_id, call.path)
+            return self._render_error(internal_error(call.request_id), call)
+
+
+class ClientGone(Exception):
+    """The connection ended before the request was complete."""
+
+
+def internal_error(request_id: str) -> RequestFailed:
+    """What a client is told of a bug; the traceback stays in the log."""
+    return RequestFailed(
+        ErrorKind.INTERNAL, f"internal error; the server's log has the details of request {request_id}"
+    )
+
+
+async def _read_body(receive: Receive) -> bytes:
+    chunks: list[bytes] = []
+    size, more = 0, True
+    while more and size <= _MAX_DISCARDED_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        size += len(chunk)
+        if size <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+    if size > MAX_BODY_BYTES:
+        raise RequestFailed(ErrorKind.BODY_TOO_LARGE, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+    return b"".join(chunks)
+
+
+@contextlib.asynccontextmanager
+async def _until_client_leaves(call: Call, receive: Receive, send: Send) -> AsyncIterator[Send]:
+    """Cancels the block when the client closes the connection before the whole response has been sent."""
+    task = asyncio.current_task()
+    assert task is not None
+    complete = gone = False
+
+    async def guarded_send(message: Message) -> None:
+        nonlocal complete
+        complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+        await send(message)
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not complete:
+            gone = True
+            task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield guarded_send
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        task.uncancel()
+        log.info("client went away: request %s on %s is cancelled", call.request_id, call.path)
+    finally:
+        watcher.cancel()

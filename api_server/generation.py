@@ -19,12 +19,25 @@ Contract (for the dialects):
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from api_server import preparation
+from api_server.engine_client import Inbox, Submission
+from api_server.errors import RequestFailed, from_scheduler
+from api_server.preparation import Prepared
 from api_server.state import ServerState
+from api_server.stop_strings import StopStrings
 from interfaces.requests import TextGenerationRequest
+from interfaces.results import GenerationStatus, SchedulerResult
 from interfaces.sampling import SamplingParams
 
 SILENCE_BEFORE_HEADERS = 10.0
@@ -76,32 +89,28 @@ class Choice:
     request_index: int
     """Position of `request` in the batch."""
     prompt_text: str | None
-    """The prompt as text (after the chat template); None when it came as token ids."""
-    prompt_token_ids: list[int]
+    """The prompt as text (after the chat template, before truncation); None when it came as token ids."""
+    prompt_token_ids: NDArray[np.int32]
     sampling: SamplingParams
-    """The values in force; `sampling.max_new_tokens` is the limit in force and `sampling.seed` the seed that was used."""
+    """The values in force: `max_new_tokens` is the limit and `seed` the seed that is used."""
 
     token_ids: list[int] = field(default_factory=list)
     """Generated so far, with the stop token, up to the token that completed a stop string."""
+    tokens: list[TokenDelta] = field(default_factory=list)
+    """Details of the same tokens, when `token_details` was asked for."""
+    pieces: list[str] = field(default_factory=list)
     cached_tokens: int = 0
-    finish: Finish | None = None
     logprob_sum: float = 0.0
+    finish: Finish | None = None
 
-    received: float = 0.0
     submitted: float = 0.0
     first_token: float | None = None
     last_token: float | None = None
 
-    deltas: list[TextDelta] = field(default_factory=list)
-    """Filled by `collect` only."""
-
     @property
     def text(self) -> str:
-        """The text of all deltas so far (kept while iterating, too)."""
-
-    @property
-    def tokens(self) -> list[TokenDelta]:
-        """The token details of all deltas (after `collect`)."""
+        """The text of all deltas so far."""
+        return "".join(self.pieces)
 
     @property
     def prompt_tokens(self) -> int:
@@ -112,18 +121,193 @@ class Choice:
         return len(self.token_ids)
 
 
-async def generate(server: ServerState, requests: TextGenerationRequest | Sequence[TextGenerationRequest]) -> Generation:
+async def generate(
+    server: ServerState, requests: TextGenerationRequest | Sequence[TextGenerationRequest]
+) -> Generation:
     """Validates, tokenizes and submits; returns with the first delta at hand. Raises RequestFailed."""
+    batch = [requests] if isinstance(requests, TextGenerationRequest) else list(requests)
+    path = batch[0].request_path
+    for observer in server.observers:
+        observer.received(path)
+    try:
+        generation = Generation(server, await preparation.prepare(server, batch))
+        await generation.wait_for_first()
+    except RequestFailed as error:
+        for observer in server.observers:
+            observer.failed(path, error)
+        raise
+    return generation
 
 
 class Generation:
-    """The running answers to one HTTP request."""
+    """The running answers to one HTTP request; iterate it, or `collect` it."""
 
-    choices: list[Choice]
+    def __init__(self, server: ServerState, prepared: Sequence[Prepared]) -> None:
+        self._server = server
+        self._inbox = Inbox()
+        self._ready: deque[TextDelta] = deque()
+        self._running: dict[Submission, _Answer] = {}
+        self.choices: list[Choice] = []
+        for request_index, item in enumerate(prepared):
+            for k in range(item.request.n):
+                self._start(item, request_index, k)
 
-    def __aiter__(self) -> AsyncIterator[TextDelta]: ...
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TextDelta:
+        if self._ready:
+            return self._ready.popleft()
+        if not self._running:
+            raise StopAsyncIteration
+        try:
+            return await self._next()
+        except RequestFailed as error:
+            for observer in self._server.observers:
+                observer.failed(self.choices[0].request.request_path, error)
+            raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     async def collect(self) -> list[Choice]:
-        """Runs to the end and returns the choices, with `text` and `tokens` filled."""
+        """Runs to the end and returns the choices."""
+        try:
+            async for _ in self:
+                pass
+        finally:
+            self.close()
+        return self.choices
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Cancels what still runs. Idempotent."""
+        running, self._running = self._running, {}
+        self._server.engine.cancel(running)
+        for answer in running.values():
+            for observer in self._server.observers:
+                observer.abandoned(answer.choice)
+
+    async def wait_for_first(self) -> None:
+        """Until the first delta is at hand, or silence has lasted so long that the client should see headers."""
+        if self._ready or not self._running:
+            return
+        try:
+            async with asyncio.timeout(SILENCE_BEFORE_HEADERS):
+                self._ready.append(await self._next())
+        except TimeoutError:
+            pass
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, item: Prepared, request_index: int, k: int) -> None:
+        sampling = replace(item.sampling, seed=preparation.seed_of(item.sampling.seed, k))
+        choice = Choice(len(self.choices), item.request, request_index, item.prompt.text, item.prompt.tokens, sampling)
+        choice.submitted = time.monotonic()
+        self.choices.append(choice)
+        for observer in self._server.observers:
+            observer.started(choice)
+        if sampling.max_new_tokens == 0:
+            self._ready.append(self._finished(choice, Finish("length")))
+            return
+        submission = self._server.engine.submit(
+            item.request.request_id,
+            item.prompt.tokens,
+            replace(sampling, stop=[]),  # stop strings are found here, not there
+            item.request.cache_salt,
+            self._inbox,
+        )
+        self._running[submission] = _Answer(choice, self._server)
+
+    async def _next(self) -> TextDelta:
+        while True:
+            submission, news = await self._inbox.next()
+            answer = self._running.get(submission)
+            if answer is None:
+                continue  # ended by a stop string while its next token was on the way
+            if news.error is not None:
+                self.close()
+                raise from_scheduler(news.error)
+            self._note_times(answer.choice, len(news.tokens))
+            delta = answer.absorb(news)
+            if delta.finish is not None:
+                del self._running[submission]
+                self._server.engine.cancel([submission])
+                self._finished(answer.choice, delta.finish)
+            return delta
+
+    def _note_times(self, choice: Choice, count: int) -> None:
+        if not count:
+            return
+        now = time.monotonic()
+        since = now - (choice.last_token or choice.submitted)
+        choice.last_token = now
+        choice.first_token = choice.first_token or now
+        for observer in self._server.observers:
+            observer.tokens(choice, count, since)
+
+    def _finished(self, choice: Choice, finish: Finish) -> TextDelta:
+        choice.finish = finish
+        for observer in self._server.observers:
+            observer.finished(choice)
+        return TextDelta(choice.index, "", 0, [], finish)
+
+
+class _Answer:
+    """Turns one choice's tokens into text: detokenizes, finds stop strings, says why it ended."""
+
+    def __init__(self, choice: Choice, server: ServerState) -> None:
+        request, tokenizer = choice.request, server.tokenizer
+        context: list[int] = choice.prompt_token_ids[-16:].tolist()
+        self.choice = choice
+        self._text = tokenizer.detokenizer(context, request.skip_special_tokens)
+        self._details = tokenizer.detokenizer(context, False) if request.token_details else None
+        self._is_special = tokenizer.is_special
+        self._stops = StopStrings(choice.sampling.stop, request.keep_stop)
+        self._min_tokens = choice.sampling.min_new_tokens
+
+    def absorb(self, news: SchedulerResult) -> TextDelta:
+        choice = self.choice
+        before = len(choice.token_ids)
+        pieces: list[str] = []
+        last = len(news.tokens) - 1
+        at_stop_token = news.status is GenerationStatus.END_OF_SEQUENCE
+        for i, token in enumerate(news.tokens):
+            choice.token_ids.append(token)
+            if i < len(news.logprobs):
+                choice.logprob_sum += news.logprobs[i]
+            if self._details is not None:
+                self._detail(self._details.add(token), token, news.logprobs[i] if i < len(news.logprobs) else None)
+            hidden = at_stop_token and i == last and not choice.request.keep_stop
+            pieces.append("" if hidden else self._cut(self._text.add(token)))
+            if self._stops.matched is not None:
+                break
+        choice.cached_tokens = news.cached_tokens or choice.cached_tokens
+        finish = self._end(news.status, pieces)
+        text = "".join(pieces)
+        choice.pieces.append(text)
+        return TextDelta(choice.index, text, len(choice.token_ids) - before, choice.tokens[before:], finish)
+
+    def _cut(self, piece: str) -> str:
+        # As with EOS and stop ids, stop strings count only after the minimum length.
+        return piece if len(self.choice.token_ids) <= self._min_tokens else self._stops.add(piece)
+
+    def _detail(self, text: str, token: int, logprob: float | None) -> None:
+        self.choice.tokens.append(TokenDelta(token, text, logprob, self._is_special(token)))
+
+    def _end(self, status: GenerationStatus, pieces: list[str]) -> Finish | None:
+        if self._stops.matched is None and status.is_done:
+            pieces.append(self._stops.add(self._text.flush()))
+        if self._stops.matched is not None:
+            return Finish("stop_string", self._stops.matched)
+        if not status.is_done:
+            return None
+        pieces.append(self._stops.flush())
+        if status is GenerationStatus.END_OF_SEQUENCE:
+            return Finish("stop_token", self.choice.token_ids[-1] if self.choice.token_ids else None)
+        return Finish("length" if status is GenerationStatus.MAXIMUM_LENGTH else "cancelled")

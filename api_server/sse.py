@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from api_server.endpoint import internal_error
+from api_server.errors import RequestFailed
+
+log = logging.getLogger("tokenyard")
 
 KEEP_ALIVE_SECONDS = 15.0
 DONE = b"data: [DONE]\n\n"
@@ -24,16 +30,26 @@ def frame(value: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Sends the frames of an async iterator as they come; `close` is called at the end, however the end comes."""
+    """Sends the frames of an async iterator as they come; `close` is called at the end, however the end comes.
+
+    The status is 200 already when something fails, so the failure becomes one last event, `error_frame(error)`; a
+    dialect that gives none catches RequestFailed in its frames.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        frames: AsyncIterator[bytes],
+        close: Callable[[], None],
+        error_frame: Callable[[RequestFailed], bytes] | None = None,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.body = b""
         self._frames = frames
         self._close = close
+        self._error_frame = error_frame
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
 
@@ -42,13 +58,27 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             pulse.start()
-            async for data in self._frames:
-                await pulse.send(data)
+            await self._send_frames(pulse, scope)
             pulse.stop()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             pulse.stop()
             self._close()
+
+    async def _send_frames(self, pulse: _Pulse, scope: Scope) -> None:
+        try:
+            async for data in self._frames:
+                await pulse.send(data)
+        except RequestFailed as error:
+            if self._error_frame is None:
+                raise
+            await pulse.send(self._error_frame(error))
+        except Exception:
+            if self._error_frame is None:
+                raise
+            request_id = scope["state"]["request_id"]
+            log.exception("the stream of request %s broke by an error of ours", request_id)
+            await pulse.send(self._error_frame(internal_error(request_id)))
 
 
 class _Pulse:

@@ -1,0 +1,122 @@
+"""From tokens to text, as they come: the pieces joined are the text decoded at once, and no piece cuts a character.
+
+Two ways. A byte-level vocabulary (GPT-2's alphabet: most models today) turns each token into bytes, and an
+incremental UTF-8 decoder does the rest. Every other vocabulary is decoded by the tokenizer itself over a short window,
+of which only the new end is taken. Knows the `tokenizers` library; knows no stop strings and no requests.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from tokenizers import decoders
+
+_CONTEXT = 6
+"""Tokens of the prompt that decide how the answer's first token is spelled (a leading space, say)."""
+
+_LONGEST_WAIT = 16
+"""Tokens an unfinished character may take. A character has at most 4 bytes, so more is garbage that shall be seen."""
+
+_REPLACEMENT = "�"
+
+
+class Detokenizer(Protocol):
+    """State of one answer."""
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is unfinished."""
+
+    def flush(self) -> str:
+        """What is left at the end: unfinished bytes, as replacement characters."""
+
+
+class Vocabulary:
+    """What detokenizers of one model share."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._bytes: dict[int, bytes] = {}
+
+    def detokenizer(self, context: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
+        if self._byte_level:
+            return _ByteLevel(self, skip_special_tokens)
+        return _Windowed(self, context, skip_special_tokens)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes a byte-level token stands for; of an id the vocabulary does not have, none."""
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = _to_bytes(self.backend.id_to_token(token) or "")
+        return found
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for bytes: printable Latin-1 stands for itself, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _to_bytes(token: str) -> bytes:
+    # Added tokens are stored as they read, not in the byte alphabet; like the library, take them as text when a
+    # character is outside of it.
+    try:
+        return bytes([_BYTE_OF[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+class _ByteLevel:
+    __slots__ = ("_bytes_of", "_decoder", "_skipped")
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+        self._bytes_of = vocabulary.bytes_of
+        self._skipped = vocabulary.special if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        return "" if token in self._skipped else self._decoder.decode(self._bytes_of(token))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class _Windowed:
+    """Decodes `window` (old tokens, already emitted, then new ones) and takes what comes after the old ones' text.
+
+    The window's front keeps some emitted text, because a token alone may be spelled otherwise than after another one.
+    """
+
+    __slots__ = ("_backend", "_old", "_old_text", "_skip", "_window")
+
+    def __init__(self, vocabulary: Vocabulary, context: Sequence[int], skip_special_tokens: bool) -> None:
+        self._backend = vocabulary.backend
+        self._skip = skip_special_tokens
+        self._window = list(context[-_CONTEXT:])
+        self._old = len(self._window)
+        self._old_text = self._decode(self._window)
+
+    def add(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        waiting = len(self._window) - self._old
+        if len(text) <= len(self._old_text) or (text.endswith(_REPLACEMENT) and waiting < _LONGEST_WAIT):
+            return ""
+        new = text[len(self._old_text) :]
+        self._window = self._window[self._old :]
+        self._old = len(self._window)
+        self._old_text = self._decode(self._window)
+        return new
+
+    def flush(self) -> str:
+        return self._decode(self._window)[len(self._old_text) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._backend.decode(tokens, skip_special_tokens=self._skip))

@@ -1,0 +1,54 @@
+"""OpenAI's form of errors: `{"error": {"message", "type", "param", "code"}}` and the status of each kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from api_server.endpoint import Call
+from api_server.errors import ErrorKind, RequestFailed
+from api_server.sse import frame
+
+_INVALID_REQUEST = "invalid_request_error"
+
+_FORM: dict[ErrorKind, tuple[int, str, str | None]] = {
+    ErrorKind.BAD_JSON: (400, _INVALID_REQUEST, "invalid_json"),
+    ErrorKind.BODY_TOO_LARGE: (413, _INVALID_REQUEST, "body_too_large"),
+    ErrorKind.INVALID: (400, _INVALID_REQUEST, "invalid_value"),
+    ErrorKind.UNSUPPORTED: (400, _INVALID_REQUEST, "unsupported_parameter"),
+    ErrorKind.TOO_LONG: (400, _INVALID_REQUEST, "context_length_exceeded"),
+    ErrorKind.TEMPLATE: (400, _INVALID_REQUEST, "chat_template_error"),
+    ErrorKind.MODEL_NOT_FOUND: (404, _INVALID_REQUEST, "model_not_found"),
+    ErrorKind.NOT_FOUND: (404, _INVALID_REQUEST, "not_found"),
+    ErrorKind.METHOD_NOT_ALLOWED: (405, _INVALID_REQUEST, "method_not_allowed"),
+    ErrorKind.OVERLOADED: (429, "rate_limit_error", "overloaded"),
+    ErrorKind.UNAVAILABLE: (503, "server_error", "unavailable"),
+    ErrorKind.GENERATION_FAILED: (500, "server_error", "generation_failed"),
+    ErrorKind.INTERNAL: (500, "server_error", "internal_error"),
+}
+
+_PARAM = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+"""This dialect's names of fields that the common path names otherwise."""
+
+
+def error_body(error: RequestFailed) -> dict[str, Any]:
+    """The object that a client finds in the body, or in a stream's last event."""
+    _, kind, code = _FORM[error.kind]
+    param = _PARAM.get(error.field or "", error.field)
+    message = error.message
+    if error.field in _PARAM:
+        message = message.replace(error.field or "", param or "")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_frame(error: RequestFailed) -> bytes:
+    """The event that ends a stream whose headers are already sent."""
+    return frame(error_body(error))
+
+
+def render_error(error: RequestFailed, call: Call) -> Response:
+    """An error known before the first byte."""
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    return Response(orjson.dumps(error_body(error)), _FORM[error.kind][0], headers, "application/json")

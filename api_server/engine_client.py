@@ -1,0 +1,327 @@
+"""The replica's end of the wire to the scheduler: submits, cancels, and hands out new tokens.
+
+Knows handles, heartbeats and what to do when the scheduler restarts (submit again, with the tokens received so far).
+It does not know text, dialects or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from interfaces.codec import WireError, decode, encode
+from interfaces.messages import Cancel, Finish, Goodbye, Hello, Results, Status, Submit
+from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult
+from interfaces.sampling import SamplingParams
+from shared.sockets import connect_dealer
+
+log = logging.getLogger("tokenyard")
+
+HELLO_SECONDS = 1.0
+STALE_SECONDS = 5.0
+"""Without a Status for this long the scheduler counts as gone: ten heartbeats."""
+GIVE_UP_SECONDS = 60.0
+"""After this silence open requests fail: a supervisor restarts a dead scheduler within seconds."""
+STALL_SECONDS = 120.0
+"""Requests run, and no worker has completed a step for this long: the engine is stuck."""
+_BURST = 64
+"""Messages handled before other callbacks of the loop get their turn."""
+
+_STATUS_OF_CODE = {
+    Finish.ACTIVE: GenerationStatus.ACTIVE,
+    Finish.STOP: GenerationStatus.END_OF_SEQUENCE,
+    Finish.LENGTH: GenerationStatus.MAXIMUM_LENGTH,
+    Finish.CANCELLED: GenerationStatus.CANCELLED,
+    Finish.FAILED: GenerationStatus.CANCELLED,
+}
+
+
+class Inbox:
+    """Where one waiting coroutine finds news of its submissions; news that nobody has fetched pile up and coalesce."""
+
+    def __init__(self) -> None:
+        self._ready: deque[Submission] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, submission: Submission) -> None:
+        self._ready.append(submission)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> tuple[Submission, SchedulerResult]:
+        """The oldest unread news: all tokens of one submission since its last news."""
+        while not self._ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        submission = self._ready.popleft()
+        return submission, submission.take()
+
+
+class Submission:
+    """One request in the scheduler's hands, from `EngineClient.submit` to its last result or `cancel`."""
+
+    __slots__ = ("_unread", "emitted", "handle", "inbox", "message")
+
+    def __init__(self, message: Submit, inbox: Inbox) -> None:
+        self.message = message
+        self.handle = message.handle
+        self.inbox = inbox
+        self.emitted: list[int] = []
+        """Every token received, read or not: what a restarted scheduler must be told."""
+        self._unread: SchedulerResult | None = None
+
+    def add(self, token: int, logprob: float | None, cached: int) -> SchedulerResult:
+        """Appends to the unread news (token -1: none) and wakes the reader when they are the first."""
+        news = self._unread
+        if news is None:
+            news = self._unread = SchedulerResult()
+            self.inbox.put(self)
+        if token >= 0:
+            news.tokens.append(token)
+            self.emitted.append(token)
+            if logprob is not None:
+                news.logprobs.append(logprob)
+        if cached:
+            news.cached_tokens = cached
+        return news
+
+    def take(self) -> SchedulerResult:
+        news, self._unread = self._unread, None
+        return news if news is not None else SchedulerResult()
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether the engine is alive and moves, and why not."""
+
+    alive: bool
+    ready: bool
+    reason: str
+
+
+class EngineClient:
+    """One per process. `start` and everything else runs on the event loop's thread; nothing here blocks."""
+
+    def __init__(self, endpoint: str, replica: str) -> None:
+        self.replica = f"{replica}-{secrets.token_hex(6)}"
+        self.status: Status | None = None
+        self._endpoint = endpoint
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._open: dict[int, Submission] = {}
+        self._last_handle = secrets.randbits(20)
+        self._incarnation: int | None = None
+        self._past: set[int] = set()
+        self._heard = time.monotonic()
+        self._was_ready = False
+        self._hello: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Connects; the first Status arrives once the scheduler has seen the Hello."""
+        self._loop = asyncio.get_running_loop()
+        self._socket = connect_dealer(self._context, self._endpoint, self.replica.encode())
+        self._loop.add_reader(self._socket.fileno(), self._receive)
+        self._beat()
+
+    def close(self) -> None:
+        """Says goodbye, so that the scheduler frees what is left at once. Idempotent."""
+        if self._context.closed:
+            return
+        self._send(Goodbye(self.replica))
+        self._loop.remove_reader(self._socket.fileno())
+        if self._hello is not None:
+            self._hello.cancel()
+        self._socket.close(linger=500)
+        self._context.term()
+
+    @property
+    def running(self) -> int:
+        """Requests of this replica in the scheduler's hands."""
+        return len(self._open)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the scheduler was last heard."""
+        return time.monotonic() - self._heard
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self.status.max_model_len or None if self.status else None
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self.status.vocab_size or None if self.status else None
+
+    def health(self) -> Health:
+        """Alive: the scheduler speaks and, if requests run, steps complete. Ready: it would serve a request now.
+
+        Loading counts as not alive (as with other servers, whose users poll /health until it is 200); a worker that
+        is being restarted later does not, so that no orchestrator kills a server that is recovering.
+        """
+        status = self.status
+        if status is None or self.silence > STALE_SECONDS:
+            return Health(False, False, f"the scheduler has been silent for {self.silence:.0f} s")
+        stall = min((w.seconds_since_step for w in status.workers), default=0.0) if status.running else 0.0
+        if stall > STALL_SECONDS:
+            return Health(
+                False, False, f"no step has been completed for {stall:.0f} s while {status.running} requests run"
+            )
+        return Health(self._was_ready, status.ready, status.reason if not status.ready else "")
+
+    def submit(
+        self,
+        request_id: str,
+        tokens: NDArray[np.int32],
+        sampling: SamplingParams,
+        cache_salt: str = "",
+        inbox: Inbox | None = None,
+    ) -> Submission:
+        """Sends a request; its news come to `inbox`. A refusal comes as a result with an `error`."""
+        message = Submit(self._new_handle(), request_id, tokens, sampling, cache_salt=cache_salt)
+        submission = Submission(message, inbox or Inbox())
+        reason = self._cannot_serve()
+        if reason:
+            _fail(submission, RequestError(ErrorCode.UNAVAILABLE, reason))
+            return submission
+        self._open[submission.handle] = submission
+        if not self._send(message):
+            del self._open[submission.handle]
+            _fail(submission, RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
+        return submission
+
+    def cancel(self, submissions: Iterable[Submission]) -> None:
+        """Nobody waits for these any more. Idempotent; finished ones are left out."""
+        handles = [s.handle for s in submissions if self._open.pop(s.handle, None) is not None]
+        if handles:
+            self._send(Cancel(np.array(handles, np.int32)))
+
+    def _cannot_serve(self) -> str:
+        if self.silence > STALE_SECONDS:
+            self._receive()  # perhaps it was this process that was busy, and the news wait in the socket
+        if self.status is None or self.silence > STALE_SECONDS:
+            return self.health().reason
+        if not self.status.ready and self.max_model_len is None:
+            return f"the model is not loaded yet: {self.status.reason}"
+        return ""
+
+    def _new_handle(self) -> int:
+        # The wire's handles are int32; one that is still in flight is never given again.
+        while True:
+            self._last_handle = self._last_handle % 0x7FFFFFFF + 1
+            if self._last_handle not in self._open:
+                return self._last_handle
+
+    def _beat(self) -> None:
+        self._hello = self._loop.call_later(HELLO_SECONDS, self._beat)
+        self._send(Hello(self.replica))
+        if self._open and self.silence > GIVE_UP_SECONDS:
+            error = RequestError(ErrorCode.UNAVAILABLE, f"the scheduler has been silent for {self.silence:.0f} s")
+            for submission in self._open.values():
+                _fail(submission, error)
+            self.cancel(list(self._open.values()))
+
+    def _send(self, message: Any) -> bool:
+        try:
+            self._socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # A send may swallow the edge that would have announced incoming messages.
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._loop.call_soon(self._receive)
+        return True
+
+    def _receive(self) -> None:
+        """Drains the socket: its file descriptor only signals edges."""
+        if self._socket.closed:
+            return
+        for _ in range(_BURST):
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(decode(data))
+            except WireError as error:
+                log.error("dropped a malformed message of the scheduler: %s", error)
+        self._loop.call_soon(self._receive)
+
+    def _handle(self, message: Any) -> None:
+        if not isinstance(message, Results | Status):
+            log.error("dropped a %s: the scheduler does not send it to API processes", type(message).__name__)
+            return
+        if not self._is_current(message.incarnation):
+            return
+        self._heard = time.monotonic()
+        if isinstance(message, Results):
+            self._fan_out(message)
+        else:
+            self.status = message
+            self._was_ready |= message.ready
+
+    def _is_current(self, incarnation: int) -> bool:
+        if incarnation == self._incarnation:
+            return True
+        if incarnation in self._past:
+            return False
+        if self._incarnation is not None:
+            self._past.add(self._incarnation)
+            self._resubmit()
+        self._incarnation = incarnation
+        return True
+
+    def _resubmit(self) -> None:
+        """A new scheduler knows nothing of the open requests: tell it, and what the clients already have.
+
+        New handles, and the old ones cancelled: a Submit that was still queued when the old scheduler died reaches the
+        new one, too.
+        """
+        orphans = list(self._open.values())
+        if not orphans:
+            return
+        log.warning("the scheduler restarted: submitting %d open requests again", len(orphans))
+        self.cancel(orphans)
+        for orphan in orphans:
+            old = orphan.message
+            emitted = np.array(orphan.emitted, np.int32)
+            orphan.handle = self._new_handle()
+            orphan.message = Submit(orphan.handle, old.request_id, old.tokens, old.sampling, emitted, old.cache_salt)
+            self._open[orphan.handle] = orphan
+            if not self._send(orphan.message):
+                del self._open[orphan.handle]
+                _fail(orphan, RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
+
+    def _fan_out(self, results: Results) -> None:
+        if not len(results.handles) == len(results.tokens) == len(results.finished):
+            log.error("dropped results whose columns have different lengths")
+            return
+        logprobs = results.logprobs.tolist() if results.logprobs is not None else [None] * len(results.handles)
+        columns = zip(
+            results.handles.tolist(), results.tokens.tolist(), results.finished.tolist(), logprobs, strict=False
+        )
+        for handle, token, finished, logprob in columns:
+            submission = self._open.get(handle)
+            if submission is None:
+                continue  # cancelled here while its token was on the way
+            news = submission.add(token, logprob, results.cached.get(handle, 0))
+            if finished != Finish.ACTIVE:
+                del self._open[handle]
+                news.status = _STATUS_OF_CODE.get(finished, GenerationStatus.CANCELLED)
+                if finished == Finish.FAILED:
+                    news.error = results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given"))
+
+
+def _fail(submission: Submission, error: RequestError) -> None:
+    news = submission.add(-1, None, 0)
+    news.status, news.error = GenerationStatus.CANCELLED, error

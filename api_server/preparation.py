@@ -1,0 +1,97 @@
+"""From what a client asked to what the scheduler can run: prompt tokens, sampling values, lengths that fit.
+
+Every refusal that needs no scheduler happens here. Knows the model's defaults and limits; knows no dialect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.state import ServerState
+from api_server.tokenizer import Prompt
+from interfaces.requests import TextGenerationRequest
+from interfaces.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults, combine
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can be submitted, `request.n` times."""
+
+    request: TextGenerationRequest
+    prompt: Prompt
+    sampling: SamplingParams
+
+
+async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -> list[Prepared]:
+    """Raises RequestFailed for the first request that cannot be served."""
+    total, most = sum(request.n for request in batch), server.settings.max_queued
+    if total > most:
+        raise invalid(f"the request asks for {total} answers at once; at most {most} are possible", "n")
+    return [await _prepare_one(server, request) for request in batch]
+
+
+def seed_of(seed: int, k: int) -> int:
+    """Seed of the k-th answer to a request: the request's own first, then values that follow from it."""
+    if k == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{k}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+async def _prepare_one(server: ServerState, request: TextGenerationRequest) -> Prepared:
+    sampling = _sampling(server, request)
+    prompt = await server.tokenizer.prompt(request, server.max_model_len)
+    if not len(prompt.tokens):
+        raise invalid("the prompt is empty: it must have at least one token", "prompt")
+    vocab_size = server.engine.vocab_size
+    if vocab_size is not None and prompt.tokens.max() >= vocab_size:
+        raise invalid(
+            f"the prompt contains token id {prompt.tokens.max()}; this model knows 0 to {vocab_size - 1}", "prompt"
+        )
+    length = _new_tokens(request, sampling, len(prompt.tokens), server.max_model_len)
+    return Prepared(request, prompt, replace(sampling, max_new_tokens=length))
+
+
+def _sampling(server: ServerState, request: TextGenerationRequest) -> SamplingParams:
+    given, tokenizer = request.sampling, server.tokenizer
+    tokenizer.check_ids(given.stop_token_ids or [], "stop_token_ids")
+    tokenizer.check_ids(list(given.logit_bias or ()), "logit_bias")
+    defaults = tokenizer.defaults
+    if not request.model_defaults:
+        defaults = SamplingParamsGenerationConfigDefaults(eos_token_id=tokenizer.eos_token_ids)
+    if given.ignore_eos:
+        defaults = replace(defaults, eos_token_id=None)
+    try:
+        return combine(given, defaults)
+    except ValueError as error:
+        raise invalid(str(error), str(error).split(" ", 1)[0]) from None
+
+
+def _new_tokens(request: TextGenerationRequest, sampling: SamplingParams, prompt: int, limit: int | None) -> int | None:
+    """The number of tokens that may be generated. Raises RequestFailed(TOO_LONG)."""
+    asked = request.sampling.max_new_tokens
+    wanted = next((n for n in (asked, request.default_max_new_tokens, sampling.max_new_tokens) if n is not None), None)
+    if limit is None:
+        return wanted
+    room = limit - prompt
+    if room < (0 if wanted == 0 else 1):
+        raise _too_long(f"the prompt has {prompt} tokens", {"prompt_tokens": prompt, "limit": limit}, "prompt")
+    if asked is not None and asked > room and not request.clamp_max_new_tokens:
+        raise _too_long(
+            f"the prompt has {prompt} tokens and {asked} new ones were asked for (at most {room} fit)",
+            {"prompt_tokens": prompt, "max_new_tokens": asked, "limit": limit},
+            "max_new_tokens",
+        )
+    return room if wanted is None else min(wanted, room)
+
+
+def _too_long(what: str, numbers: dict[str, int], field: str) -> RequestFailed:
+    return RequestFailed(
+        ErrorKind.TOO_LONG,
+        f"{what}; this model's context holds {numbers['limit']} tokens, prompt and answer together",
+        field=field,
+        numbers=numbers,
+    )

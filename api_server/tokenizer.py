@@ -1,0 +1,223 @@
+"""The model's tokenizer: prompts to token ids, in threads, and the facts about tokens that the rest needs.
+
+Knows transformers' tokenizers (with torch hidden), generation_config.json and the vocabulary; knows no dialect and no
+scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from api_server import chat_template
+from api_server.detokenizer import Detokenizer, Vocabulary
+from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
+from interfaces.requests import TextGenerationRequest
+from interfaces.sampling import SamplingParamsGenerationConfigDefaults
+
+log = logging.getLogger("tokenyard")
+
+T = TypeVar("T")
+
+MAX_JOBS = 512
+"""Prompts that may wait for a tokenizer thread; further requests are refused instead of queued without end."""
+THREADS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model reads it. `text` is None when the client sent token ids."""
+
+    text: str | None
+    tokens: NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSpan:
+    """One token of a text: `start` and `stop` are character offsets into it."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class Tokenizer:
+    """Safe to use from several threads: the underlying tokenizer is never changed after loading."""
+
+    def __init__(self, tokenizer: Any, generation_config: dict[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        # Truncation and padding are state of the backend, which several threads read at once.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._vocabulary = Vocabulary(self._backend)
+        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "tokenizer")
+        self._jobs = 0
+        self.eos_token_ids = _eos_ids(tokenizer, generation_config)
+        self.defaults = _defaults(generation_config, self.eos_token_ids)
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        """One more than the highest id."""
+        self._longest_token = max(map(len, vocabulary))
+
+    @classmethod
+    def load(cls, model: str) -> Tokenizer:
+        """From a Hugging Face directory or hub name. Raises OSError or ValueError, with the reason, if it cannot."""
+        hide_torch()
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"the tokenizer of {model} has no tokenizer.json form, which this server needs")
+        return cls(tokenizer, _read_generation_config(model))
+
+    async def prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
+        """The request's prompt as token ids. Raises RequestFailed.
+
+        `max_tokens` lets a text that is too long by any reckoning be refused without tokenizing it.
+        """
+        if isinstance(request.prompt, Sequence) and not isinstance(request.prompt, str):
+            return Prompt(None, _truncated(self._checked(request.prompt), request))
+        return await self._in_thread(lambda: self._encode_prompt(request, max_tokens))
+
+    async def spans(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
+        """The tokens of a text with their places in it (TGI's /tokenize)."""
+        return await self._in_thread(lambda: self._spans(text, add_special_tokens))
+
+    async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of token ids. Raises RequestFailed for ids outside the vocabulary."""
+        ids = self._checked(tokens).tolist()
+        return await self._in_thread(lambda: str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens)))
+
+    def detokenizer(self, context: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
+        """Decodes the continuation of `context`, token by token."""
+        return self._vocabulary.detokenizer(context, skip_special_tokens)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._vocabulary.special
+
+    def token_text(self, token: int) -> str:
+        """A token alone, as text."""
+        return str(self._backend.decode([token], skip_special_tokens=False))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, job: Callable[[], T]) -> T:
+        if self._jobs >= MAX_JOBS:
+            raise RequestFailed(
+                ErrorKind.OVERLOADED,
+                f"{self._jobs} prompts wait to be tokenized; retry later",
+                retry_after=RETRY_AFTER_SECONDS,
+            )
+        self._jobs += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+        finally:
+            self._jobs -= 1
+
+    def _encode_prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
+        text = chat_template.render(self._tokenizer, request) if request.messages else str(request.prompt)
+        add_special_tokens = request.add_special_tokens
+        if add_special_tokens is None:
+            add_special_tokens = not request.messages
+        if max_tokens is not None and request.truncate_prompt_to is None:
+            self._refuse_endless(text, max_tokens)
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return Prompt(text, _truncated(np.array(encoding.ids, np.int32), request))
+
+    def _refuse_endless(self, text: str, max_tokens: int) -> None:
+        fewest = len(text) // self._longest_token
+        if fewest > max_tokens:
+            raise RequestFailed(
+                ErrorKind.TOO_LONG,
+                f"the prompt has at least {fewest} tokens ({len(text)} characters); "
+                f"this model's context holds {max_tokens} tokens, prompt and answer together",
+                field="prompt",
+                numbers={"prompt_tokens": fewest, "limit": max_tokens},
+            )
+
+    def _checked(self, tokens: Sequence[int]) -> NDArray[np.int32]:
+        """Client-sent ids as an array."""
+        self.check_ids(tokens, "prompt")
+        return np.array(tokens, np.int32)
+
+    def check_ids(self, tokens: Sequence[int], field: str) -> None:
+        """Raises RequestFailed(INVALID) for ids outside the vocabulary: they would read outside the embedding."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise invalid(f"{field} contains token id {bad}; ids are 0 to {self.vocab_size - 1}", field)
+
+    def _spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return [
+            TokenSpan(token, text[start:stop] or self.token_text(token), start, stop)
+            for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
+
+
+def hide_torch() -> None:
+    """Makes transformers load without torch: a third of the start-up time and a quarter of the memory.
+
+    Must come before the first import of transformers.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def _truncated(tokens: NDArray[np.int32], request: TextGenerationRequest) -> NDArray[np.int32]:
+    keep = request.truncate_prompt_to
+    return tokens if keep is None else tokens[-keep:]
+
+
+def _eos_ids(tokenizer: Any, config: dict[str, Any]) -> list[int]:
+    configured = config.get("eos_token_id") or []
+    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    return list(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _defaults(config: dict[str, Any], eos: list[int]) -> SamplingParamsGenerationConfigDefaults:
+    """Only what the file itself says: transformers' own class defaults are not the model's wish."""
+    names = {f.name for f in dataclasses.fields(SamplingParamsGenerationConfigDefaults)} - {"eos_token_id"}
+    given = {name: value for name, value in config.items() if name in names and value is not None}
+    return SamplingParamsGenerationConfigDefaults(**given, eos_token_id=eos)
+
+
+def _read_generation_config(model: str) -> dict[str, Any]:
+    path = _config_file(model)
+    if path is None:
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        log.warning("generation_config.json of %s is ignored: %s", model, error)
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _config_file(model: str) -> Path | None:
+    if Path(model).is_dir():
+        path = Path(model) / "generation_config.json"
+        return path if path.exists() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        model,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(found) if found else None
