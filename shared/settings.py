@@ -181,7 +181,7 @@ def _types(name: str) -> tuple[type, ...]:
 
 
 def _type_name(name: str) -> str:
-    return {bool: "true or false", int: "a whole number", str: "a text"}[_types(name)[0]]
+    return {bool: "true or false", int: "a whole number", str: "a text"}[KINDS[name]]
 
 
 def _are_devices(text: str) -> bool:
@@ -195,3 +195,5 @@ def _check(holds: bool, name: str, value: object, valid: str) -> None:
 
 FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Settings))
 _HINTS: dict[str, Any] = typing.get_type_hints(Settings)
+KINDS: Mapping[str, type] = {name: _types(name)[0] for name in FIELDS}
+"""What a setting is when it is given: bool, int or str."""

@@ -1,0 +1,179 @@
+"""`tokenyard chat`: a conversation in the terminal with a running server, over its OpenAI dialect.
+
+Knows HTTP and server-sent events by the standard library alone; any server that speaks the dialect will do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import sys
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+_SECONDS_TO_CONNECT = 10.0
+_SECONDS_BETWEEN_TOKENS = 600.0
+_HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+Message = dict[str, str]
+
+
+class ServerError(Exception):
+    """The server could not be reached or refused; the text says what to do."""
+
+
+def chat(url: str, model: str, system: str) -> int:
+    """Talks until the user leaves; the exit status for the process."""
+    server = Server(url)
+    try:
+        name = model or server.first_model()
+    except ServerError as error:
+        print(f"tokenyard: {error}", file=sys.stderr)
+        return 1
+    _load_line_editing()
+    print(f"{name} at {url}; {_HELP}")
+    _converse(server, Conversation(name, system))
+    return 0
+
+
+@dataclass
+class Conversation:
+    """What was said, so that the model is told everything each time."""
+
+    model: str
+    system: str
+    turns: list[Message] = field(default_factory=list)
+
+    @property
+    def request(self) -> dict[str, Any]:
+        opening = [{"role": "system", "content": self.system}] if self.system else []
+        return {"model": self.model, "messages": [*opening, *self.turns], "stream": True}
+
+
+def _converse(server: Server, conversation: Conversation) -> None:
+    while True:
+        try:
+            text = input("\n> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print(f"\n({_HELP})")
+            continue
+        match text:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return
+            case "/reset":
+                conversation.turns.clear()
+                print("(a new conversation)")
+            case _ if text.startswith("/"):
+                print(f"(no such command; {_HELP})")
+            case _:
+                _take_turn(server, conversation, text)
+
+
+def _take_turn(server: Server, conversation: Conversation, text: str) -> None:
+    """One question and its answer. A refused question leaves no trace; of a stopped answer the shown part stays."""
+    conversation.turns.append({"role": "user", "content": text})
+    answer: list[str] = []
+    try:
+        for piece in server.stream(conversation.request):
+            answer.append(piece)
+            print(piece, end="", flush=True)
+        print()
+    except KeyboardInterrupt:
+        print(" (stopped)")
+    except ServerError as error:
+        print(f"\n({error})")
+        if not answer:
+            conversation.turns.pop()
+            return
+    conversation.turns.append({"role": "assistant", "content": "".join(answer)})
+
+
+class Server:
+    """The two requests that a chat needs."""
+
+    def __init__(self, url: str) -> None:
+        parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
+        self._url = url
+        self._secure = parts.scheme == "https"
+        self._address = parts.netloc
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+
+    def first_model(self) -> str:
+        with self._request("GET", "/v1/models") as response:
+            try:
+                return str(json.load(response)["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise ServerError(f"{self._url} names no model at /v1/models; give one with --model") from None
+
+    def stream(self, body: dict[str, Any]) -> Iterator[str]:
+        """Pieces of the answer's text as they arrive. Leaving the iterator closes the connection, which cancels."""
+        with self._request("POST", "/v1/chat/completions", body) as response:
+            for chunk in _events(response):
+                if "error" in chunk:
+                    raise ServerError(_reason(chunk))
+                for choice in chunk.get("choices", []):
+                    piece = choice.get("delta", {}).get("content")
+                    if piece:
+                        yield piece
+
+    @contextlib.contextmanager
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection: http.client.HTTPConnection | None = None
+        try:
+            connection = kind(self._address, timeout=_SECONDS_TO_CONNECT)
+            connection.connect()
+            connection.sock.settimeout(_SECONDS_BETWEEN_TOKENS)
+            data = None if body is None else json.dumps(body)
+            connection.request(method, self._prefix + path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise ServerError(f"{response.status} {response.reason}: {_reason(_parsed(response.read(65536)))}")
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            remedy = "start a server with `tokenyard serve`, or name one with --url"
+            raise ServerError(f"no server answers at {self._url} ({error or type(error).__name__}); {remedy}") from None
+        finally:
+            if connection is not None:
+                connection.close()
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Objects of a server-sent event stream, up to its `[DONE]`; comments and other fields are left out."""
+    for line in response:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[len(b"data:") :].strip()
+        if data == b"[DONE]":
+            return
+        yield _parsed(data)
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"error": data.decode(errors="replace")}
+
+
+def _reason(answer: dict[str, Any]) -> str:
+    error = answer.get("error", answer)
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+def _load_line_editing() -> None:
+    """Arrow keys and history in `input`, where Python was built with them: the import alone switches them on."""
+    if importlib.util.find_spec("readline") is not None:
+        importlib.import_module("readline")

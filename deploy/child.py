@@ -1,0 +1,205 @@
+"""One child process: its start, the three descriptors by which it is watched, and its end.
+
+Knows Linux processes and pipes. Does not know why a child is started again or what its events mean: see supervisor.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.liveness import SUPERVISOR_PID
+from shared.phases import STATUS_FD
+
+_SYS_PIDFD_OPEN = 434
+_LINES_KEPT = 30
+_LONGEST_LINE = 64 * 1024
+_TELLING = re.compile(r"\b\w*(Error|Exception|Killed)\b|Fatal Python error|\b(ERROR|CRITICAL)\b|terminate called")
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """What to start. Children whose names share the part before the colon have one role, and are stopped together.
+
+    `counts_starts` appends `--epoch N`, N counting the starts of this child from 0. `stop_seconds` is what the child
+    gets between SIGTERM and SIGKILL.
+    """
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    device: str = ""
+    counts_starts: bool = False
+    stop_seconds: float = 10.0
+
+    @property
+    def role(self) -> str:
+        return self.name.partition(":")[0]
+
+    @property
+    def title(self) -> str:
+        """The name for people: with the device, where there is one."""
+        return f"{self.name} ({self.device})" if self.device else self.name
+
+
+class Child:
+    """A started process. Each child leads its own session, for two reasons.
+
+    Ctrl-C at the terminal reaches the supervisor alone, which then stops the children in order; and `kill` reaches
+    whatever the child has started itself. Must be created in the main thread: the kernel ties a child's death signal
+    (shared/liveness.py) to the thread that forked it.
+    """
+
+    def __init__(self, spec: ChildSpec, epoch: int) -> None:
+        self.spec = spec
+        self.epoch = epoch
+        self.started_at = time.monotonic()
+        self.ready_at: float | None = None
+        self.status, write_end = os.pipe()
+        try:
+            self._process = _spawn(spec, epoch, write_end)
+        except OSError:
+            os.close(self.status)
+            raise
+        finally:
+            os.close(write_end)
+        assert self._process.stdout is not None
+        self.output = self._process.stdout.fileno()
+        self.sentinel = _open_pidfd(self._process.pid)
+        os.set_blocking(self.status, False)
+        os.set_blocking(self.output, False)
+        self._status_lines, self._output_lines = _LineReader(self.status), _LineReader(self.output)
+        self._last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def descriptors(self) -> tuple[int, int, int]:
+        return self.sentinel, self.status, self.output
+
+    def read_output(self) -> list[str] | None:
+        """Complete lines that have arrived; None at the end of the stream."""
+        lines = self._output_lines.read()
+        self._last_lines.extend(line for line in lines or () if line.strip())
+        return lines
+
+    def read_events(self) -> list[dict[str, Any]] | None:
+        """Events of shared/phases.py that have arrived; None at the end of the stream."""
+        lines = self._status_lines.read()
+        return None if lines is None else [event for line in lines if (event := _event(line)) is not None]
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends the child and all it has started, now."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Exit status of the ended child (negative: the signal). What it has started ends with it.
+
+        Nothing else waits for the child: until this call its id cannot belong to anybody else, so `kill` is safe.
+        """
+        self.kill()
+        return self._process.wait()
+
+    def close(self) -> None:
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        os.close(self.status)
+        os.close(self.sentinel)
+
+    @property
+    def last_error(self) -> str:
+        """The last line that names an error, else the last line, else nothing."""
+        telling = [line for line in self._last_lines if _TELLING.search(line)]
+        return (telling or list(self._last_lines) or [""])[-1].strip()
+
+
+def describe_exit(status: int) -> str:
+    """`exit code 3` or `signal SIGKILL`, in words that name the usual cause where there is one."""
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = str(-status)
+    return f"signal {name}" + (" (when nobody sent it: out of memory)" if name == "SIGKILL" else "")
+
+
+class _LineReader:
+    """Cuts what a non-blocking descriptor delivers into lines; an overlong line is cut as well."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._rest = b""
+        self._ended = False
+
+    def read(self) -> list[str] | None:
+        if self._ended:
+            return None
+        arrived = self._rest + self._take()
+        *lines, self._rest = arrived.split(b"\n")
+        if self._ended or len(self._rest) > _LONGEST_LINE:
+            lines, self._rest = [*lines, self._rest] if self._rest else lines, b""
+        return [line.decode(errors="replace") for line in lines]
+
+    def _take(self) -> bytes:
+        chunks: list[bytes] = []
+        with contextlib.suppress(BlockingIOError):
+            while sum(map(len, chunks)) < _LONGEST_LINE:
+                chunks.append(os.read(self._descriptor, _LONGEST_LINE))
+                if not chunks[-1]:
+                    self._ended = True
+                    break
+        return b"".join(chunks)
+
+
+def _spawn(spec: ChildSpec, epoch: int, status: int) -> subprocess.Popen[bytes]:
+    argv = [*spec.argv, "--epoch", str(epoch)] if spec.counts_starts else list(spec.argv)
+    env = {**os.environ, **spec.env, STATUS_FD: str(status), SUPERVISOR_PID: str(os.getpid())}
+    return subprocess.Popen(
+        argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+        pass_fds=(status,),
+        start_new_session=True,
+    )
+
+
+def _open_pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends.
+
+    Some Python builds (conda's) were made with headers too old for os.pidfd_open although the kernel has the call; its
+    number is the same on every architecture.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_SYS_PIDFD_OPEN, pid, 0))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "pidfd_open failed; Linux 5.3 or newer is needed")
+    return descriptor
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return event if isinstance(event, dict) else None

@@ -1,0 +1,145 @@
+"""The `tokenyard` command line. The flags of `serve` are made from shared/settings.py, their one source."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from deploy.chat import chat
+from deploy.doctor import doctor
+from deploy.serve import CONFIG_VARIABLE, serve
+from shared.settings import ENV_PREFIX, KINDS, Resolved, Settings, SettingsError, resolve
+
+_USAGE_ERROR = 2
+_SERVE_EXAMPLES = f"""\
+examples:
+  tokenyard serve                                  the embedded demo model, on http://127.0.0.1:8000
+  tokenyard serve Qwen/Qwen3-0.6B --port 9000      a model from the Hugging Face hub
+  tokenyard serve ./my-model --devices cpu,cpu     a folder, two workers that share the cores
+  tokenyard serve ./my-model --host 0.0.0.0        reachable from the network
+  TOKENYARD_MAX_RUNNING=32 tokenyard serve         a setting from the environment
+  tokenyard serve --print-settings > my.toml       a file to edit, then: tokenyard serve --config my.toml
+
+precedence: command line, then {ENV_PREFIX}* variables, then the --config file, then defaults.
+signals: SIGTERM or Ctrl-C stops in order (running requests finish first), a second Ctrl-C at once.
+exit status: 0 after a signal, 1 when a process could not be kept alive, 2 for a setting that cannot work.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        status: int = arguments.run(arguments)
+    except SettingsError as error:
+        print(f"tokenyard: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tokenyard", description="Serves language models over HTTP. `tokenyard COMMAND --help` explains a command."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_chat(commands)
+    diagnose = commands.add_parser("doctor", help="check this machine, and say what to do")
+    diagnose.add_argument("--port", type=int, default=8000, help="port that a server would use (default: 8000)")
+    diagnose.set_defaults(run=lambda arguments: doctor(arguments.port))
+    commands.add_parser("version", help="print the version").set_defaults(run=_version)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Starts a scheduler, one worker per device and the API processes, and keeps them running.",
+        epilog=_SERVE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help=f"settings file [{CONFIG_VARIABLE}]")
+    parser.add_argument("--print-settings", action="store_true", help="print the effective settings and exit")
+    groups: dict[str, Any] = {}
+    for setting in dataclasses.fields(Settings):
+        name = setting.metadata["group"]
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
+        _add_setting(group, setting)
+    parser.set_defaults(run=_serve)
+
+
+def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:
+    text = setting.metadata["help"].replace("%", "%%")
+    shown = "" if setting.default in ("", None) else f"default {_shown(setting.default)}; "
+    options: dict[str, Any] = {"help": f"{text} [{shown}{ENV_PREFIX}{setting.name.upper()}]"}
+    kind = KINDS[setting.name]
+    if setting.name == "model":
+        group.add_argument("model", nargs="?", metavar="MODEL", **options)
+    elif kind is bool:
+        group.add_argument(_flag(setting.name), action=argparse.BooleanOptionalAction, **options)
+    else:
+        metavar = {int: "N", str: "TEXT"}[kind]
+        group.add_argument(_flag(setting.name), type=kind, metavar=metavar, **options)
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser("chat", help="talk to a running server in the terminal")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
+    parser.add_argument("--model", default="", help="model name (default: the first one the server names)")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message that opens each conversation")
+    parser.set_defaults(run=lambda arguments: chat(arguments.url, arguments.model, arguments.system))
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
+    config = getattr(arguments, "config", None) or os.environ.get(CONFIG_VARIABLE) or None
+    resolved = resolve(flags, os.environ, None if config is None else Path(config))
+    if "print_settings" in arguments:
+        print(settings_as_toml(resolved))
+        return 0
+    return serve(resolved.settings)
+
+
+def settings_as_toml(resolved: Resolved) -> str:
+    """A file for `--config` with the effective values, each with where it came from."""
+    values = dataclasses.asdict(resolved.settings)
+    lines = [
+        (f"{name} = {_toml(value)}" if value is not None else f"# {name} =", name) for name, value in values.items()
+    ]
+    width = max(len(line) for line, _ in lines)
+    return "\n".join(f"{line:{width}}  # {resolved.sources[name]}" for line, name in lines)
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else _toml(value)
+
+
+def _toml(value: Any) -> str:
+    """Texts, whole numbers and truth values look the same in JSON and TOML, but for DEL, which TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _version(_: argparse.Namespace) -> int:
+    try:
+        version = importlib.metadata.version("tokenyard")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed: run from its source folder)"
+    print(f"tokenyard {version}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Facts about the machine, found without torch: GPUs, cores, memory, cache folders, ports."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def torch_version() -> str:
+    """Version of the installed torch, with its build (`2.13.0+cpu`); empty when there is none."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def cuda_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """`cuda:0`, `cuda:1`... as a worker will number them; none when torch is a CPU build."""
+    if torch_version().endswith("+cpu"):
+        return []
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    count = _gpus_installed() if visible is None else _gpus_listed(visible)
+    return [f"cuda:{index}" for index in range(count)]
+
+
+def _gpus_installed() -> int:
+    nodes = [node for node in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia[0-9]+", node.name)]
+    return len(nodes) or _gpus_of_driver()
+
+
+def _gpus_of_driver() -> int:
+    """Asks the driver's tool, for systems without device nodes (WSL)."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def _gpus_listed(visible: str) -> int:
+    """CUDA reads the list up to the first entry that names no device."""
+    count = 0
+    for entry in visible.split(","):
+        if not re.fullmatch(r"[0-9]+|GPU-.+|MIG-.+", entry.strip()):
+            break
+        count += 1
+    return min(count, _gpus_installed()) if re.fullmatch(r"[0-9, ]+", visible) else count
+
+
+def visible_cores() -> int:
+    """Cores that libraries see when they size their thread pools."""
+    return len(os.sched_getaffinity(0))
+
+
+def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores this process may really use: what is visible, cut by a container's quota."""
+    try:
+        quota, period = quota_file.read_text().split()
+        return max(1, min(visible_cores(), round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return visible_cores()
+
+
+def available_memory() -> int:
+    """Bytes that can be taken without swapping, as the kernel estimates it."""
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def cpu_features() -> frozenset[str]:
+    """Instruction set flags of the first core (`flags` on x86, `Features` on ARM)."""
+    match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
+
+
+def kernel_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where numba keeps compiled kernels, so that only the first start compiles them."""
+    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(environ.get("NUMBA_CACHE_DIR") or Path(base) / "tokenyard" / "numba")
+
+
+def is_writable(directory: Path) -> bool:
+    """Whether files can be made in `directory`, which is made when it is missing."""
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        return os.access(directory, os.W_OK | os.X_OK)
+    return False
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why nobody can listen on this address, in words with a remedy; None when one can."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        return f"host {host!r} is no address of this machine ({error.strerror}); use 127.0.0.1 or 0.0.0.0"
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Without SO_REUSEPORT, so that a server that shares its port is noticed too.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return _explain_bind(error, host, port)
+    return None
+
+
+def _explain_bind(error: OSError, host: str, port: int) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"port {port} is taken by another process (`ss -ltnp sport = :{port}` names it); use another --port"
+        case errno.EACCES:
+            return f"port {port} needs privileges, as all below 1024 do; use a --port from 1024 on"
+        case errno.EADDRNOTAVAIL:
+            return f"host {host!r} is no address of this machine; use 127.0.0.1 or 0.0.0.0"
+    return f"cannot listen on {host}:{port}: {error.strerror}"

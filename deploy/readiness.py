@@ -1,0 +1,83 @@
+"""Waits until the server answers `/ready`, then tells the operator where it is and what to try."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+from shared.settings import Settings
+
+_SECONDS_BETWEEN_TRIES = 0.05
+_SECONDS_PER_TRY = 2.0
+
+
+def url_of(settings: Settings) -> str:
+    """Address for a client on this machine; a server that listens everywhere is also at its loopback address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+
+
+def example(settings: Settings) -> str:
+    """A curl line that works as pasted."""
+    body = {"model": settings.public_model_name, "messages": [{"role": "user", "content": "Hello!"}]}
+    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return f"curl {url_of(settings)}/v1/chat/completions -H 'Content-Type: application/json' -d {data}"
+
+
+class Announcer:
+    """Asks `/ready` in a thread of its own, so that the supervisor never waits for HTTP."""
+
+    def __init__(self, settings: Settings, patience: float = 60.0) -> None:
+        self._settings = settings
+        self._patience = patience
+        self._started_at = time.monotonic()
+        self._stop = threading.Event()
+
+    def start(self, say: Callable[[str, str], None]) -> None:
+        """`say` takes a level and a text, as the supervisor's observer does."""
+        threading.Thread(target=self._announce, args=(say,), name="announcer", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _announce(self, say: Callable[[str, str], None]) -> None:
+        answer = self._wait()
+        if self._stop.is_set():
+            return
+        url = url_of(self._settings)
+        if answer is not None:
+            say("WARNING", f"{url}/ready does not answer 200 after {self._patience:g} s: {answer}")
+            return
+        say("INFO", f"ready after {time.monotonic() - self._started_at:.1f} s: {url} (API page: {url}/docs)")
+        say("INFO", f"try: {example(self._settings)}")
+        say("INFO", f"or:  tokenyard chat --url {url}")
+
+    def _wait(self) -> str | None:
+        """None as soon as the server is ready; its last answer when it never was."""
+        deadline = time.monotonic() + self._patience
+        answer: str | None = "no answer yet"
+        while time.monotonic() < deadline and not self._stop.wait(_SECONDS_BETWEEN_TRIES):
+            answer = _ask(f"{url_of(self._settings)}/ready")
+            if answer is None:
+                break
+        return answer
+
+
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+"""Without the proxies of the environment: they cannot reach this machine's loopback address."""
+
+
+def _ask(url: str) -> str | None:
+    """None when `url` answers 200, else what it answers."""
+    try:
+        with _open(url, timeout=_SECONDS_PER_TRY):
+            return None
+    except urllib.error.HTTPError as error:
+        return f"{error.code} {error.read(500).decode(errors='replace')}"
+    except OSError as error:
+        return str(error)

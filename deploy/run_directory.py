@@ -1,0 +1,91 @@
+"""The private directory of one running server: made at start, removed at the end, swept when its owner was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from shared.endpoints import RunDirectory
+from shared.settings import SettingsError
+
+_PREFIX = "tokenyard-"
+_PID_FILE = "supervisor.pid"
+_SECONDS_TO_MAKE_ONE = 60.0
+
+
+def parent_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where run directories live: TMPDIR when it is set, else the user's runtime directory, else /tmp."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if "TMPDIR" not in environ and os.access(runtime, os.W_OK | os.X_OK):
+        return Path(runtime)
+    return Path(tempfile.gettempdir())
+
+
+@contextlib.contextmanager
+def private_run_directory(parent: Path) -> Iterator[RunDirectory]:
+    """A fresh 0700 directory, removed at the end. SettingsError says why none can be made."""
+    _sweep(parent)
+    path = _make(parent)
+    try:
+        directory = _described(path)
+        directory.metrics_directory.mkdir()
+        with _claim(path):
+            yield directory
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _make(parent: Path) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    except OSError as error:
+        raise SettingsError(f"TMPDIR {parent} takes no run directory: {error.strerror}; name a writable one") from None
+
+
+def _described(path: Path) -> RunDirectory:
+    try:
+        return RunDirectory(path)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _claim(path: Path) -> TextIO:
+    """Writes the pid file and locks it. The lock, not the number, says that the owner lives: it ends with the process.
+
+    The file gets its name only when it is locked, so that a sweep never meets an unlocked pid file of a living owner.
+    """
+    unnamed = path / f"{_PID_FILE}.new"
+    file = unnamed.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    unnamed.rename(path / _PID_FILE)
+    return file
+
+
+def _sweep(parent: Path) -> None:
+    """Removes what killed supervisors of this user left behind."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if path.is_dir() and path.stat().st_uid == os.getuid() and _is_abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        with (path / _PID_FILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        # Only one of ours has a metrics folder or nothing at all; a young one may be in the making.
+        young = time.time() - path.stat().st_mtime < _SECONDS_TO_MAKE_ONE
+        return not young and {entry.name for entry in path.iterdir()} <= {"metrics", f"{_PID_FILE}.new"}

@@ -1,0 +1,181 @@
+"""`tokenyard serve`: from settings to running processes.
+
+Knows which processes make a server, in which order, and what each gets in its environment. Watching over them is
+supervisor.py's work, showing their start timeline.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from prometheus_client.multiprocess import mark_process_dead
+
+from deploy import machine
+from deploy.child import ChildSpec
+from deploy.readiness import Announcer
+from deploy.run_directory import parent_directory, private_run_directory
+from deploy.supervisor import Supervisor
+from deploy.timeline import Timeline
+from shared.endpoints import RunDirectory
+from shared.settings import ENV_PREFIX, FIELDS, Settings, SettingsError
+
+EMBEDDED_NAME = "tokenyard-demo"
+CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+_OPEN_FILES_WANTED = 65536
+_SECONDS_TO_DRAIN = 35.0
+_SECONDS_TO_STOP = 10.0
+
+
+def serve(settings: Settings) -> int:
+    """Serves until a signal; the exit status for the process. SettingsError says what cannot work and the remedy."""
+    settings = resolve_devices(resolve_model(settings))
+    problem = machine.port_problem(settings.host, settings.port)
+    if problem is not None:
+        raise SettingsError(problem)
+    _raise_open_files_limit()
+    with private_run_directory(parent_directory()) as directory:
+        directory.settings_file.write_text(settings.to_json())
+        return _supervise(settings, directory)
+
+
+def _supervise(settings: Settings, directory: RunDirectory) -> int:
+    announcer = Announcer(settings)
+    timeline = Timeline(
+        on_ready=lambda: announcer.start(timeline.say),
+        on_exit=lambda pid: _forget_gauges(pid, directory),
+    )
+    timeline.output(f"tokenyard: {settings.model} as {settings.public_model_name!r} on {settings.devices}")
+    for name in unknown_variables(os.environ):
+        timeline.say("WARNING", f"environment variable {name} is no setting and is ignored")
+    try:
+        return Supervisor(child_specs(settings, directory), timeline).run()
+    finally:
+        announcer.stop()
+        timeline.close()
+
+
+def _forget_gauges(pid: int, directory: RunDirectory) -> None:
+    """Takes what an ended process reported as its present state out of /metrics; what it counted stays."""
+    mark_process_dead(pid, str(directory.metrics_directory))  # type: ignore[no-untyped-call]
+
+
+def resolve_model(settings: Settings) -> Settings:
+    """Makes `model` a hub name or an absolute directory."""
+    if settings.model == "":
+        name = settings.served_model_name or EMBEDDED_NAME
+        return dataclasses.replace(settings, model=_embedded_model(), served_model_name=name)
+    path = Path(settings.model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise SettingsError(
+                f"model {settings.model!r} is a folder without config.json, so not a Hugging Face model"
+            )
+        return dataclasses.replace(settings, model=str(path.resolve()))
+    if path.exists():
+        raise SettingsError(f"model {settings.model!r} is a file; give the folder that holds config.json")
+    if not _HUB_NAME.fullmatch(settings.model):
+        raise SettingsError(f"model {settings.model!r} is neither a folder here nor a hub name (like Qwen/Qwen3-0.6B)")
+    return settings
+
+
+def _embedded_model() -> str:
+    # Its package is only needed here, and not when another model is served.
+    from deploy.embedded_model import EMBEDDED_MODEL_PATH
+
+    path = Path(EMBEDDED_MODEL_PATH)
+    if not (path / "config.json").is_file():
+        raise SettingsError(f"the embedded model is missing from {path}; name a MODEL, or make it: make demo-model")
+    return str(path)
+
+
+def resolve_devices(settings: Settings) -> Settings:
+    """Makes `devices` a list: every GPU that torch could use, else one worker on the CPU."""
+    if settings.devices != "auto":
+        return settings
+    return dataclasses.replace(settings, devices=",".join(machine.cuda_devices()) or "cpu")
+
+
+def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
+    """The processes of one server, in the order of their dependence: stopping goes backwards."""
+    devices = settings.devices.split(",")
+    common = common_environment(directory)
+    worker = {**common, **cpu_share(devices.count("cpu"), machine.usable_cores(), machine.visible_cores())}
+    return [
+        ChildSpec("scheduler", _module("scheduler", directory), common, stop_seconds=_SECONDS_TO_STOP),
+        *(
+            ChildSpec(
+                f"model_worker:{index}",
+                _module("model_worker", directory, "--index", str(index), "--device", device),
+                worker if device == "cpu" else common,
+                device,
+                counts_starts=True,
+                stop_seconds=_SECONDS_TO_STOP,
+            )
+            for index, device in enumerate(devices)
+        ),
+        *(
+            ChildSpec(
+                f"api_server:{index}",
+                _module("api_server", directory, "--index", str(index)),
+                common,
+                stop_seconds=_SECONDS_TO_DRAIN,
+            )
+            for index in range(settings.api_servers)
+        ),
+    ]
+
+
+def _module(name: str, directory: RunDirectory, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", name, "--run-dir", str(directory.path), *arguments]
+
+
+def common_environment(directory: RunDirectory, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What every child gets on top of the supervisor's environment."""
+    kernels = machine.kernel_cache_directory(environ)
+    if not machine.is_writable(kernels):
+        kernels = directory.path / "numba"
+    environment = {
+        "NUMBA_CACHE_DIR": str(kernels),
+        "PROMETHEUS_MULTIPROC_DIR": str(directory.metrics_directory),
+        "PYTHONUNBUFFERED": "1",
+        # Our packages have common names: a folder `scheduler` where the operator happens to be must not be run.
+        "PYTHONSAFEPATH": "1",
+    }
+    root = Path(__file__).resolve().parent.parent
+    if root.name not in ("site-packages", "dist-packages"):
+        paths = [str(root), environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return environment
+
+
+def cpu_share(workers: int, usable: int, visible: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Thread counts that split the usable cores among the CPU workers.
+
+    Nothing where the libraries' own choice, all visible cores, is right, or the operator has chosen.
+    """
+    share = max(1, usable // max(1, workers))
+    if share == visible or "OMP_NUM_THREADS" in environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(share), "NUMBA_NUM_THREADS": str(share)}
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables that look like settings and are none: a misspelt one would else be ignored in silence."""
+    known = {CONFIG_VARIABLE, *(ENV_PREFIX + name.upper() for name in FIELDS)}
+    return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
+
+
+def _raise_open_files_limit() -> None:
+    """Each client is an open file, and the usual soft limit of 1024 is for programs that use select(2)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

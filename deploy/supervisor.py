@@ -1,0 +1,287 @@
+"""Keeps a list of child processes running: starts them, restarts the dead, gives up when that is hopeless, stops them
+in order.
+
+One thread, one selector, nothing polled: a child's end, its events and its output are descriptors (child.py), signals
+arrive through a wakeup descriptor, and the only timers are restart delays and stop deadlines. Knows nothing of what
+the children do; their last role in the list is stopped first.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from deploy.child import Child, ChildSpec, describe_exit
+
+_SECONDS_AFTER_KILL = 5.0
+_ONE_KEYSTROKE = 0.3
+
+
+class Observer(Protocol):
+    """What a supervisor tells while it works; `level` is INFO, WARNING or ERROR."""
+
+    def started(self, child: ChildSpec) -> None: ...
+    def event(self, child: ChildSpec, event: dict[str, Any]) -> None: ...
+    def output(self, line: str) -> None: ...
+    def say(self, level: str, text: str) -> None: ...
+    def exited(self, child: ChildSpec, pid: int) -> None: ...
+    def all_ready(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When a dead child is started again, in seconds, and when no more.
+
+    The delay doubles from `first_delay` to `longest_delay` and falls back after the child served for `settled_after`.
+    The supervisor gives up after `deaths` deaths within `window`, or as many in a row before the child was ready.
+    """
+
+    first_delay: float = 0.25
+    longest_delay: float = 8.0
+    settled_after: float = 10.0
+    deaths: int = 5
+    window: float = 60.0
+
+
+@dataclass
+class _Slot:
+    """A place in the list: the child that fills it now, and how its predecessors fared."""
+
+    spec: ChildSpec
+    policy: RestartPolicy
+    child: Child | None = None
+    epoch: int = 0
+    wanted: bool = True
+    due: float = 0.0
+    deaths: deque[float] = field(default_factory=deque)
+    deaths_in_a_row: int = 0
+    deaths_while_starting: int = 0
+
+    def record_death(self, child: Child, now: float) -> None:
+        served = 0.0 if child.ready_at is None else now - child.ready_at
+        self.deaths_in_a_row = 1 if served >= self.policy.settled_after else self.deaths_in_a_row + 1
+        self.deaths_while_starting = self.deaths_while_starting + 1 if child.ready_at is None else 0
+        self.deaths.append(now)
+        while now - self.deaths[0] > self.policy.window:
+            self.deaths.popleft()
+
+    @property
+    def deaths_that_count(self) -> int:
+        return max(len(self.deaths), self.deaths_while_starting)
+
+    @property
+    def hopeless(self) -> bool:
+        return self.deaths_that_count >= self.policy.deaths
+
+    @property
+    def delay(self) -> float:
+        return float(min(self.policy.longest_delay, self.policy.first_delay * 2 ** (self.deaths_in_a_row - 1)))
+
+
+class Supervisor:
+    """Runs the children of `specs` until a signal ends it or a child cannot be kept alive."""
+
+    def __init__(self, specs: Sequence[ChildSpec], observer: Observer, policy: RestartPolicy | None = None) -> None:
+        self._slots = [_Slot(spec, policy or RestartPolicy()) for spec in specs]
+        self._observer = observer
+        self._selector = selectors.DefaultSelector()
+        self._exit_status: int | None = None
+        self._all_ready = False
+        self._first_signal_at: float | None = None
+        self._impatient = False
+
+    def run(self) -> int:
+        """Exit status for the process: 0 after a signal, 1 when it gave up. Must be called in the main thread."""
+        with _Signals() as signals:
+            self._selector.register(signals, selectors.EVENT_READ, partial(self._on_signals, signals))
+            try:
+                self._start_due()
+                while self._exit_status is None:
+                    self._turn(self._next_start)
+                    self._start_due()
+            finally:
+                self._stop_all()
+                self._selector.close()
+        return self._exit_status
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for slot in self._slots:
+            if slot.wanted and slot.child is None and slot.due <= now:
+                self._start(slot)
+
+    def _start(self, slot: _Slot) -> None:
+        try:
+            child = Child(slot.spec, slot.epoch)
+        except OSError as error:
+            self._give_up(f"{slot.spec.title} cannot be started: {error}")
+            return
+        slot.child, slot.epoch = child, slot.epoch + 1
+        handlers = (self._on_exit, self._on_events, self._on_output)
+        for descriptor, handler in zip(child.descriptors, handlers, strict=True):
+            self._selector.register(descriptor, selectors.EVENT_READ, partial(handler, slot, child))
+        self._observer.started(slot.spec)
+
+    @property
+    def _next_start(self) -> float | None:
+        return min((slot.due for slot in self._slots if slot.wanted and slot.child is None), default=None)
+
+    def _turn(self, deadline: float | None) -> None:
+        """Waits for news until `deadline`, and handles it."""
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            handle: Callable[[], None] = key.data
+            handle()
+
+    def _on_output(self, slot: _Slot, child: Child) -> None:
+        if slot.child is child:
+            self._forward_output(child)
+
+    def _forward_output(self, child: Child) -> bool:
+        lines = child.read_output()
+        for line in lines or ():
+            self._observer.output(line)
+        if lines is None:
+            self._unwatch(child.output)
+        return bool(lines)
+
+    def _on_events(self, slot: _Slot, child: Child) -> None:
+        if slot.child is child:
+            self._handle_events(slot, child)
+
+    def _handle_events(self, slot: _Slot, child: Child) -> bool:
+        events = child.read_events()
+        for event in events or ():
+            self._on_event(slot, child, event)
+        if events is None:
+            self._unwatch(child.status)
+        return bool(events)
+
+    def _on_event(self, slot: _Slot, child: Child, event: dict[str, Any]) -> None:
+        match event.get("event"):
+            case "fatal":
+                self._give_up(f"{slot.spec.title} cannot work: {event.get('message')}")
+            case "ready":
+                child.ready_at = time.monotonic()
+        self._observer.event(slot.spec, event)
+        if not self._all_ready and all(s.child is not None and s.child.ready_at is not None for s in self._slots):
+            self._all_ready = True
+            self._observer.all_ready()
+
+    def _on_exit(self, slot: _Slot, child: Child) -> None:
+        status = child.reap()
+        while self._handle_events(slot, child):
+            pass
+        while self._forward_output(child):
+            pass
+        for descriptor in child.descriptors:
+            self._unwatch(descriptor)
+        child.close()
+        slot.child = None
+        self._observer.exited(slot.spec, child.pid)
+        if slot.wanted:
+            self._on_death(slot, child, status)
+
+    def _on_death(self, slot: _Slot, child: Child, status: int) -> None:
+        now = time.monotonic()
+        slot.record_death(child, now)
+        slot.due = now + slot.delay
+        age = f"{now - child.started_at:.1f} s"
+        story = f"{slot.spec.title} died after {age} with {describe_exit(status)}"
+        story += f"; last error: {child.last_error}" if child.last_error else "; it left no message"
+        if slot.hopeless and self._exit_status is None:
+            self._give_up(f"{story}; that is {slot.deaths_that_count} deaths, so another start would not help")
+        else:
+            self._observer.say("ERROR", f"{story}; starting it again in {slot.delay:g} s")
+
+    def _unwatch(self, descriptor: int) -> None:
+        if descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)
+
+    def _give_up(self, reason: str) -> None:
+        if self._exit_status is None:
+            self._observer.say("ERROR", f"giving up: {reason}")
+            self._exit_status = 1
+            for slot in self._slots:
+                slot.wanted = False
+
+    def _on_signals(self, signals: _Signals) -> None:
+        for number in signals.take():
+            now = time.monotonic()
+            if self._first_signal_at is None:
+                self._first_signal_at = now
+                self._observer.say("INFO", f"{signal.Signals(number).name}: stopping in order")
+            elif now - self._first_signal_at > _ONE_KEYSTROKE:
+                # One keystroke can arrive twice, from the terminal and forwarded by a parent such as make or timeout.
+                self._observer.say("WARNING", f"{signal.Signals(number).name} again: stopping at once")
+                self._impatient = True
+            if self._exit_status is None:
+                self._exit_status = 0
+
+    def _stop_all(self) -> None:
+        """Role by role, the last first, so that those who talk to clients end while their servants still work."""
+        for role in reversed(dict.fromkeys(slot.spec.role for slot in self._slots)):
+            self._stop([slot for slot in self._slots if slot.spec.role == role])
+
+    def _stop(self, slots: Sequence[_Slot]) -> None:
+        deadline = time.monotonic() + max(slot.spec.stop_seconds for slot in slots)
+        for slot in slots:
+            slot.wanted = False
+            if slot.child is not None:
+                slot.child.terminate()
+        while any(_children(slots)) and not self._impatient and time.monotonic() < deadline:
+            self._start_due()
+            self._turn(min(deadline, self._next_start or deadline))
+        if any(_children(slots)):
+            self._kill(slots)
+
+    def _kill(self, slots: Sequence[_Slot]) -> None:
+        for child in _children(slots):
+            if not self._impatient:
+                self._observer.say(
+                    "WARNING", f"{child.spec.title} did not stop in {child.spec.stop_seconds:g} s: killed"
+                )
+            child.kill()
+        deadline = time.monotonic() + _SECONDS_AFTER_KILL
+        while any(_children(slots)) and time.monotonic() < deadline:
+            self._turn(deadline)
+
+
+def _children(slots: Sequence[_Slot]) -> Iterator[Child]:
+    return (slot.child for slot in slots if slot.child is not None)
+
+
+class _Signals:
+    """Turns SIGINT, SIGTERM and SIGHUP into bytes that a selector can wait for, and restores the handlers after."""
+
+    def __enter__(self) -> _Signals:
+        self._receive, self._send = socket.socketpair()
+        for end in (self._receive, self._send):
+            end.setblocking(False)
+        self._old_descriptor = signal.set_wakeup_fd(self._send.fileno(), warn_on_full_buffer=False)
+        watched = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup, on purpose
+            watched.append(signal.SIGHUP)
+        self._old = {number: signal.signal(number, lambda *_: None) for number in watched}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_descriptor)
+        self._receive.close()
+        self._send.close()
+
+    def fileno(self) -> int:
+        return self._receive.fileno()
+
+    def take(self) -> bytes:
+        """Numbers of the watched signals that have arrived; others (a test's alarm) have handlers of their own."""
+        return bytes(number for number in self._receive.recv(64) if number in self._old)

@@ -1,0 +1,142 @@
+"""What a person sees while the server starts: one line per process with the time of each phase, and progress bars.
+
+On a terminal the phases in work are shown live; elsewhere each process gets plain lines. Everything goes to standard
+error. Knows phases by the names that the children report (shared/phases.py), and nothing of what they mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from deploy.child import ChildSpec
+
+_SECONDS_BETWEEN_LINES = 5.0
+_FIRST_PHASE = "start python"
+
+
+@dataclass
+class _Track:
+    """The start of one child: finished phases with their seconds, and the one in work."""
+
+    started_at: float
+    phase: str = _FIRST_PHASE
+    phase_since: float = 0.0
+    phases: list[tuple[str, float]] = field(default_factory=list)
+    said_at: float = 0.0
+    bar: TaskID | None = None
+
+    def begin(self, phase: str, now: float) -> None:
+        self.phases.append((self.phase, now - self.phase_since))
+        self.phase, self.phase_since = phase, now
+
+    def summary(self, now: float) -> str:
+        finished = [*self.phases, (self.phase, now - self.phase_since)]
+        steps = [f"{name} {seconds:.1f}s" for name, seconds in finished if seconds >= 0.05]
+        return " | ".join([*steps, f"ready {now - self.started_at:.1f}s"])
+
+
+class Timeline:
+    """The supervisor's observer (supervisor.py) that draws."""
+
+    def __init__(
+        self,
+        on_ready: Callable[[], None] = lambda: None,
+        on_exit: Callable[[int], None] = lambda _: None,
+        console: Console | None = None,
+    ) -> None:
+        self._console = console or Console(stderr=True)
+        self._on_ready, self._on_exit = on_ready, on_exit
+        self._tracks: dict[str, _Track] = {}
+        self._bars: Progress | None = None
+        self._width = 0
+
+    def started(self, child: ChildSpec) -> None:
+        now = time.monotonic()
+        self._width = max(self._width, len(child.name))
+        track = self._tracks[child.name] = _Track(now, phase_since=now, said_at=now)
+        if self._console.is_terminal:
+            track.bar = self._show_bar(child.name)
+
+    def event(self, child: ChildSpec, event: dict[str, Any]) -> None:
+        track, now = self._tracks[child.name], time.monotonic()
+        match event.get("event"):
+            case "phase":
+                track.begin(str(event.get("name")), now)
+                self._update_bar(track, description=_label(child.name, track.phase), total=None, completed=0, amount="")
+            case "progress":
+                self._progress(child.name, track, event, now)
+            case "ready":
+                self._hide_bar(track)
+                facts = ", ".join(f"{key} {value}" for key, value in event.items() if key != "event")
+                line = f"  {child.name:{self._width}}  {track.summary(now)}"
+                self.output(f"{line}  ({facts})" if facts else line)
+
+    def output(self, line: str) -> None:
+        # A terminal that went away or a closed pipe must not end the server.
+        with contextlib.suppress(OSError):
+            if self._bars is not None:
+                self._console.out(line, highlight=False)
+            else:
+                self._console.file.write(line + "\n")
+                self._console.file.flush()
+
+    def say(self, level: str, text: str) -> None:
+        self.output(f"{time.strftime('%H:%M:%S')} {level:7} supervisor: {text}")
+
+    def exited(self, child: ChildSpec, pid: int) -> None:
+        self._hide_bar(self._tracks[child.name])
+        self._on_exit(pid)
+
+    def all_ready(self) -> None:
+        self._on_ready()
+
+    def close(self) -> None:
+        """Gives the terminal back, whatever is still in work."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _progress(self, name: str, track: _Track, event: dict[str, Any], now: float) -> None:
+        done, total, unit = int(event.get("done", 0)), int(event.get("total", 0)), str(event.get("unit", ""))
+        amount = f"{_quantity(done, unit)} of {_quantity(total, unit)}"
+        if track.bar is not None:
+            self._update_bar(track, total=total, completed=done, amount=amount)
+        elif now - track.said_at >= _SECONDS_BETWEEN_LINES:
+            track.said_at = now
+            self.output(f"  {name:{self._width}}  {track.phase}: {amount}")
+
+    def _show_bar(self, name: str) -> TaskID:
+        if self._bars is None:
+            columns = (TextColumn("  {task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"))
+            self._bars = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
+            self._bars.start()
+        return self._bars.add_task(_label(name, _FIRST_PHASE), total=None, amount="")
+
+    def _update_bar(self, track: _Track, **changes: Any) -> None:
+        if self._bars is not None and track.bar is not None:
+            self._bars.update(track.bar, **changes)
+
+    def _hide_bar(self, track: _Track) -> None:
+        if self._bars is None or track.bar is None:
+            return
+        self._bars.remove_task(track.bar)
+        track.bar = None
+        if not self._bars.tasks:
+            self.close()
+
+
+def _label(name: str, phase: str) -> str:
+    return f"{name:15} {phase:16}"
+
+
+def _quantity(number: int, unit: str) -> str:
+    if unit != "bytes":
+        return f"{number} {unit}".strip()
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"

@@ -1,0 +1,64 @@
+"""A small child process for supervisor tests: speaks the status pipe, then does what its arguments say.
+
+python -m tests.deploy.actor [--say TEXT] [--fatal TEXT] [--never-ready] [--grandchild FILE]
+                             [--then serve|stubborn|exit:CODE|signal:NAME] [--after SECONDS] [--epoch N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from shared import phases
+from shared.liveness import become
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--say", default="")
+    parser.add_argument("--fatal", default="")
+    parser.add_argument("--never-ready", action="store_true")
+    parser.add_argument("--grandchild", default="")
+    parser.add_argument("--then", default="serve")
+    parser.add_argument("--after", type=float, default=0.0)
+    parser.add_argument("--epoch", type=int, default=-1)
+    arguments = parser.parse_args()
+    become("actor")
+    if arguments.then == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    phases.phase("import")
+    phases.phase("load weights")
+    phases.progress(1, 2, "tensors")
+    if arguments.say:
+        print(arguments.say, file=sys.stderr)
+    if arguments.grandchild:
+        start_grandchild(arguments.grandchild)
+    if arguments.fatal:
+        phases.fatal(arguments.fatal)
+    if not arguments.never_ready:
+        phases.ready(epoch=arguments.epoch)
+    time.sleep(arguments.after)
+    end(arguments.then)
+
+
+def start_grandchild(file: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with open(file, "w") as out:
+        out.write(str(child.pid))
+
+
+def end(manner: str) -> None:
+    kind, _, argument = manner.partition(":")
+    if kind == "exit":
+        sys.exit(int(argument))
+    if kind == "signal":
+        os.kill(os.getpid(), signal.Signals[argument])
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

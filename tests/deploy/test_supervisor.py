@@ -1,0 +1,212 @@
+"""The supervisor against real processes that serve, die, crash, hang and refuse to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.stage import Stage, actor, is_alive, wait_until_dead
+
+
+def test_a_dead_child_is_named_and_started_again_with_the_next_epoch() -> None:
+    child = actor("model_worker:0", "--say", "ValueError: no more blocks", device="cpu", counts_starts=True)
+    with Stage(child, first_delay=0.05) as stage:
+        stage.wait_for("all_ready")
+        (pid,) = stage.children()
+        os.kill(pid, signal.SIGKILL)
+        death = stage.wait_for("say", level="ERROR")["text"]
+        assert "model_worker:0 (cpu) died" in death
+        assert "SIGKILL" in death
+        assert "ValueError: no more blocks" in death
+        assert stage.wait_for("event", event="ready")["epoch"] == 1
+        assert stage.children() != [pid]
+
+
+def test_a_crash_in_native_code_is_named() -> None:
+    with Stage(actor("worker", "--then", "signal:SIGSEGV"), deaths=1) as stage:
+        assert stage.end() == 1
+        assert "signal SIGSEGV; last error: Fatal Python error: Segmentation fault" in stage.said[-1]
+
+
+def test_a_death_is_noticed_at_once() -> None:
+    with Stage(actor("scheduler"), first_delay=5.0) as stage:
+        stage.wait_for("all_ready")
+        (pid,) = stage.children()
+        os.kill(pid, signal.SIGKILL)
+        killed = stage.wait_for("exited", pid=pid)["at"]
+        assert killed - stage.told("all_ready")[0]["at"] < 1.0
+
+
+def test_delays_double_up_to_the_longest() -> None:
+    with Stage(actor("worker", "--then", "exit:7"), first_delay=0.05, longest_delay=0.2, deaths=6) as stage:
+        assert stage.end() == 1
+        starts = [entry["at"] for entry in stage.told("started")]
+        ends = [entry["at"] for entry in stage.told("exited")]
+        pauses = [start - end for start, end in zip(starts[1:], ends, strict=False)]
+        for pause, delay in zip(pauses, (0.05, 0.1, 0.2, 0.2, 0.2), strict=True):
+            assert delay - 0.01 <= pause < delay + 0.5
+
+
+def test_the_delay_falls_back_after_the_child_has_served_for_a_while() -> None:
+    child = actor("worker", "--after", "0.3", "--then", "exit:1")
+    with Stage(child, first_delay=0.05, settled_after=0.2, deaths=4) as stage:
+        assert stage.end() == 1
+        assert sum("again in 0.05 s" in text for text in stage.said) == 3
+
+
+def test_it_gives_up_on_a_child_that_keeps_dying_and_stops_the_others() -> None:
+    children = (actor("scheduler"), actor("model_worker:0", "--then", "exit:3", device="cpu"))
+    with Stage(*children, first_delay=0.01, deaths=3) as stage:
+        assert stage.end() == 1
+        assert len(stage.told("started")) == 4
+        assert "giving up: model_worker:0 (cpu) died" in stage.said[-1]
+        assert "exit code 3" in stage.said[-1]
+        wait_until_dead(*(entry["pid"] for entry in stage.told("exited")))
+
+
+def test_it_gives_up_on_slow_starts_that_never_succeed() -> None:
+    child = actor("worker", "--never-ready", "--after", "0.2", "--then", "exit:1")
+    with Stage(child, first_delay=0.01, window=0.1, deaths=3) as stage:
+        assert stage.end() == 1
+        assert len(stage.told("started")) == 3
+
+
+def test_deaths_that_lie_far_apart_are_forgiven() -> None:
+    child = actor("worker", "--after", "0.2", "--then", "exit:1")
+    with Stage(child, first_delay=0.01, longest_delay=0.01, window=0.3, deaths=3) as stage:
+        for _ in range(5):
+            stage.wait_for("event", event="ready")
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+
+
+def test_a_fatal_report_ends_everything_with_its_message() -> None:
+    with Stage(actor("scheduler"), actor("model_worker:0", "--fatal", "no such architecture: frobnicator")) as stage:
+        assert stage.end() == 1
+        assert stage.said == ["giving up: model_worker:0 cannot work: no such architecture: frobnicator"]
+        assert len(stage.told("started")) == 2
+
+
+def test_a_command_that_does_not_exist_is_no_mystery() -> None:
+    with Stage({"name": "scheduler", "argv": ["/no/such/python"]}) as stage:
+        assert stage.end() == 1
+        assert "scheduler cannot be started" in stage.said[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_role_by_role_the_last_first(number: signal.Signals) -> None:
+    names = ["scheduler", "model_worker:0", "model_worker:1", "api_server:0"]
+    with Stage(*map(actor, names)) as stage:
+        stage.wait_for("all_ready")
+        stage.send(number)
+        assert stage.end() == 0
+        ended = [entry["child"] for entry in stage.told("exited")]
+        assert ended[0] == "api_server:0"
+        assert set(ended[1:3]) == {"model_worker:0", "model_worker:1"}
+        assert ended[3] == "scheduler"
+
+
+def test_a_signal_during_the_start_is_obeyed() -> None:
+    with Stage(actor("scheduler", "--never-ready"), actor("api_server:0", "--never-ready")) as stage:
+        stage.wait_for("started")
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_its_time() -> None:
+    with Stage(actor("api_server:0", "--then", "stubborn", stop_seconds=0.4)) as stage:
+        stage.wait_for("all_ready")
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+        asked, ended = stage.told("say")[0]["at"], stage.told("exited")[0]["at"]
+        assert 0.35 < ended - asked < 2.0
+        assert "did not stop in 0.4 s" in stage.said[-1]
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    stubborn = ("--then", "stubborn")
+    with Stage(actor("scheduler", *stubborn, stop_seconds=60), actor("api:0", *stubborn, stop_seconds=60)) as stage:
+        stage.wait_for("all_ready")
+        stage.send(signal.SIGINT)
+        stage.wait_for("say")
+        with pytest.raises(subprocess.TimeoutExpired):
+            stage.process.wait(timeout=0.4)
+        stage.send(signal.SIGINT)
+        assert stage.end() == 0
+        assert len(stage.told("exited")) == 2
+
+
+def test_one_keystroke_that_arrives_twice_is_one() -> None:
+    with Stage(actor("api_server:0", "--then", "stubborn", stop_seconds=0.8)) as stage:
+        stage.wait_for("all_ready")
+        stage.send(signal.SIGINT)
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+        assert "did not stop in 0.8 s" in stage.said[-1]
+
+
+def test_ctrl_c_at_the_terminal_does_not_reach_the_children() -> None:
+    """They lead their own sessions, so the order of stopping is the supervisor's alone."""
+    with Stage(actor("scheduler"), actor("api_server:0")) as stage:
+        stage.wait_for("all_ready")
+        assert all(os.getsid(pid) == pid for pid in stage.children())
+
+
+def test_a_worker_that_dies_while_the_api_drains_is_still_replaced() -> None:
+    children = (actor("model_worker:0"), actor("api_server:0", "--then", "stubborn", stop_seconds=2))
+    with Stage(*children, first_delay=0.01) as stage:
+        stage.wait_for("all_ready")
+        worker = stage.children()[0]
+        stage.send(signal.SIGTERM)
+        stage.wait_for("say")
+        os.kill(worker, signal.SIGKILL)
+        assert stage.wait_for("event", event="ready")["child"] == "model_worker:0"
+        assert stage.end() == 0
+
+
+def test_a_killed_supervisor_leaves_no_orphans() -> None:
+    with Stage(actor("scheduler"), actor("model_worker:0"), actor("api_server:0")) as stage:
+        stage.wait_for("all_ready")
+        orphans = stage.children()
+        assert len(orphans) == 3
+        stage.send(signal.SIGKILL)
+        stage.process.wait()
+        wait_until_dead(*orphans)
+
+
+def test_what_a_child_has_started_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with Stage(actor("worker", "--grandchild", str(file)), first_delay=5.0) as stage:
+        stage.wait_for("all_ready")
+        grandchild = int(file.read_text())
+        assert is_alive(grandchild)
+        os.kill(stage.children()[0], signal.SIGKILL)
+        stage.wait_for("exited")
+        wait_until_dead(grandchild)
+
+
+def test_output_passes_through_line_by_line_even_when_a_child_dies_in_mid_line() -> None:
+    code = "import sys, os; print('one'); print('zwei ü', file=sys.stderr); os.write(1, b'half \\xff'); os._exit(4)"
+    with Stage({"name": "noisy", "argv": [sys.executable, "-u", "-c", code]}, deaths=1) as stage:
+        assert stage.end() == 1
+        assert [entry["line"] for entry in stage.told("output")] == ["one", "zwei ü", "half \ufffd"]
+
+
+def test_a_flood_of_output_holds_nobody_up() -> None:
+    code = "import sys\nfor i in range(200_000): print('x' * 60, i)\nsys.stdout.flush()\nprint('done ' + 'y' * 300_000)"
+    with Stage({"name": "flood", "argv": [sys.executable, "-c", code]}, deaths=1) as stage:
+        assert stage.end() == 1
+        lines = [entry["line"] for entry in stage.told("output")]
+        assert lines[199_999].endswith(" 199999")
+        assert "".join(lines[200_000:]) == "done " + "y" * 300_000
+
+
+def test_every_child_gets_an_empty_standard_input() -> None:
+    with Stage({"name": "reader", "argv": [sys.executable, "-c", "print(repr(input()))"]}, deaths=1) as stage:
+        assert stage.end() == 1
+        assert "EOFError" in stage.said[-1]

@@ -1,0 +1,202 @@
+"""Settings: precedence, errors that name field, value, source and remedy, and the file that processes read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.settings import DTYPES, FIELDS, KINDS, LOG_LEVELS, Settings, SettingsError, parse_memory, resolve
+
+devices = st.one_of(
+    st.just("auto"),
+    st.lists(st.one_of(st.just("cpu"), st.integers(0, 15).map(lambda n: f"cuda:{n}")), min_size=1).map(",".join),
+)
+values: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    "host": st.sampled_from(["127.0.0.1", "0.0.0.0", "::", "localhost"]),
+    "port": st.integers(1, 65535),
+    "api_servers": st.integers(1, 64),
+    "devices": devices,
+    "dtype": st.sampled_from(DTYPES),
+    "max_model_len": st.integers(2, 10**7),
+    "max_batch_tokens": st.integers(1, 10**6),
+    "max_running": st.integers(1, 4096),
+    "max_queued": st.integers(1, 10**6),
+    "kv_memory": st.one_of(st.just("auto"), st.integers(1, 4000).map(lambda n: f"{n}MB")),
+    "served_model_name": st.text("abc/-é'\"", max_size=20),
+    "overlap": st.booleans(),
+    "prefix_cache": st.booleans(),
+    "log_level": st.sampled_from(LOG_LEVELS),
+}
+layers = st.fixed_dictionaries({}, optional=values)
+
+
+def as_environment(layer: dict[str, Any]) -> dict[str, str]:
+    return {f"TOKENYARD_{name.upper()}": str(value) for name, value in layer.items()}
+
+
+def as_toml(layer: dict[str, Any]) -> str:
+    return "\n".join(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in layer.items())
+
+
+def test_the_strategies_cover_every_setting() -> None:
+    assert set(values) == set(FIELDS)
+
+
+@given(flags=layers, environment=layers, file=layers)
+def test_the_highest_layer_that_has_a_value_wins(
+    tmp_path_factory: pytest.TempPathFactory, flags: dict[str, Any], environment: dict[str, Any], file: dict[str, Any]
+) -> None:
+    config = tmp_path_factory.getbasetemp() / "settings.toml"
+    config.write_text(as_toml(file).replace("\x7f", "\\u007f"), encoding="utf-8")
+    resolved = resolve(flags, as_environment(environment), config)
+    for name in FIELDS:
+        value = getattr(resolved.settings, name)
+        if name in flags:
+            assert (value, resolved.sources[name]) == (flags[name], "command line")
+        elif name in environment:
+            assert (value, resolved.sources[name]) == (environment[name], "environment")
+        elif name in file:
+            assert (value, resolved.sources[name]) == (file[name], f"file {config}")
+        else:
+            assert (value, resolved.sources[name]) == (getattr(Settings(), name), "default")
+
+
+@given(layers)
+def test_the_run_directorys_file_brings_the_same_settings(
+    tmp_path_factory: pytest.TempPathFactory, layer: dict[str, Any]
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "settings.json"
+    settings = Settings(**layer)
+    file.write_text(settings.to_json())
+    assert Settings.read(file) == settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"port": 0}, ["port must be 1 to 65535", "0", "command line"]),
+        ({"port": 65536}, ["65536"]),
+        ({"api_servers": 0}, ["api_servers must be at least 1"]),
+        ({"api_servers": 65}, ["at most 64"]),
+        ({"max_running": 5000}, ["max_running must be at most 4096", "5000"]),
+        ({"max_model_len": 1}, ["max_model_len must be at least 2"]),
+        ({"dtype": "int4"}, ["dtype must be one of auto, float32", "'int4'"]),
+        ({"log_level": "loud"}, ["log_level", "'loud'", "warning"]),
+        ({"devices": "tpu"}, ["devices", "'tpu'", "cuda:N"]),
+        ({"devices": "auto,cpu"}, ["devices"]),
+        ({"devices": "cpu,"}, ["devices"]),
+        ({"devices": "cuda:²"}, ["devices"]),
+        ({"kv_memory": "lots"}, ["kv_memory", "'lots'", "512MB", "command line"]),
+        ({"host": ""}, ["host", "127.0.0.1"]),
+    ],
+)
+def test_a_bad_value_is_named_with_its_source_and_a_remedy(flags: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(SettingsError) as failure:
+        resolve(flags, {})
+    for word in words:
+        assert word in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("PORT", "http", "a whole number"),
+        ("PORT", "", "a whole number"),
+        ("PORT", "80.5", "a whole number"),
+        ("OVERLAP", "maybe", "true or false"),
+        ("MAX_MODEL_LEN", "none", "a whole number"),
+    ],
+)
+def test_a_bad_variable_is_named(name: str, text: str, wanted: str) -> None:
+    with pytest.raises(SettingsError, match=f"TOKENYARD_{name} must be {wanted}, got '{text}'"):
+        resolve({}, {f"TOKENYARD_{name}": text})
+
+
+def test_a_bad_value_from_the_environment_says_so() -> None:
+    with pytest.raises(SettingsError, match=r"port must be 1 to 65535, got 99999 \(from environment\)"):
+        resolve({}, {"TOKENYARD_PORT": "99999"})
+
+
+@pytest.mark.parametrize("text", ["1", "true", "TRUE"])
+def test_true_in_the_environment(text: str) -> None:
+    assert resolve({"port": 1}, {"TOKENYARD_PREFIX_CACHE": text}).settings.prefix_cache is True
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"prot = 80", "prot in .* is no setting; the settings are: model, host, port"),
+        (b'port = "80"', "port in .* must be a whole number, got '80'"),
+        (b"port = true", "port in .* must be a whole number, got True"),
+        (b"overlap = 1", "overlap in .* must be true or false, got 1"),
+        (b"port = 70000", "port must be 1 to 65535, got 70000 .from file"),
+        (b"port = ", "cannot be read"),
+        (b"model = '\xff'", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_explained(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(content)
+    with pytest.raises(SettingsError, match=message):
+        resolve({}, {}, file)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nowhere\.toml cannot be read: .*No such file"):
+        resolve({}, {}, tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("512MB", 512 * 10**6),
+        ("512M", 512 * 10**6),
+        ("4GB", 4 * 10**9),
+        ("4 GB", 4 * 10**9),
+        ("4gib", 4 * 2**30),
+        ("0.5GiB", 2**29),
+        ("3kb", 3000),
+        ("2KiB", 2048),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "GB", "-1GB", "1TB", "1e9", "4 G B", "1.2.3G", "٣GB", "nan", "inf", "autoB"])
+def test_texts_that_are_no_size(text: str) -> None:
+    with pytest.raises(SettingsError, match="kv_memory must be auto or a size"):
+        parse_memory(text)
+
+
+@given(st.text())
+def test_any_text_is_a_size_or_an_explained_error(text: str) -> None:
+    try:
+        size = parse_memory(text)
+    except SettingsError:
+        return
+    assert size is None or size >= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "served", "public"),
+    [("", "", "tokenyard-demo"), ("/models/tiny", "", "tiny"), ("org/name", "", "name"), ("org/name", "mine", "mine")],
+)
+def test_the_name_clients_use(model: str, served: str, public: str) -> None:
+    assert Settings(model=model, served_model_name=served).public_model_name == public
+
+
+def test_every_setting_explains_itself() -> None:
+    for setting in dataclasses.fields(Settings):
+        assert len(setting.metadata["help"]) > 20
+        assert setting.metadata["group"]
+        assert KINDS[setting.name] in (bool, int, str)
