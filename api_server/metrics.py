@@ -9,9 +9,8 @@ them are in `metrics_aliases.py`.
 from __future__ import annotations
 
 import re
-import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from api_server.errors import ErrorKind, RequestFailed
+from api_server.generation import Choice
 from api_server.metrics_aliases import aliases
 from interfaces.messages import Status
 
@@ -46,6 +47,14 @@ class Outcome:
     CANCELLED = "cancelled"
 
 
+_OUTCOME_OF_KIND = {
+    ErrorKind.OVERLOADED: Outcome.OVERLOADED,
+    ErrorKind.UNAVAILABLE: Outcome.UNAVAILABLE,
+    ErrorKind.GENERATION_FAILED: Outcome.FAILED,
+    ErrorKind.INTERNAL: Outcome.FAILED,
+}
+
+
 class _BatchedHistogram(Histogram):
     """A histogram that takes a request's observations in one go: one write per bucket hit instead of two a token."""
 
@@ -57,122 +66,116 @@ class _BatchedHistogram(Histogram):
 
 
 class Metrics:
-    """The counters of this replica, and the exposition for all replicas.
+    """The counters of this replica (an `Observer`), and the exposition for all replicas.
 
-    `directory` is where replicas keep their counters; PROMETHEUS_MULTIPROC_DIR must name it before prometheus_client is
-    imported. None counts in this process only.
+    What happens per token is added up in plain numbers and written into the shared counters when some request ends, or
+    at a scrape. `directory` is where replicas keep their counters; PROMETHEUS_MULTIPROC_DIR must name it before
+    prometheus_client is imported. None counts in this process only. `routes` are the values of the label `route`.
     """
 
-    def __init__(self, model_name: str, directory: Path | None = None) -> None:
+    def __init__(self, model_name: str, directory: Path | None = None, routes: Collection[str] = ()) -> None:
         self._model_name = model_name
         self._directory = directory
+        self._routes = frozenset(routes)
+        self._gaps = [0] * (len(TOKEN_SECONDS) + 1)
+        self._gap_seconds = 0.0
+        self._prompt = self._generated = 0
         self._own = own = CollectorRegistry()
-        self.requests = Counter("tokenyard_requests", "Requests that have ended", ["route", "outcome"], registry=own)
-        self.prompt_tokens = Counter("tokenyard_prompt_tokens", "Prompt tokens of ended requests", registry=own)
-        self.generation_tokens = Counter("tokenyard_generation_tokens", "Tokens generated", registry=own)
-        self.cached_tokens = Counter(
+        self._requests = Counter(
+            "tokenyard_requests", "Answers that ended, and requests that failed", ["route", "outcome"], registry=own
+        )
+        self._received = Counter("tokenyard_requests_received", "Requests for generation", ["route"], registry=own)
+        self._prompt_tokens = Counter("tokenyard_prompt_tokens", "Prompt tokens submitted", registry=own)
+        self._generation_tokens = Counter("tokenyard_generation_tokens", "Tokens generated", registry=own)
+        self._cached_tokens = Counter(
             "tokenyard_cached_prompt_tokens", "Prompt tokens that came from the prefix cache", registry=own
         )
-        self.validation = self._histogram("request_validation_seconds", "Arrival to submission", SECONDS)
-        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to the first token (TTFT)", SECONDS)
-        self.itl = self._histogram("inter_token_latency_seconds", "Between tokens of one request (ITL)", TOKEN_SECONDS)
-        self.tpot = self._histogram(
+        self._validation = self._histogram("request_validation_seconds", "Arrival to submission", SECONDS)
+        self._wait = self._histogram(
+            "request_wait_seconds", "Submission to the first token: queue and prefill", SECONDS
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to the first token (TTFT)", SECONDS)
+        self._itl = self._histogram("inter_token_latency_seconds", "Between tokens of one request (ITL)", TOKEN_SECONDS)
+        self._tpot = self._histogram(
             "time_per_output_token_seconds", "First to last token, per token after the first (TPOT)", TOKEN_SECONDS
         )
-        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the end, of served requests", SECONDS)
-        self.prompt_length = self._histogram("request_prompt_tokens", "Prompt length of a request", LENGTHS)
-        self.generation_length = self._histogram("request_generation_tokens", "Answer length of a request", LENGTHS)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the last token of an answer", SECONDS)
+        self._prompt_length = self._histogram("request_prompt_tokens", "Prompt length of an answer", LENGTHS)
+        self._generation_length = self._histogram("request_generation_tokens", "Length of an answer", LENGTHS)
 
     def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> _BatchedHistogram:
         return _BatchedHistogram("tokenyard_" + name, documentation, buckets=buckets, registry=self._own)
 
-    def request(self, route: str) -> RequestMeter:
-        """Starts the clock of one request."""
-        return RequestMeter(self, route)
-
     def exposition(self, status: Status | None) -> bytes:
         """The text that GET /metrics answers."""
+        self._flush()
         return generate_latest(_Everything(self._families(), _scheduler_facts(status), self._model_name))
+
+    def received(self, path: str) -> None:
+        self._received.labels(self._route(path)).inc()
+
+    def started(self, choice: Choice) -> None:
+        self._prompt += choice.prompt_tokens
+
+    def tokens(self, choice: Choice, count: int, since_last: float) -> None:
+        self._generated += count
+        if choice.token_ids:  # else these are the first ones: their wait is the TTFT
+            self._gaps[bisect_left(TOKEN_SECONDS, since_last / count)] += count
+            self._gap_seconds += since_last
+
+    def finished(self, choice: Choice) -> None:
+        self._count(choice.request.request_path, Outcome.OK)
+        self._write_times(choice)
+        self._write_lengths(choice)
+
+    def abandoned(self, choice: Choice) -> None:
+        self._count(choice.request.request_path, Outcome.CANCELLED)
+        self._write_lengths(choice)
+
+    def failed(self, path: str, error: RequestFailed) -> None:
+        self._count(path, _OUTCOME_OF_KIND.get(error.kind, Outcome.INVALID))
+
+    def _route(self, path: str) -> str:
+        # A label value made of what a client sent would let it grow our memory.
+        return path if path in self._routes else "other"
+
+    def _count(self, path: str, outcome: str) -> None:
+        self._requests.labels(self._route(path), outcome).inc()
+        self._flush()
+
+    def _write_times(self, choice: Choice) -> None:
+        received, first, last = choice.request.received, choice.first_token, choice.last_token
+        self._validation.observe(choice.submitted - received)
+        if first is None or last is None:
+            return
+        self._wait.observe(first - choice.submitted)
+        self._ttft.observe(first - received)
+        self._e2e.observe(last - received)
+        if choice.completion_tokens > 1:
+            self._tpot.observe((last - first) / (choice.completion_tokens - 1))
+
+    def _write_lengths(self, choice: Choice) -> None:
+        self._prompt_length.observe(choice.prompt_tokens)
+        self._generation_length.observe(choice.completion_tokens)
+        if choice.cached_tokens:
+            self._cached_tokens.inc(choice.cached_tokens)
+
+    def _flush(self) -> None:
+        if self._prompt:
+            self._prompt_tokens.inc(self._prompt)
+        if self._generated:
+            self._generation_tokens.inc(self._generated)
+        if self._gap_seconds:
+            self._itl.add(((i, n) for i, n in enumerate(self._gaps) if n), self._gap_seconds)
+            self._gaps = [0] * len(self._gaps)
+        self._prompt = self._generated = 0
+        self._gap_seconds = 0.0
 
     def _families(self) -> Iterable[Metric]:
         if self._directory is None:
             return list(self._own.collect())
         collector: Any = MultiProcessCollector  # the library leaves it untyped
         return cast(list[Metric], collector(None, str(self._directory)).collect())
-
-
-class RequestMeter:
-    """Times of one request, written into the shared counters once, at its end.
-
-    Call `submitted` when the prompt is tokenized, `tokens` for each arrival of tokens, `finish` exactly once; later
-    calls of `finish` do nothing, so that clean-up code may call it too.
-    """
-
-    __slots__ = (
-        "_cached",
-        "_finished",
-        "_first",
-        "_gaps",
-        "_generated",
-        "_last",
-        "_metrics",
-        "_prompt",
-        "_route",
-        "started",
-        "submitted_at",
-    )
-
-    def __init__(self, metrics: Metrics, route: str) -> None:
-        self._metrics = metrics
-        self._route = route
-        self._gaps = [0] * (len(TOKEN_SECONDS) + 1)
-        self._prompt = self._cached = self._generated = 0
-        self._first = self._last = self.submitted_at = 0.0
-        self._finished = False
-        self.started = time.perf_counter()
-
-    def submitted(self, prompt_tokens: int) -> None:
-        """The request was understood; several calls (a batch, say) add up."""
-        self.submitted_at = self.submitted_at or time.perf_counter()
-        self._prompt += prompt_tokens
-
-    def cached(self, tokens: int) -> None:
-        self._cached += tokens
-
-    def tokens(self, count: int) -> None:
-        """`count` tokens arrived together: they share the time since the tokens before them."""
-        now = time.perf_counter()
-        if self._generated:
-            self._gaps[bisect_left(TOKEN_SECONDS, (now - self._last) / count)] += count
-        else:
-            self._first = now
-        self._last = now
-        self._generated += count
-
-    def finish(self, outcome: str) -> None:
-        if self._finished:
-            return
-        self._finished = True
-        metrics = self._metrics
-        metrics.requests.labels(self._route, outcome).inc()
-        if self.submitted_at:
-            self._write_served(metrics, outcome)
-
-    def _write_served(self, metrics: Metrics, outcome: str) -> None:
-        metrics.prompt_tokens.inc(self._prompt)
-        metrics.prompt_length.observe(self._prompt)
-        metrics.validation.observe(self.submitted_at - self.started)
-        if self._cached:
-            metrics.cached_tokens.inc(self._cached)
-        if outcome == Outcome.OK:
-            metrics.e2e.observe(time.perf_counter() - self.started)
-        if self._generated:
-            metrics.generation_tokens.inc(self._generated)
-            metrics.generation_length.observe(self._generated)
-            metrics.ttft.observe(self._first - self.started)
-        if self._generated > 1:
-            metrics.itl.add(((i, n) for i, n in enumerate(self._gaps) if n), self._last - self._first)
-            metrics.tpot.observe((self._last - self._first) / (self._generated - 1))
 
 
 @dataclass(frozen=True)

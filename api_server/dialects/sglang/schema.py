@@ -78,6 +78,10 @@ class GenerateRequest(BaseModel):
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     return_hidden_states: bool | list[bool] | None = Field(None, description="Not built yet")
+    cache_salt: str | list[str | None] | None = Field(
+        None, description="Prompts share cached prefixes only with prompts of the same salt"
+    )
+    extra_key: str | list[str | None] | None = Field(None, description="As cache_salt; both count")
     image_data: Any = Field(None, description="Not built yet")
     video_data: Any = Field(None, description="Not built yet")
     audio_data: Any = Field(None, description="Not built yet")
@@ -94,6 +98,9 @@ class GenerateRequest(BaseModel):
     max_thinking_tokens: int | None = Field(None, description="Not built yet")
 
 
+Logprob = tuple[float | None, int, str | None]
+
+
 class MatchedStop(BaseModel):
     type: Literal["stop"]
     matched: int | str
@@ -104,17 +111,26 @@ class LengthReached(BaseModel):
     length: int
 
 
+class Aborted(BaseModel):
+    type: Literal["abort"]
+    message: str
+    status_code: int | None
+    err_type: str | None
+
+
 class MetaInfo(BaseModel):
+    """The logprob keys are there when `return_logprob` asks for them; an entry is [logprob, token id, text or null]."""
+
     id: str
-    finish_reason: MatchedStop | LengthReached | None
+    finish_reason: MatchedStop | LengthReached | Aborted | None
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     weight_version: str
     e2e_latency: float | None = Field(None, description="Seconds; in the last frame only")
-    output_token_logprobs: list[tuple[float, int, str | None]] | None = Field(
-        None, description="[logprob, token id, text or null] per generated token"
-    )
+    input_token_logprobs: list[Logprob] | None = None
+    output_token_logprobs: list[Logprob] | None = None
+    output_token_logprobs_length: int | None = None
 
 
 class GenerateResponse(BaseModel):

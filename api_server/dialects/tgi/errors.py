@@ -8,6 +8,7 @@ from starlette.responses import Response
 from api_server.dialects.tgi.validation import Limits, length_problem
 from api_server.endpoint import Call
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.sse import frame
 
 _STATUS_AND_TYPE = {
     ErrorKind.BAD_JSON: (400, "validation"),
@@ -43,8 +44,12 @@ def render_error(error: RequestFailed, call: Call) -> Response:
     return Response(orjson.dumps(error_body(error)), status, headers, "application/json")
 
 
+def error_frame(error: RequestFailed) -> bytes:
+    """The event that ends a stream that failed."""
+    return frame(error_body(error))
+
+
 def error_body(error: RequestFailed) -> dict[str, str]:
-    """Also the event that ends a stream."""
     return {"error": _text(error), "error_type": _STATUS_AND_TYPE[error.kind][1]}
 
 

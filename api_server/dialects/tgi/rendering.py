@@ -7,11 +7,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from api_server.dialects.tgi.errors import error_body
 from api_server.dialects.tgi.generate import is_sampled
 from api_server.dialects.tgi.schema import GenerateRequest
 from api_server.endpoint import Call
-from api_server.errors import RequestFailed
 from api_server.generation import Choice, Generation, TextDelta, TokenDelta
 from api_server.sse import frame
 
@@ -29,18 +27,15 @@ def answer(body: GenerateRequest, choice: Choice) -> dict[str, Any]:
 
 
 async def events(body: GenerateRequest, generation: Generation) -> AsyncIterator[bytes]:
-    """One event per token; the last one has the whole text. An error is an event too, and the last."""
-    try:
-        index = 0
-        async for delta in generation:
-            for position, token in enumerate(delta.tokens):
-                index += 1
-                last = delta.finish is not None and position == len(delta.tokens) - 1
-                yield frame(_event(body, generation.choices[0], index, token, last))
-            if _is_cut_short(delta):
-                yield frame(_INCOMPLETE)
-    except RequestFailed as error:
-        yield frame(error_body(error))
+    """One event per token; the last one has the whole text."""
+    index = 0
+    async for delta in generation:
+        for position, token in enumerate(delta.tokens):
+            index += 1
+            last = delta.finish is not None and position == len(delta.tokens) - 1
+            yield frame(_event(body, generation.choices[0], index, token, last))
+        if _is_cut_short(delta):
+            yield frame(_INCOMPLETE)
 
 
 def is_complete(choice: Choice) -> bool:
@@ -57,9 +52,9 @@ def headers(call: Call, body: GenerateRequest, choice: Choice) -> dict[str, str]
     first = choice.first_token or now
     last = choice.last_token or now
     return stream_headers(call, body) | {
-        "x-compute-time": f"{now - choice.received:.6f}",
-        "x-total-time": _milliseconds(now - choice.received),
-        "x-validation-time": _milliseconds(choice.submitted - choice.received),
+        "x-compute-time": f"{now - choice.request.received:.6f}",
+        "x-total-time": _milliseconds(now - choice.request.received),
+        "x-validation-time": _milliseconds(choice.submitted - choice.request.received),
         "x-queue-time": _milliseconds(first - choice.submitted),
         "x-inference-time": _milliseconds(last - first),
         "x-time-per-token": _milliseconds((last - choice.submitted) / max(1, choice.completion_tokens)),

@@ -8,7 +8,7 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api_server.dialects.tgi.errors import ERROR_STATUSES, render_error
+from api_server.dialects.tgi.errors import ERROR_STATUSES, error_frame, render_error
 from api_server.dialects.tgi.generate import check, internal_request, read
 from api_server.dialects.tgi.rendering import answer, events, headers, is_complete, stream_headers
 from api_server.dialects.tgi.schema import (
@@ -23,7 +23,7 @@ from api_server.dialects.tgi.schema import (
 )
 from api_server.dialects.tgi.validation import MAX_BEST_OF, MAX_STOP_SEQUENCES
 from api_server.endpoint import Call, Document, endpoint
-from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation import generate
 from api_server.sse import EventStream
 
@@ -98,8 +98,6 @@ async def compat_generate(call: Call) -> Response:
 async def tokenize(call: Call) -> Response:
     """POST /tokenize with `inputs`: the tokens with their places in the text."""
     body = read(TokenizeRequest, call)
-    if body.inputs is None:
-        raise invalid("`inputs` must be a text, got null", "inputs")
     spans = await call.server.tokenizer.spans(body.inputs)
     keep = body.parameters.truncate if body.parameters else None
     shown = spans if keep is None else spans[max(0, len(spans) - keep) :]
@@ -145,6 +143,6 @@ async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response
 async def _stream(body: GenerateRequest, call: Call) -> Response:
     check(body, call, streaming=True)
     generation = await generate(call.server, internal_request(body, call, streaming=True))
-    response = EventStream(events(body, generation), generation.close)
+    response = EventStream(events(body, generation), generation.close, error_frame)
     response.headers.update(stream_headers(call, body))
     return response

@@ -135,19 +135,8 @@ class SimpleToken(BaseModel):
 
 
 class TokenizeRequest(Body):
-    """Either `inputs` (TGI: answers the list of tokens) or `prompt` or `messages` (SGLang, vLLM: answers the ids)."""
-
-    inputs: str | None = Field(None, examples=["My name is Olivier and I"])
-    parameters: GenerateParameters | None = None
-    prompt: str | list[str] | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-
-
-class TokenCount(BaseModel):
-    tokens: list[int] | list[list[int]]
-    count: int | list[int]
-    max_model_len: int
+    inputs: str = Field(examples=["My name is Olivier and I"])
+    parameters: GenerateParameters | None = Field(None, description="Only `truncate` counts")
 
 
 class Info(BaseModel):

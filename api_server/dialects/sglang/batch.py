@@ -1,0 +1,99 @@
+"""SGLang's batch forms: one body, given once for all or as lists, as one `Item` per prompt.
+
+Raises `ValueError` with the sentence that the client is told.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
+
+NO_INPUT = "Either text, input_ids or input_embeds should be provided."
+
+_SPREAD: tuple[tuple[str, Any], ...] = (
+    ("sampling_params", SamplingParameters()),
+    ("return_logprob", False),
+    ("logprob_start_len", -1),
+    ("top_logprobs_num", 0),
+    ("cache_salt", ""),
+    ("extra_key", ""),
+)
+"""Fields of the body, and what null means; in the order of `Item`'s fields."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of the body with the values that hold for it."""
+
+    rid: str
+    prompt: str | list[int]
+    sampling: SamplingParameters
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    cache_salt: str
+    extra_key: str
+
+    @property
+    def n(self) -> int:
+        return 1 if self.sampling.n is None else self.sampling.n
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`listed` says that the answer is a list; a list of one prompt is answered with a list of one, too."""
+
+    items: list[Item]
+    listed: bool
+
+
+def expand(body: GenerateRequest, fresh_rid: str) -> Batch:
+    """One item per prompt."""
+    prompts, is_batch = _prompts(body)
+    size = len(prompts)
+    columns = [_spread(name, getattr(body, name), default, size, is_batch) for name, default in _SPREAD]
+    rids = _rids(body, fresh_rid, size, is_batch)
+    items = [Item(*values) for values in zip(rids, prompts, *columns, strict=True)]
+    counts = {item.n for item in items}
+    if len(counts) > 1:
+        raise ValueError("The parallel_sample_num should be the same for all samples in sample params.")
+    if counts != {1} and isinstance(body.return_logprob, list):
+        raise ValueError("Cannot use list return_logprob with parallel_sample_num > 1")
+    return Batch(items, listed=is_batch or counts != {1})
+
+
+def _prompts(body: GenerateRequest) -> tuple[Sequence[str | list[int]], bool]:
+    if (body.text is None) == (body.input_ids is None):
+        raise ValueError(NO_INPUT + ("" if body.text is None else " Give exactly one of them."))
+    given: Any = body.text if body.input_ids is None else body.input_ids
+    if given == [] or (body.input_ids is not None and [] in given):
+        raise ValueError("text cannot be empty." if body.input_ids is None else "input_ids cannot be empty.")
+    is_batch = isinstance(given, list) and not isinstance(given[0], int)
+    return (given if is_batch else [given]), is_batch
+
+
+def _spread(name: str, value: Any, default: Any, size: int, is_batch: bool) -> list[Any]:
+    if not isinstance(value, list):
+        return [default if value is None else value] * size
+    if not is_batch and len(value) != 1:
+        raise ValueError(f"{name} is a list of {len(value)}, but the request has one prompt.")
+    if len(value) != size:
+        raise ValueError(f"The length of {name} should be equal to the batch size.")
+    return [default if v is None else v for v in value]
+
+
+def _rids(body: GenerateRequest, fresh_rid: str, size: int, is_batch: bool) -> list[str]:
+    if body.rid is None:
+        return [fresh_rid] if not is_batch else [uuid.uuid4().hex for _ in range(size)]
+    if isinstance(body.rid, str):
+        return [body.rid] if not is_batch else [f"{body.rid}_{i}" for i in range(size)]
+    rids: list[str] = _spread("rid", body.rid, "", size, is_batch)
+    doubles = [rid for rid, count in Counter(rids).items() if count > 1]
+    if doubles:
+        raise ValueError(f"Duplicate request IDs detected within the request: {doubles[:10]}")
+    return rids

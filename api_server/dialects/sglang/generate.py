@@ -1,0 +1,153 @@
+"""POST|PUT /generate in SGLang's dialect: body to internal requests, and the answer singly, as a list or as events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+
+import orjson
+from starlette.responses import Response
+
+from api_server.body import Mismatch, parse
+from api_server.dialects.sglang.batch import Batch, Item, expand
+from api_server.dialects.sglang.errors import ERROR_STATUSES, error_frame
+from api_server.dialects.sglang.rendering import Naming, result
+from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest, GenerateResponse, SamplingParameters
+from api_server.dialects.sglang.validation import sampling_problem, unsupported_field, unsupported_sampling
+from api_server.endpoint import Call, Document
+from api_server.errors import invalid, unsupported
+from api_server.generation import Generation, generate
+from api_server.sse import DONE, EventStream, frame
+from interfaces.requests import TextGenerationRequest
+from interfaces.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
+
+DEFAULT_MAX_NEW_TOKENS = 128
+GREEDY_BELOW = 1e-6
+
+TAG = "sglang"
+GENERATE = Document(
+    summary="Generate text",
+    tag=TAG,
+    body=GenerateRequest,
+    answer=GenerateResponse,
+    frame=GenerateResponse,
+    example={"text": "What is 2 + 3?", "sampling_params": {"temperature": 0, "max_new_tokens": 20}},
+    errors=dict.fromkeys(ERROR_STATUSES, ErrorResponse),
+    description="A list of prompts is answered with a list. Events carry the whole text so far, then `data: [DONE]`.",
+)
+
+_in_flight: set[str] = set()
+"""Request ids that clients of this process chose and that still run."""
+
+
+async def generate_native(call: Call, stream: bool = False) -> Response:
+    """Answers a body of this dialect; `stream` streams even if the body does not say so."""
+    body = _read(call)
+    try:
+        batch = expand(body, call.request_id)
+    except ValueError as error:
+        raise invalid(str(error)) from None
+    _check(body, batch, call)
+    with ExitStack() as cleanup:
+        cleanup.enter_context(_claimed(body, batch))
+        generation = await generate(call.server, [_internal(item, call) for item in batch.items])
+        naming = Naming.of(batch, generation.choices)
+        if not (stream or body.stream):
+            await generation.collect()
+            answers = [result(body, batch, choice, naming) for choice in generation.choices]
+            return Response(orjson.dumps(answers if batch.listed else answers[0]), media_type="application/json")
+        cleanup.callback(generation.close)
+        close = cleanup.pop_all().close
+    return EventStream(_events(body, batch, generation, naming), close, error_frame)
+
+
+async def _events(body: GenerateRequest, batch: Batch, generation: Generation, naming: Naming) -> AsyncIterator[bytes]:
+    async for delta in generation:
+        answer = result(body, batch, generation.choices[delta.index], naming)
+        yield frame(answer | {"index": delta.index} if batch.listed else answer)
+    yield DONE
+
+
+def _read(call: Call) -> GenerateRequest:
+    try:
+        return parse(GenerateRequest, call.json)
+    except Mismatch as mismatch:
+        name = mismatch.field.rpartition(".")[2]
+        if mismatch.kind == "extra_forbidden":
+            known = ", ".join(f"`{field}`" for field in SamplingParameters.model_fields)
+            raise invalid(f"unknown field `{name}`, expected one of {known}", mismatch.field) from None
+        raise invalid(str(mismatch), mismatch.field) from None
+
+
+def _check(body: GenerateRequest, batch: Batch, call: Call) -> None:
+    """Values first, then what is not built: a value out of range is an error on every server."""
+    vocab_size = call.server.engine.vocab_size or call.server.tokenizer.vocab_size
+    samplings = {id(item.sampling): item.sampling for item in batch.items}.values()
+    for sampling in samplings:
+        problem = sampling_problem(sampling, vocab_size)
+        if problem is not None:
+            raise invalid(problem)
+    for name in (unsupported_field(body), *map(unsupported_sampling, samplings)):
+        if name is not None:
+            raise unsupported(name, "a value")
+    for item in batch.items:
+        if item.return_logprob and item.logprob_start_len != -1:
+            raise unsupported("logprob_start_len", f"{item.logprob_start_len} (logprobs of the prompt)")
+        if item.return_logprob and item.top_logprobs_num != 0:
+            raise unsupported("top_logprobs_num", f"{item.top_logprobs_num}")
+
+
+@contextmanager
+def _claimed(body: GenerateRequest, batch: Batch) -> Iterator[None]:
+    """Holds the ids that the client chose, because two running requests of one id could not be told apart."""
+    rids = {item.rid for item in batch.items} if body.rid is not None else set()
+    taken = rids & _in_flight
+    if taken:
+        raise invalid(f"Duplicate request ID detected: {min(taken)} is still running", "rid")
+    _in_flight.update(rids)
+    try:
+        yield
+    finally:
+        _in_flight.difference_update(rids)
+
+
+def _internal(item: Item, call: Call) -> TextGenerationRequest:
+    given = item.sampling
+    try:
+        return TextGenerationRequest(
+            request_id=item.rid,
+            prompt=item.prompt,
+            sampling=_sampling(given, item.return_logprob),
+            model_defaults=False,
+            default_max_new_tokens=None if "max_new_tokens" in given.model_fields_set else DEFAULT_MAX_NEW_TOKENS,
+            n=item.n,
+            keep_stop=bool(given.no_stop_trim),
+            skip_special_tokens=given.skip_special_tokens is not False,
+            token_details=item.return_logprob,
+            cache_salt=f"{item.extra_key}\0{item.cache_salt}" if item.extra_key else item.cache_salt,
+            request_path=call.path,
+            received=call.received,
+        )
+    except ValueError as error:
+        raise invalid(str(error)) from None
+
+
+def _sampling(given: SamplingParameters, return_logprob: bool) -> SamplingParamsInput:
+    temperature = given.temperature
+    return SamplingParamsInput(
+        temperature=0.0 if temperature is not None and temperature < GREEDY_BELOW else temperature,
+        top_p=given.top_p,
+        top_k=given.top_k,
+        min_p=given.min_p,
+        frequency_penalty=given.frequency_penalty,
+        presence_penalty=given.presence_penalty,
+        repetition_penalty=given.repetition_penalty,
+        logit_bias={int(token): bias for token, bias in (given.logit_bias or {}).items()},
+        max_new_tokens=given.max_new_tokens if "max_new_tokens" in given.model_fields_set else None,
+        min_new_tokens=given.min_new_tokens,
+        ignore_eos=given.ignore_eos,
+        stop=given.stop_strings,
+        stop_token_ids=[] if given.ignore_eos else given.stop_token_ids,
+        seed=None if given.sampling_seed is None else given.sampling_seed % SEED_LIMIT,
+        logprobs=LogprobMode.TEMPERED if return_logprob else LogprobMode.NONE,
+    )

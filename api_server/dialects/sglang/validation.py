@@ -1,0 +1,112 @@
+"""What SGLang refuses in sampling values, with the words its clients match, and what this server does not build yet.
+
+Knows no HTTP: a problem is a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
+
+MAX_STOP_STRINGS = 32
+
+_UNSUPPORTED_FIELDS = (
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "token_ids_logprob",
+    "return_hidden_states",
+    "lora_path",
+    "custom_logit_processor",
+    "session_params",
+    "session_id",
+    "return_sampling_mask",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_output_top_logprobs",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "return_entropy",
+    "max_thinking_tokens",
+)
+_UNSUPPORTED_SAMPLING = (
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "stop_regex",
+    "custom_params",
+    "stream_interval",
+    "beam_width",
+    "watermark",
+    "choice",
+)
+_GRAMMARS = _UNSUPPORTED_SAMPLING[:4]
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("top_p", lambda v: 0 < v <= 1, "top_p must be in (0, 1]"),
+    ("top_k", lambda v: v == -1 or v >= 1, "top_k must be -1 (disable) or at least 1"),
+    ("min_p", lambda v: 0 <= v <= 1, "min_p must be in [0, 1]"),
+    ("frequency_penalty", lambda v: -2 <= v <= 2, "frequency_penalty must be in [-2, 2]"),
+    ("presence_penalty", lambda v: -2 <= v <= 2, "presence_penalty must be in [-2, 2]"),
+    ("repetition_penalty", lambda v: 0 < v <= 2, "repetition_penalty must be in (0, 2]"),
+    ("max_new_tokens", lambda v: v >= 0, "max_new_tokens must be at least 0"),
+    ("n", lambda v: v >= 1, "n must be at least 1"),
+    (
+        "sampling_seed",
+        lambda v: -(1 << 63) <= v < 1 << 63,
+        "sampling_seed must be an integer in [-2**63, 2**63 - 1]",
+    ),
+)
+
+
+def unsupported_field(body: GenerateRequest) -> str | None:
+    """The first field of the request that asks for what is not built. A value that says "no" asks for nothing."""
+    return next((name for name in _UNSUPPORTED_FIELDS if _asks(getattr(body, name))), None)
+
+
+def unsupported_sampling(given: SamplingParameters) -> str | None:
+    """The same for a sampling value."""
+    return next((name for name in _UNSUPPORTED_SAMPLING if _asks(getattr(given, name))), None)
+
+
+def sampling_problem(given: SamplingParameters, vocab_size: int) -> str | None:
+    """The first value out of range, or None."""
+    return next(_sampling_problems(given, vocab_size), None)
+
+
+def _asks(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(v is not None and v is not False for v in value)
+    return value is not None and value is not False and value != "" and value != {}
+
+
+def _sampling_problems(given: SamplingParameters, vocab_size: int) -> Iterator[str]:
+    # The temperature's upper limit is the sampler's, and is checked there.
+    if given.temperature is not None and not given.temperature >= 0:
+        yield f"temperature must be a non-negative finite number, got {given.temperature}."
+    for name, holds, rule in _RANGES:
+        value = getattr(given, name)
+        if value is not None and not holds(value):
+            yield f"{rule}, got {value}."
+    yield from _minimum_problems(given)
+    yield from _stop_problems(given)
+    for key in given.logit_bias or {}:
+        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
+            yield f"logit_bias must has keys in [0, {vocab_size - 1}], got {key}."
+    if sum(bool(getattr(given, name)) for name in _GRAMMARS) > 1:
+        yield "Only one of json_schema, regex, ebnf, or structural_tag can be set."
+
+
+def _minimum_problems(given: SamplingParameters) -> Iterator[str]:
+    least, most = given.min_new_tokens or 0, given.max_new_tokens
+    if least < 0 or (most is not None and least > most):
+        yield f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}."
+
+
+def _stop_problems(given: SamplingParameters) -> Iterator[str]:
+    if len(given.stop_strings) > MAX_STOP_STRINGS:
+        yield f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(given.stop_strings)}."
+    if "" in given.stop_strings:
+        yield "stop must not contain an empty text, which would end every answer before it starts."
