@@ -13,6 +13,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import Any
 
 import orjson
@@ -21,8 +22,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from api_server.dialects import openai
+from api_server import openapi
+from api_server.dialects import generate_route, openai
 from api_server.dialects.openai.errors import render_error
+from api_server.dialects.tgi import routes as tgi
 from api_server.endpoint import Call, Document, endpoint, internal_error
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.state import ServerState
@@ -34,7 +37,13 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> Application:
     """The application of one API process."""
-    return Application(server, [*health_routes(), *openai.routes(), *further_routes])
+    described = [*api_routes(), *further_routes]
+    return Application(server, [*described, *openapi.routes(described, version("tokenyard"))])
+
+
+def api_routes() -> list[BaseRoute]:
+    """Every dialect's routes, and the health routes."""
+    return [*openai.routes(), *tgi.routes(), *generate_route.routes(), *health_routes()]
 
 
 class Application:

@@ -128,17 +128,21 @@ class Endpoint:
         except ClientGone:
             return
         async with _until_client_leaves(call, receive, send) as guarded_send:
-            response = self._render_error(failure, call) if failure else await self._respond(call)
+            response = self._fail(failure, call) if failure else await self._respond(call)
             await response(scope, receive, guarded_send)
 
     async def _respond(self, call: Call) -> Response:
         try:
             return await self._handler(call)
         except RequestFailed as error:
-            return self._render_error(error, call)
+            return self._fail(error, call)
         except Exception:
             log.exception("request %s on %s failed by an error of ours", call.request_id, call.path)
-            return self._render_error(internal_error(call.request_id), call)
+            return self._fail(internal_error(call.request_id), call)
+
+    def _fail(self, error: RequestFailed, call: Call) -> Response:
+        call.server.tell_failed(call.path, error)
+        return self._render_error(error, call)
 
 
 class ClientGone(Exception):

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from api_server import preparation
 from api_server.engine_client import Inbox, Submission
-from api_server.errors import RequestFailed, from_scheduler
+from api_server.errors import from_scheduler
 from api_server.preparation import Prepared
 from api_server.state import ServerState
 from api_server.stop_strings import StopStrings
@@ -129,13 +129,8 @@ async def generate(
     path = batch[0].request_path
     for observer in server.observers:
         observer.received(path)
-    try:
-        generation = Generation(server, await preparation.prepare(server, batch))
-        await generation.wait_for_first()
-    except RequestFailed as error:
-        for observer in server.observers:
-            observer.failed(path, error)
-        raise
+    generation = Generation(server, await preparation.prepare(server, batch))
+    await generation.wait_for_first()
     return generation
 
 
@@ -160,12 +155,7 @@ class Generation:
             return self._ready.popleft()
         if not self._running:
             raise StopAsyncIteration
-        try:
-            return await self._next()
-        except RequestFailed as error:
-            for observer in self._server.observers:
-                observer.failed(self.choices[0].request.request_path, error)
-            raise
+        return await self._next()
 
     async def __aenter__(self) -> Self:
         return self
@@ -231,6 +221,7 @@ class Generation:
             if answer is None:
                 continue  # ended by a stop string while its next token was on the way
             if news.error is not None:
+                del self._running[submission]  # failed, which is not the same as abandoned
                 self.close()
                 raise from_scheduler(news.error)
             self._note_times(answer.choice, len(news.tokens))

@@ -19,7 +19,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
+from api_server.dialects.openai.errors import render_error
+from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation import Choice
 from api_server.metrics_aliases import aliases
@@ -70,7 +74,8 @@ class Metrics:
 
     What happens per token is added up in plain numbers and written into the shared counters when some request ends, or
     at a scrape. `directory` is where replicas keep their counters; PROMETHEUS_MULTIPROC_DIR must name it before
-    prometheus_client is imported. None counts in this process only. `routes` are the values of the label `route`.
+    prometheus_client is imported. None counts in this process only. `routes` are the paths that generate: errors of
+    others are not counted.
     """
 
     def __init__(self, model_name: str, directory: Path | None = None, routes: Collection[str] = ()) -> None:
@@ -112,7 +117,7 @@ class Metrics:
         return generate_latest(_Everything(self._families(), _scheduler_facts(status), self._model_name))
 
     def received(self, path: str) -> None:
-        self._received.labels(self._route(path)).inc()
+        self._received.labels(path).inc()
 
     def started(self, choice: Choice) -> None:
         self._prompt += choice.prompt_tokens
@@ -133,14 +138,11 @@ class Metrics:
         self._write_lengths(choice)
 
     def failed(self, path: str, error: RequestFailed) -> None:
-        self._count(path, _OUTCOME_OF_KIND.get(error.kind, Outcome.INVALID))
-
-    def _route(self, path: str) -> str:
-        # A label value made of what a client sent would let it grow our memory.
-        return path if path in self._routes else "other"
+        if path in self._routes:
+            self._count(path, _OUTCOME_OF_KIND.get(error.kind, Outcome.INVALID))
 
     def _count(self, path: str, outcome: str) -> None:
-        self._requests.labels(self._route(path), outcome).inc()
+        self._requests.labels(path, outcome).inc()
         self._flush()
 
     def _write_times(self, choice: Choice) -> None:
@@ -176,6 +178,21 @@ class Metrics:
             return list(self._own.collect())
         collector: Any = MultiProcessCollector  # the library leaves it untyped
         return cast(list[Metric], collector(None, str(self._directory)).collect())
+
+
+def generation_paths(routes: Iterable[BaseRoute]) -> list[str]:
+    """The paths that generate: those whose answer can be streamed. Their requests are counted, others' are not."""
+    documents = ((route, getattr(getattr(route, "endpoint", None), "document", None)) for route in routes)
+    return [route.path for route, found in documents if isinstance(route, Route) and found and found.frame]
+
+
+def metrics_route(metrics: Metrics) -> Route:
+    """GET /metrics."""
+
+    async def show(call: Call) -> Response:
+        return Response(metrics.exposition(call.server.engine.status), media_type=CONTENT_TYPE)
+
+    return endpoint("/metrics", show, render_error, ("GET",), Document("Prometheus metrics of all replicas", "health"))
 
 
 @dataclass(frozen=True)

@@ -32,4 +32,4 @@ class Observer(Protocol):
         """The client went away (or another choice of the request failed) before the end."""
 
     def failed(self, path: str, error: RequestFailed) -> None:
-        """A request ended in an error, before or after its first token."""
+        """A request on this path was answered with an error, before or after its first token."""

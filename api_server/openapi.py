@@ -6,6 +6,7 @@ dialects may share a name: they are stored as `dialect.Model`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +25,9 @@ from starlette.routing import BaseRoute, Route
 from api_server.endpoint import Document
 
 _PAGE = Path(__file__).parent / "docs_page.html"
+
+_CONVERTOR = re.compile(r":\w+}")
+"""What Starlette's path templates have and OpenAPI's have not."""
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
@@ -96,7 +100,7 @@ def _operations(described: Iterable[BaseRoute]) -> Iterator[_Operation]:
             continue
         for method in sorted((route.methods or set()) - {"HEAD"}):
             for one in (first, *first.also):
-                yield _Operation(method, route.path, one)
+                yield _Operation(method, _CONVERTOR.sub("}", route.path), one)
 
 
 def _schemas(dialect: str, operations: Sequence[_Operation]) -> _Schemas:
@@ -128,6 +132,11 @@ def _operation(operation: _Operation, schemas: _Schemas) -> dict[str, Any]:
         "description": source.description,
         "responses": _responses(source, schemas),
     }
+    names = re.findall(r"{(\w+)}", operation.path)
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if source.body:
         content: dict[str, Any] = {"schema": schemas.references[source.body, "validation"]}
         if source.example is not None:

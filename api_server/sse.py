@@ -32,8 +32,7 @@ def frame(value: Any) -> bytes:
 class EventStream(Response):
     """Sends the frames of an async iterator as they come; `close` is called at the end, however the end comes.
 
-    The status is 200 already when something fails, so the failure becomes one last event, `error_frame(error)`; a
-    dialect that gives none catches RequestFailed in its frames.
+    The status is 200 already when something fails, so the failure becomes one last event, `error_frame(error)`.
     """
 
     media_type = "text/event-stream"
@@ -42,7 +41,7 @@ class EventStream(Response):
         self,
         frames: AsyncIterator[bytes],
         close: Callable[[], None],
-        error_frame: Callable[[RequestFailed], bytes] | None = None,
+        error_frame: Callable[[RequestFailed], bytes],
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -70,15 +69,15 @@ class EventStream(Response):
             async for data in self._frames:
                 await pulse.send(data)
         except RequestFailed as error:
-            if self._error_frame is None:
-                raise
-            await pulse.send(self._error_frame(error))
+            await self._fail(error, pulse, scope)
         except Exception:
-            if self._error_frame is None:
-                raise
             request_id = scope["state"]["request_id"]
             log.exception("the stream of request %s broke by an error of ours", request_id)
-            await pulse.send(self._error_frame(internal_error(request_id)))
+            await self._fail(internal_error(request_id), pulse, scope)
+
+    async def _fail(self, error: RequestFailed, pulse: _Pulse, scope: Scope) -> None:
+        scope["state"]["server"].tell_failed(scope["path"], error)
+        await pulse.send(self._error_frame(error))
 
 
 class _Pulse:

@@ -41,6 +41,11 @@ class ServerState:
         """Longest prompt + answer in tokens; None until the first worker has told it."""
         return self.engine.max_model_len
 
+    def tell_failed(self, path: str, error: RequestFailed) -> None:
+        """Whoever answers a request with an error says so here, once."""
+        for observer in self.observers:
+            observer.failed(path, error)
+
     def check_model(self, name: str) -> None:
         """Raises RequestFailed(MODEL_NOT_FOUND) unless `name` means the served model."""
         if name in _ANY_MODEL or name in (self.model_name, self.settings.model):
