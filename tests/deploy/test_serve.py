@@ -1,0 +1,278 @@
+"""From settings to processes: models, devices, environments; and `tokenyard serve` itself with stand-in packages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.serve import (
+    child_specs,
+    common_environment,
+    cpu_share,
+    resolve_devices,
+    resolve_model,
+    unknown_variables,
+)
+from shared.endpoints import RunDirectory
+from shared.settings import Settings, SettingsError
+from tests.deploy.stage import is_alive, wait_until_dead
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_becomes_an_absolute_path(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(model.parent)
+    for text in ("tiny", "./tiny", "tiny/", "../" + model.parent.name + "/tiny"):
+        settings = resolve_model(Settings(model=text))
+        assert settings.model == str(model.resolve())
+        assert settings.public_model_name == "tiny"
+
+
+def test_the_home_folder_is_expanded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    assert resolve_model(Settings(model="~/tiny")).model == str(model.resolve())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "org/model_name.v2"])
+def test_a_hub_name_is_passed_on(name: str) -> None:
+    assert resolve_model(Settings(model=name)).model == name
+
+
+@pytest.mark.parametrize("text", ["./missing", "/no/such/folder", "a/b/c", "~/missing", "org/", "white space", "-x"])
+def test_what_can_be_neither_is_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="neither a folder here nor a hub name"):
+        resolve_model(Settings(model=text))
+
+
+def test_a_file_and_a_folder_without_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="a folder without config"):
+        resolve_model(Settings(model=str(tmp_path)))
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(SettingsError, match="is a file; give the folder"):
+        resolve_model(Settings(model=str(file)))
+
+
+def test_auto_takes_the_gpus_that_torch_could_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.machine.torch_version", lambda: "2.13.0")
+    monkeypatch.setattr("deploy.machine._gpus_installed", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert resolve_devices(Settings()).devices == "cuda:0,cuda:1"
+    assert resolve_devices(Settings(devices="cpu,cpu")).devices == "cpu,cpu"
+    monkeypatch.setattr("deploy.machine.torch_version", lambda: "2.13.0+cpu")
+    assert resolve_devices(Settings()).devices == "cpu"
+
+
+def test_each_device_gets_a_worker_and_each_command_line_names_its_module(tmp_path: Path) -> None:
+    settings = Settings(devices="cuda:0,cpu", api_servers=2)
+    specs = child_specs(settings, RunDirectory(tmp_path))
+    assert [spec.name for spec in specs] == [
+        "scheduler", "model_worker:0", "model_worker:1", "api_server:0", "api_server:1",
+    ]  # fmt: skip
+    for spec in specs:
+        assert spec.argv[:5] == [sys.executable, "-m", spec.role, "--run-dir", str(tmp_path)]
+    assert specs[1].argv[5:] == ["--index", "0", "--device", "cuda:0"]
+    assert specs[2].argv[5:] == ["--index", "1", "--device", "cpu"]
+    assert specs[4].argv[5:] == ["--index", "1"]
+    assert [spec.counts_starts for spec in specs] == [False, True, True, False, False]
+
+
+@given(workers=st.integers(1, 16), usable=st.integers(1, 128), hidden=st.integers(0, 128))
+def test_cpu_workers_share_the_usable_cores(workers: int, usable: int, hidden: int) -> None:
+    share = cpu_share(workers, usable, usable + hidden, {})
+    threads = int(share.get("OMP_NUM_THREADS", usable + hidden))
+    assert threads == max(1, usable // workers)
+    assert share.get("NUMBA_NUM_THREADS", str(threads)) == str(threads)
+    assert cpu_share(workers, usable, usable + hidden, {"OMP_NUM_THREADS": "3"}) == {}
+
+
+def test_kernels_are_kept_in_the_users_cache_or_for_this_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    cache = tmp_path / "cache"
+    assert common_environment(run, {"XDG_CACHE_HOME": str(cache)})["NUMBA_CACHE_DIR"] == f"{cache}/tokenyard/numba"
+    assert common_environment(run, {"NUMBA_CACHE_DIR": str(cache)})["NUMBA_CACHE_DIR"] == str(cache)
+    blocked = tmp_path / "file"
+    blocked.touch()
+    environment = common_environment(run, {"XDG_CACHE_HOME": str(blocked)})
+    assert environment["NUMBA_CACHE_DIR"] == f"{run.path}/numba"
+
+
+def test_misspelt_variables_are_found() -> None:
+    environ = {"TOKENYARD_PROT": "80", "TOKENYARD_PORT": "80", "TOKENYARD_CONFIG": "x", "HOME": "/"}
+    assert unknown_variables(environ) == ["TOKENYARD_PROT"]
+
+
+STAND_IN = """
+import argparse, http.server, signal, sys, threading
+from pathlib import Path
+from shared import phases
+from shared.endpoints import RunDirectory
+from shared.liveness import become
+from shared.settings import Settings
+parser = argparse.ArgumentParser()
+for flag in ("--run-dir", "--index", "--device", "--epoch"):
+    parser.add_argument(flag)
+run_directory = RunDirectory(Path(parser.parse_args().run_dir))
+settings = Settings.read(run_directory.settings_file)
+become(ROLE)
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+def stop(*_):
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+phases.phase("import")
+if ROLE == "api_server":
+    server = http.server.HTTPServer((settings.host, settings.port), Ready)
+    phases.ready()
+    server.serve_forever()
+(run_directory.path / (ROLE + ".sock")).touch()
+phases.ready()
+signal.pause()
+"""
+
+
+class Server:
+    """`tokenyard serve` with packages that only pretend to serve, so that starting and stopping is what is tested."""
+
+    def __init__(self, folder: Path, model: Path, runs: Path | None = None) -> None:
+        source, self.runs = folder / "source", runs or folder / "runs"
+        self.runs.mkdir(exist_ok=True)
+        for package in ("deploy", "shared", "interfaces"):
+            shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("embedded_model"))
+        for package in ("scheduler", "model_worker", "api_server"):
+            (source / package).mkdir()
+            (source / package / "__init__.py").touch()
+            (source / package / "__main__.py").write_text(f"ROLE = {package!r}\n{STAND_IN}")
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        elsewhere = folder / "elsewhere"
+        # A folder of the operator's whose name is that of one of ours must not be taken for ours.
+        (elsewhere / "scheduler").mkdir(parents=True)
+        (elsewhere / "scheduler" / "__main__.py").write_text("raise SystemExit('the wrong scheduler')")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "serve", str(model), "--port", str(self.port)],
+            cwd=elsewhere,
+            env={**os.environ, "PYTHONPATH": str(source), "PYTHONSAFEPATH": "1", "TMPDIR": str(self.runs)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def read_until(self, text: str) -> str:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"never said {text!r}: {''.join(self.log)}")
+
+    def children(self) -> dict[str, int]:
+        """Process ids by module name, as their command lines tell."""
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            pids = [int(pid) for pid in file.read().split()]
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids}
+        return {
+            module: pid
+            for pid, line in lines.items()
+            for module in ("scheduler", "model_worker", "api_server")
+            if f"-m {module}" in line
+        }
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("s")
+
+
+def test_serve_starts_tells_restarts_and_leaves_nothing_behind(folder: Path, model: Path) -> None:
+    with Server(folder, model) as server:
+        server.read_until("ready after")
+        started = "".join(server.log)
+        for name in ("scheduler", "model_worker:0", "api_server:0"):
+            assert f"  {name} " in started
+        assert f"http://127.0.0.1:{server.port}" in started
+        example = server.read_until("try: curl")
+        assert f"http://127.0.0.1:{server.port}/v1/chat/completions" in example
+        assert '"model": "tiny"' in example
+        (run_directory,) = server.runs.iterdir()
+        assert (run_directory / "scheduler.sock").exists()
+        children = server.children()
+        assert set(children) == {"scheduler", "model_worker", "api_server"}
+        os.kill(children["model_worker"], signal.SIGKILL)
+        assert "model_worker:0 (cpu) died" in server.read_until("ERROR")
+        server.read_until("model_worker:0 ")
+        assert server.children()["model_worker"] != children["model_worker"]
+        children = server.children()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=20) == 0
+        assert not any(map(is_alive, children.values()))
+        assert list(server.runs.iterdir()) == []
+
+
+def test_a_server_killed_with_sigkill_leaves_no_process_and_the_next_one_sweeps(folder: Path, model: Path) -> None:
+    with Server(folder, model) as server:
+        server.read_until("ready after")
+        children = server.children()
+        server.process.kill()
+        server.process.wait()
+        wait_until_dead(*children.values())
+        runs = server.runs
+        (left,) = runs.iterdir()
+    with Server(folder / "next", model, runs) as server:
+        server.read_until("ready after")
+        (present,) = runs.iterdir()
+        assert present != left
+
+
+def test_a_taken_port_is_explained_before_anything_starts(folder: Path, model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        argv = [sys.executable, "-m", "deploy.cli", "serve", str(model), "--port", port]
+        result = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 2
+    assert f"port {port} is taken by another process" in result.stderr
+    assert "use another --port" in result.stderr
+
+
+def test_the_server_answers_while_it_runs(folder: Path, model: Path) -> None:
+    with Server(folder, model) as server:
+        server.read_until("ready after")
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/ready", timeout=5) as answer:
+            assert answer.status == 200
+        before = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=20) == 0
+        assert time.monotonic() - before < 5
