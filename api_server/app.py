@@ -28,6 +28,7 @@ from api_server.dialects.openai.errors import render_error
 from api_server.dialects.tgi import routes as tgi
 from api_server.endpoint import Call, Document, endpoint, internal_error
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.metrics import Metrics, generation_paths, metrics_route
 from api_server.state import ServerState
 
 log = logging.getLogger("tokenyard")
@@ -36,14 +37,12 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> Application:
-    """The application of one API process."""
-    described = [*api_routes(), *further_routes]
+    """The application of one API process; from here on `server.observers` has the metrics, too."""
+    routes = [*openai.routes(), *tgi.routes(), *generate_route.routes(), *health_routes(), *further_routes]
+    metrics = Metrics(server.model_name, generation_paths(routes))
+    server.observers.append(metrics)
+    described = [*routes, metrics_route(metrics)]
     return Application(server, [*described, *openapi.routes(described, version("tokenyard"))])
-
-
-def api_routes() -> list[BaseRoute]:
-    """Every dialect's routes, and the health routes."""
-    return [*openai.routes(), *tgi.routes(), *generate_route.routes(), *health_routes()]
 
 
 class Application:

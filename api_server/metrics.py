@@ -8,11 +8,11 @@ them are in `metrics_aliases.py`.
 
 from __future__ import annotations
 
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -78,9 +78,9 @@ class Metrics:
     others are not counted.
     """
 
-    def __init__(self, model_name: str, directory: Path | None = None, routes: Collection[str] = ()) -> None:
+    def __init__(self, model_name: str, routes: Collection[str]) -> None:
         self._model_name = model_name
-        self._directory = directory
+        self._directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         self._routes = frozenset(routes)
         self._gaps = [0] * (len(TOKEN_SECONDS) + 1)
         self._gap_seconds = 0.0
@@ -177,7 +177,7 @@ class Metrics:
         if self._directory is None:
             return list(self._own.collect())
         collector: Any = MultiProcessCollector  # the library leaves it untyped
-        return cast(list[Metric], collector(None, str(self._directory)).collect())
+        return cast(list[Metric], collector(None, self._directory).collect())
 
 
 def generation_paths(routes: Iterable[BaseRoute]) -> list[str]:
