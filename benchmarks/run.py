@@ -1,0 +1,55 @@
+"""One measured run: the load, and what it cost the client and the server's processes meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.client import Client, Finished
+from benchmarks.metrics import Metrics, measure
+from benchmarks.processes import CpuTimes, per_thousand_tokens
+from benchmarks.timeline import Timeline
+from benchmarks.workload import Workload, plan
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a run is driven. `time_limit` bounds a run, `request_timeout` one request; both in seconds."""
+
+    concurrency: int
+    time_limit: float
+    request_timeout: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run gave; `cpu_s` is empty for a server whose processes are out of sight."""
+
+    workload: Workload
+    metrics: Metrics
+    cpu_s: dict[str, float]
+    cpu_s_per_1000_output_tokens: dict[str, float]
+    client_cpu_percent: float
+    timelines: list[Timeline] = field(repr=False)
+
+
+async def measured_run(
+    client: Client, workload: Workload, load: Load, supervisor: int | None, finished: Finished
+) -> Run:
+    planned = plan(workload)
+    before, cpu, wall = _server_times(supervisor), time.process_time(), time.perf_counter()
+    timelines = await client.run(planned, load.concurrency, load.time_limit, finished)
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    used = _server_times(supervisor).since(before)
+    metrics = measure(timelines, len(planned))
+    per_thousand = per_thousand_tokens(used, metrics.output_tokens)
+    return Run(workload, metrics, used, per_thousand, 100 * cpu / wall, timelines)
+
+
+def failed(runs: Sequence[Run]) -> int:
+    return sum(sum(run.metrics.failures.values()) for run in runs)
+
+
+def _server_times(supervisor: int | None) -> CpuTimes:
+    return CpuTimes({}) if supervisor is None else CpuTimes.of(supervisor)

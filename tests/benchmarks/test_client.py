@@ -1,0 +1,121 @@
+"""The client against a real HTTP server: what it sends, what it clocks, and how each failure is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+
+from benchmarks.client import Client
+from benchmarks.metrics import measure
+from benchmarks.server import free_port, wait_until_ready
+from benchmarks.timeline import COMPLETED, Timeline
+from benchmarks.workload import PlannedRequest
+from tests.benchmarks import sse_server
+from tests.benchmarks.sse_server import FIRST_S, GAP_S, Recorder, application
+
+
+class RunningServer:
+    def __init__(self) -> None:
+        self.recorder, self.port = Recorder(), free_port()
+        self._server = uvicorn.Server(
+            uvicorn.Config(application(self.recorder), port=self.port, log_level="warning", timeout_graceful_shutdown=1)
+        )
+        self._task = asyncio.create_task(self._server.serve())
+
+    async def started(self) -> None:
+        await wait_until_ready(f"http://127.0.0.1:{self.port}", None, None, 10)
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        await asyncio.wait_for(self._task, 10)
+
+    async def run(
+        self, *scripts: int, concurrency: int = 8, time_limit: float = 20.0, request_timeout: float = 10.0
+    ) -> list[Timeline]:
+        planned = [PlannedRequest([script, 5, 6], 4) for script in scripts]
+        client = Client(f"http://127.0.0.1:{self.port}/", "scripted", request_timeout, api_key="sesame")
+        self.finished: list[Timeline] = []
+        return await client.run(planned, concurrency, time_limit, self.finished.append)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RunningServer]:
+    server = RunningServer()
+    await server.started()
+    yield server
+    await server.stop()
+
+
+async def test_a_stream_is_clocked_by_its_chunks_with_text(server: RunningServer) -> None:
+    (timeline,) = await server.run(sse_server.STEADY)
+    assert (timeline.outcome, timeline.prompt_tokens, timeline.output_tokens) == (COMPLETED, 3, 4)
+    assert len(timeline.chunks) == 4
+    # The empty chunk was sent at once; the first text only FIRST_S later.
+    assert timeline.first_token is not None
+    assert timeline.first_token >= FIRST_S * 0.95
+    assert all(gap > 0 for gap in timeline.gaps)
+    assert sum(timeline.gaps) >= 3 * GAP_S * 0.9
+    assert timeline.sent < timeline.chunks[0] < timeline.chunks[-1] <= timeline.ended
+    assert server.finished == [timeline]
+
+
+async def test_the_body_makes_every_server_do_the_same_work(server: RunningServer) -> None:
+    await server.run(sse_server.ONE_TOKEN)
+    assert server.recorder.bodies == [
+        {
+            "model": "scripted",
+            "prompt": [sse_server.ONE_TOKEN, 5, 6],
+            "max_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+async def test_each_failure_has_its_name_and_the_others_complete(server: RunningServer) -> None:
+    scripts = [
+        sse_server.STEADY,
+        sse_server.BUSY,
+        sse_server.ERROR_IN_STREAM,
+        sse_server.CUT_OFF,
+        sse_server.NO_USAGE,
+        sse_server.ONE_TOKEN,
+        sse_server.HANGS,
+        sse_server.BUSY,
+    ]
+    timelines = await server.run(*scripts, request_timeout=2.0)
+    assert Counter(t.outcome for t in timelines) == {
+        COMPLETED: 2,
+        "HTTP 429": 2,
+        "error in stream": 1,
+        "stream ended without [DONE]": 1,
+        "no usage in stream": 1,
+        "timed out": 1,
+    }
+    metrics = measure(timelines, len(scripts))
+    assert (metrics.output_tokens, metrics.tpot.samples, metrics.ttft.samples) == (5, 1, 2)
+
+
+async def test_a_closed_loop_keeps_exactly_so_many_in_flight(server: RunningServer) -> None:
+    timelines = await server.run(*[sse_server.STEADY] * 9, concurrency=3)
+    assert [t.outcome for t in timelines] == [COMPLETED] * 9
+    assert server.recorder.most_in_flight == 3
+
+
+async def test_the_time_limit_ends_a_run(server: RunningServer) -> None:
+    timelines = await server.run(*[sse_server.HANGS] * 5, concurrency=2, time_limit=0.5)
+    assert [t.outcome for t in timelines] == ["not finished"] * 2
+    assert all(0.4 < t.latency < 5 for t in timelines)
+    assert measure(timelines, 5).failures == {"not finished": 2, "not sent in time": 3}
+
+
+async def test_a_server_that_is_not_there_is_a_failure_not_a_crash() -> None:
+    client = Client(f"http://127.0.0.1:{free_port()}", "any", 5.0)
+    timelines = await client.run([PlannedRequest([1], 1)], 1, 5.0, lambda timeline: None)
+    assert [t.outcome for t in timelines] == ["ClientConnectorError"]
