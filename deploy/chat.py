@@ -11,7 +11,7 @@ import importlib.util
 import json
 import sys
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +83,10 @@ def _take_turn(server: Server, conversation: Conversation, text: str) -> None:
     conversation.turns.append({"role": "user", "content": text})
     answer: list[str] = []
     try:
-        for piece in server.stream(conversation.request):
-            answer.append(piece)
-            print(piece, end="", flush=True)
+        with contextlib.closing(server.stream(conversation.request)) as pieces:
+            for piece in pieces:
+                answer.append(piece)
+                print(piece, end="", flush=True)
         print()
     except KeyboardInterrupt:
         print(" (stopped)")
@@ -114,8 +115,8 @@ class Server:
             except (ValueError, LookupError, TypeError):
                 raise ServerError(f"{self._url} names no model at /v1/models; give one with --model") from None
 
-    def stream(self, body: dict[str, Any]) -> Iterator[str]:
-        """Pieces of the answer's text as they arrive. Leaving the iterator closes the connection, which cancels."""
+    def stream(self, body: dict[str, Any]) -> Generator[str]:
+        """Pieces of the answer's text as they arrive. Closing the generator hangs up, which cancels the request."""
         with self._request("POST", "/v1/chat/completions", body) as response:
             for chunk in _events(response):
                 if "error" in chunk:

@@ -1,0 +1,55 @@
+# Every target sets up what it needs. Usual variables: PORT=8000, PYTHON=python3.12, ARGS="...", VENV=.venv
+PORT ?= 8000
+VENV ?= .venv
+ARGS ?=
+# The first Python on the path that is new enough, unless PYTHON names one.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TEST_INSTALLED := $(VENV)/.installed-test
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test run test lint check bench demo-model
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(INSTALLED)  ## make .venv and install tokenyard into it
+
+setup-test: $(TEST_INSTALLED)
+
+run: $(INSTALLED)  ## serve the embedded model on 127.0.0.1:PORT (ARGS adds a model and flags)
+	$(BIN)/tokenyard serve --host 127.0.0.1 --port $(PORT) $(ARGS)
+
+test: $(TEST_INSTALLED)  ## run every test (ARGS adds pytest arguments)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(TEST_INSTALLED)  ## style, types and the import rule
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint  ## the same as lint
+
+bench: $(TEST_INSTALLED)  ## measure a running server (ARGS="--help" explains)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+demo-model: $(TEST_INSTALLED)  ## train the embedded model anew (about 45 minutes on two cores)
+	$(BIN)/python -m deploy.embedded_model.train $(ARGS)
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "tokenyard needs Python 3.11 or newer, and none is on the path; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tokenyard needs Python 3.11 or newer; $(PYTHON) is older or missing. Name another: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps are newer than pyproject.toml exactly when its dependencies are installed.
+$(INSTALLED): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --editable .
+	@touch $@
+
+$(TEST_INSTALLED): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --editable '.[test]'
+	@touch $@ $(INSTALLED)
