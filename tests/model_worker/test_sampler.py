@@ -370,6 +370,17 @@ def test_a_row_carries_no_counts_over_to_its_next_owner() -> None:
     assert _sample(table, logits, [0], 0).tokens.tolist() == [0]
 
 
+def test_a_row_whose_join_was_refused_is_greedy_and_disturbs_nobody() -> None:
+    """A step that names it may be in flight already."""
+    healthy, logits = _params(presence_penalty=0.5), _logits(2, 40)
+    table = _rows(40, [healthy, _params()])
+    expected = _sample(_rows(40, [healthy]), logits[:1], [0], 3).tokens[0]
+    table.drop(1)
+    with pytest.raises(ValueError, match="logit_bias names tokens"):
+        table.join(1, _params(logit_bias={40: 1.0}, frequency_penalty=1.0), [], NO_TOKENS, NO_TOKENS)
+    assert _sample(table, logits, [0, 1], 3).tokens.tolist() == [expected, int(np.argmax(logits[1]))]
+
+
 def test_mistaken_rows_and_values_are_refused_by_name() -> None:
     table = _rows(10, [_params(), _params()])
     logits = _logits(1, 10)
@@ -384,8 +395,6 @@ def test_mistaken_rows_and_values_are_refused_by_name() -> None:
         table.join(0, _params(), [], NO_TOKENS, NO_TOKENS)
     table.drop(1)
     table.drop(1)
-    with pytest.raises(ValueError, match=r"rows \[1\] are not held"):
-        _sample(table, logits, [1], 0)
     with pytest.raises(ValueError, match=r"logit_bias names tokens \[10\]"):
         table.join(1, _params(logit_bias={10: 1.0, 3: 1.0}), [], NO_TOKENS, NO_TOKENS)
     with pytest.raises(ValueError, match="fewer than vocab_size 10"):
