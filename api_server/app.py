@@ -13,7 +13,6 @@ import re
 import uuid
 from collections.abc import Sequence
 from http import HTTPStatus
-from importlib.metadata import version
 from typing import Any
 
 import orjson
@@ -29,6 +28,7 @@ from api_server.dialects.tgi import routes as tgi
 from api_server.endpoint import Call, Document, endpoint, internal_error
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.metrics import Metrics, generation_paths, metrics_route
+from api_server.product import release
 from api_server.state import ServerState
 
 log = logging.getLogger("tokenyard")
@@ -42,7 +42,7 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
     metrics = Metrics(server.model_name, generation_paths(routes))
     server.observers.append(metrics)
     described = [*routes, metrics_route(metrics)]
-    return Application(server, [*described, *openapi.routes(described, version("tokenyard"))])
+    return Application(server, [*described, *openapi.routes(described, release())])
 
 
 class Application:

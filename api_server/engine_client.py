@@ -238,7 +238,7 @@ class EngineClient:
         except zmq.Again:
             return False
         # A send may swallow the edge that would have announced incoming messages.
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._receive)
         return True
 

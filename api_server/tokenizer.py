@@ -74,8 +74,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
-        """From a Hugging Face directory or hub name. Raises OSError or ValueError, with the reason, if it cannot."""
-        hide_torch()
+        """From a Hugging Face directory or hub name. Raises OSError or ValueError, with the reason, if it cannot.
+
+        transformers is imported here, so that a process can `hide_torch` first.
+        """
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -212,7 +214,7 @@ def _config_file(model: str) -> Path | None:
     if Path(model).is_dir():
         path = Path(model) / "generation_config.json"
         return path if path.exists() else None
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     found = cached_file(
         model,

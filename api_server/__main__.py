@@ -1,0 +1,122 @@
+"""One API process: `python -m api_server --run-dir DIR --index I`.
+
+Loads the tokenizer, connects to the scheduler, listens on the port it shares with its siblings, and ends in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from api_server.tokenizer import Tokenizer, hide_torch
+from shared import liveness, logs, phases
+from shared.endpoints import RunDirectory
+from shared.settings import Settings
+
+BACKLOG = 2048
+DRAIN_SECONDS = 10
+"""On SIGTERM running requests have this long to finish."""
+
+log = logging.getLogger("tokenyard")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the signals left to `_serve`: its own handling ends the process before the goodbye."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="api_server", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True, help="the server's run directory")
+    parser.add_argument("--index", type=int, required=True, help="number of this replica, from 0")
+    options = parser.parse_args()
+    run_directory = RunDirectory(options.run_dir)
+    settings = Settings.read(run_directory.settings_file)
+    role = f"api_server:{options.index}"
+    logs.configure(role, settings.log_level)
+    liveness.become(role)
+    phases.phase("import")
+    hide_torch()
+    try:
+        phases.phase("load tokenizer")
+        tokenizer = Tokenizer.load(settings.model)
+        listener = listen(settings.host, settings.port)
+    except (OSError, ValueError) as error:
+        phases.fatal(str(error))
+        log.error("%s", error)
+        return 1
+    uvloop.run(_serve(settings, run_directory, role, tokenizer, listener))
+    return 0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket that other replicas may share; the kernel spreads connections over them."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"
+        ) from None
+    listener.listen(BACKLOG)
+    return listener
+
+
+async def _serve(
+    settings: Settings, run_directory: RunDirectory, role: str, tokenizer: Tokenizer, listener: socket.socket
+) -> None:
+    from api_server.app import create
+    from api_server.engine_client import EngineClient
+    from api_server.state import ServerState
+
+    engine = EngineClient(run_directory.api_endpoint, role)
+    engine.start()
+    server = ServerState(settings, tokenizer, engine)
+    config = uvicorn.Config(
+        create(server),
+        http="httptools",
+        loop="none",
+        lifespan="off",
+        interface="asgi3",
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        server_header=False,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+    )
+    web = _Server(config)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, web.handle_exit, number, None)
+    # What exists now lives as long as the process: no collection need look at it again.
+    gc.collect()
+    gc.freeze()
+    phases.ready(url=f"http://{settings.host}:{settings.port}", pid=os.getpid())
+    try:
+        await web.serve(sockets=[listener])
+    finally:
+        engine.close()
+        tokenizer.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

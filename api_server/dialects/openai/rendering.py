@@ -1,0 +1,151 @@
+"""Writes OpenAI's answers and chunks from the facts of a generation.
+
+Knows the JSON forms; chat and plain completions differ in one object per choice, everything else is common.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from api_server.dialects.openai.schema import StreamOptions
+from api_server.errors import ErrorKind, RequestFailed
+from api_server.generation import Choice, Finish, Generation
+from api_server.sse import DONE, frame
+from api_server.state import ServerState
+
+_REASON = {"stop_token": "stop", "stop_string": "stop", "length": "length"}
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What every answer and every chunk of one request repeats."""
+
+    prefix: str
+    model: str
+    system_fingerprint: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def around(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+            **more,
+        }
+
+
+def envelope(server: ServerState, prefix: str) -> Envelope:
+    """The fingerprint changes with the settings, which is when answers to one seed may change."""
+    digest = blake2b(server.settings.to_json().encode(), digest_size=5).hexdigest()
+    return Envelope(prefix, server.model_name, f"fp_{digest}")
+
+
+def finish_reason(finish: Finish | None) -> str:
+    """`stop` or `length`. An answer that the server itself cut off is none: raises RequestFailed."""
+    if finish is None or finish.kind == "cancelled":
+        raise RequestFailed(ErrorKind.UNAVAILABLE, "the server ended this request before its answer was complete")
+    return _REASON[finish.kind]
+
+
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """A prompt counts once, however many answers it gets."""
+    first_of_prompt = {choice.request_index: choice for choice in reversed(choices)}.values()
+    prompt = sum(choice.prompt_tokens for choice in first_of_prompt)
+    completion = sum(choice.completion_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first_of_prompt)},
+    }
+
+
+def chat_answer(envelope: Envelope, choices: Sequence[Choice]) -> dict[str, Any]:
+    """The whole body of a chat answer."""
+    rendered = [
+        {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": finish_reason(choice.finish),
+        }
+        for choice in choices
+    ]
+    return envelope.around("chat.completion", rendered, usage=usage(choices))
+
+
+def completion_answer(envelope: Envelope, choices: Sequence[Choice], echoes: Sequence[str]) -> dict[str, Any]:
+    """The whole body of a completion; `echoes[i]` precedes the text of choice i."""
+    rendered = [
+        _completion_choice(choice.index, echoes[choice.index] + choice.text, finish_reason(choice.finish))
+        for choice in choices
+    ]
+    return envelope.around("text_completion", rendered, usage=usage(choices))
+
+
+def chat_frames(envelope: Envelope, generation: Generation, options: StreamOptions | None) -> AsyncIterator[bytes]:
+    """Role first, then the text as it comes, then an empty delta with the reason."""
+    opening = [_chat_choice(choice.index, {"role": "assistant", "content": ""}, None) for choice in generation.choices]
+
+    def news(index: int, text: str, reason: str | None) -> list[dict[str, Any]]:
+        rendered = [_chat_choice(index, {"content": text}, None)] if text else []
+        return rendered if reason is None else [*rendered, _chat_choice(index, {}, reason)]
+
+    return _frames(envelope, "chat.completion.chunk", generation, options, opening, news)
+
+
+def completion_frames(
+    envelope: Envelope, generation: Generation, options: StreamOptions | None, echoes: Sequence[str]
+) -> AsyncIterator[bytes]:
+    """The echo first, then the text as it comes; the last text has the reason."""
+    opening = [_completion_choice(index, echo, None) for index, echo in enumerate(echoes) if echo]
+
+    def news(index: int, text: str, reason: str | None) -> list[dict[str, Any]]:
+        return [_completion_choice(index, text, reason)] if text or reason else []
+
+    return _frames(envelope, "text_completion", generation, options, opening, news)
+
+
+async def _frames(
+    envelope: Envelope,
+    kind: str,
+    generation: Generation,
+    options: StreamOptions | None,
+    opening: list[dict[str, Any]],
+    news: Callable[[int, str, str | None], list[dict[str, Any]]],
+) -> AsyncIterator[bytes]:
+    include_usage = options is not None and bool(options.include_usage or options.continuous_usage_stats)
+    continuous = options is not None and bool(options.continuous_usage_stats)
+
+    def chunk(choice: dict[str, Any]) -> bytes:
+        if not include_usage:
+            return frame(envelope.around(kind, [choice]))
+        return frame(envelope.around(kind, [choice], usage=usage(generation.choices) if continuous else None))
+
+    if opening:
+        yield b"".join(map(chunk, opening))
+    async for delta in generation:
+        reason = None if delta.finish is None else finish_reason(delta.finish)
+        rendered = news(delta.index, delta.text, reason)
+        if rendered:
+            yield b"".join(map(chunk, rendered))
+    if include_usage:
+        yield frame(envelope.around(kind, [], usage=usage(generation.choices)))
+    yield DONE
+
+
+def _chat_choice(index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _completion_choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}

@@ -1,0 +1,208 @@
+"""Reads OpenAI bodies and maps them to the internal request.
+
+Whatever a body asks for and this server cannot do is refused by name: nothing that changes an answer is ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from api_server import body
+from api_server.dialects.openai.schema import ChatBody, CompletionBody, TextBody
+from api_server.endpoint import Call
+from api_server.errors import invalid, unsupported
+from interfaces.requests import TextGenerationRequest
+from interfaces.sampling import SEED_LIMIT, SamplingParamsInput
+
+log = logging.getLogger("tokenyard")
+
+B = TypeVar("B", bound=TextBody)
+
+COMPLETION_MAX_TOKENS = 16
+
+_OFF: Collection[Any] = (None, False)
+_REFUSED: dict[str, tuple[str, Collection[Any]]] = {
+    "logprobs": ("log probabilities", _OFF),
+    "top_logprobs": ("log probabilities", (None, 0)),
+    "prompt_logprobs": ("log probabilities", _OFF),
+    "suffix": ("inserting text before a suffix", (None, "")),
+    "audio": ("audio", (None,)),
+    "modalities": ("output other than text", (None, ["text"])),
+    "prediction": ("predicted output", (None,)),
+    "web_search_options": ("web search", (None,)),
+    "functions": ("the old form of tools", (None, [])),
+    "function_call": ("the old form of tools", (None, "none", "auto")),
+    "tool_choice": ("forcing a tool call", (None, "none", "auto")),
+    "use_beam_search": ("beam search", _OFF),
+    "documents": ("documents for the template", (None, [])),
+    "chat_template": ("a template sent by a client", (None,)),
+    "bad_words": ("forbidding words", (None, [])),
+    "allowed_token_ids": ("restricting the vocabulary", (None,)),
+    "logits_processors": ("logits processors", (None, [])),
+    "custom_logit_processor": ("logits processors", (None,)),
+    "return_token_ids": ("returning token ids", _OFF),
+    "return_tokens_as_token_ids": ("returning token ids", _OFF),
+    "return_hidden_states": ("returning hidden states", _OFF),
+    "stop_regex": ("stopping at a pattern", (None, [])),
+    "lora_path": ("adapters", (None,)),
+    "priority": ("an order among requests", (None, 0)),
+} | dict.fromkeys(
+    (
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "json_schema",
+        "regex",
+        "ebnf",
+    ),
+    ("constrained output", (None,)),
+)
+"""Fields this server does not implement: what they ask for, and the values that ask for nothing."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+        "verbosity",
+        "best_of",
+        "response_format",
+        "request_id",
+        "spaces_between_special_tokens",
+    }
+)
+"""Known fields that change no answer here, or that `_check` has looked at."""
+
+_reported: set[str] = set()
+_MAX_REPORTED = 100
+
+
+def read(call: Call, model: type[B]) -> B:
+    """The body, checked. Raises RequestFailed."""
+    raw = call.json
+    _check(raw, model)
+    try:
+        parsed = body.parse(model, raw)
+    except body.Mismatch as error:
+        raise invalid(str(error), error.field or None) from None
+    call.server.check_model(parsed.model or "")
+    if parsed.stream_options is not None and not parsed.stream:
+        raise invalid("stream_options is only allowed when stream is true", "stream_options")
+    return parsed
+
+
+def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
+    """The conversation as one internal request."""
+    if given.continue_final_message and given.add_generation_prompt:
+        raise invalid("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
+    options = dict(given.chat_template_kwargs or {})
+    if given.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", given.reasoning_effort)
+    asked = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
+    if asked is not None and asked < 1:
+        raise invalid(f"max_tokens must be at least 1, got {asked}", "max_tokens")
+    return TextGenerationRequest(
+        **_common(call, given, asked),
+        messages=given.messages,
+        tools=given.tools if given.tool_choice != "none" else None,
+        chat_template_options=options,
+        add_generation_prompt=given.add_generation_prompt is not False,
+        continue_final_message=bool(given.continue_final_message),
+    )
+
+
+def completion_requests(call: Call, given: CompletionBody) -> list[TextGenerationRequest]:
+    """One internal request for each prompt."""
+    common = _common(call, given, given.max_tokens)
+    return [
+        TextGenerationRequest(**common, prompt=prompt, default_max_new_tokens=COMPLETION_MAX_TOKENS)
+        for prompt in _prompts(given.prompt)
+    ]
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt must not be an empty list", "prompt")
+    return [prompt] if isinstance(prompt[0], int) else list(prompt)
+
+
+def _common(call: Call, given: TextBody, max_tokens: int | None) -> dict[str, Any]:
+    """Arguments of a `TextGenerationRequest` that both endpoints fill alike."""
+    return {
+        "request_id": call.request_id,
+        "model_name": call.server.model_name,
+        "sampling": _sampling(given, max_tokens),
+        "n": given.n or 1,
+        "add_special_tokens": given.add_special_tokens,
+        "truncate_prompt_to": given.truncate_prompt_tokens,
+        "keep_stop": bool(given.include_stop_str_in_output),
+        "skip_special_tokens": given.skip_special_tokens is not False,
+        "cache_salt": given.cache_salt or "",
+        "request_path": call.path,
+        "received": call.received,
+    }
+
+
+def _sampling(given: TextBody, max_tokens: int | None) -> SamplingParamsInput:
+    return SamplingParamsInput(
+        top_k=given.top_k,
+        top_p=given.top_p,
+        min_p=given.min_p,
+        temperature=given.temperature,
+        frequency_penalty=given.frequency_penalty,
+        presence_penalty=given.presence_penalty,
+        repetition_penalty=given.repetition_penalty,
+        logit_bias=_logit_bias(given.logit_bias),
+        max_new_tokens=max_tokens,
+        min_new_tokens=given.min_tokens,
+        ignore_eos=given.ignore_eos,
+        stop=[given.stop] if isinstance(given.stop, str) else given.stop,
+        stop_token_ids=given.stop_token_ids,
+        seed=None if given.seed is None else given.seed % SEED_LIMIT,  # OpenAI's seeds are signed
+    )
+
+
+def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
+    if given is None:
+        return None
+    for token, bias in given.items():
+        if not token.isascii() or not token.isdigit():
+            raise invalid(f"logit_bias must map token ids to numbers, got the key {token!r}", "logit_bias")
+        if not -100 <= bias <= 100:
+            raise invalid(f"logit_bias[{token}] must be between -100 and 100, got {bias}", "logit_bias")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def _check(raw: Mapping[str, Any], model: type[TextBody]) -> None:
+    """Refuses what is known and not implemented; reports what is unknown, once for each name."""
+    for name, value in raw.items():
+        if name in _REFUSED:
+            what, harmless = _REFUSED[name]
+            if not any(value is ok or (ok is not False and value == ok) for ok in harmless):
+                raise unsupported(name, what)
+        elif name not in model.model_fields and name not in _WITHOUT_EFFECT:
+            _report(name)
+    response_format = raw.get("response_format")
+    if response_format is not None and response_format != {"type": "text"}:
+        raise unsupported("response_format", "output in a prescribed form")
+    best_of = raw.get("best_of")
+    if best_of is not None and best_of != (raw.get("n") or 1):
+        raise unsupported("best_of", "choosing the best of several answers")
+    if raw.get("echo") and "echo" not in model.model_fields:
+        raise unsupported("echo", "repeating the prompt of a chat")
+
+
+def _report(name: str) -> None:
+    if name not in _reported and len(_reported) < _MAX_REPORTED:
+        _reported.add(name)
+        log.warning("the field %.100r of a request is unknown and ignored (reported once)", name)

@@ -1,0 +1,121 @@
+"""OpenAI's endpoints: each reads its body, calls `generate`, and writes the answer or the stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from api_server.dialects.openai import rendering, requests
+from api_server.dialects.openai.errors import error_frame, render_error
+from api_server.dialects.openai.schema import (
+    ChatAnswer,
+    ChatBody,
+    ChatChunk,
+    CompletionAnswer,
+    CompletionBody,
+    ErrorAnswer,
+    Model,
+    ModelList,
+)
+from api_server.endpoint import Call, Document, endpoint
+from api_server.generation import Generation, generate
+from api_server.sse import EventStream
+from api_server.state import ServerState
+
+TAG = "openai"
+
+_ERRORS = dict.fromkeys((400, 404, 413, 429, 500, 503), ErrorAnswer)
+
+_CHAT = Document(
+    "Answer a conversation",
+    TAG,
+    body=ChatBody,
+    answer=ChatAnswer,
+    frame=ChatChunk,
+    example={"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 50},
+    errors=_ERRORS,
+)
+_COMPLETION = Document(
+    "Continue a text",
+    TAG,
+    body=CompletionBody,
+    answer=CompletionAnswer,
+    frame=CompletionAnswer,
+    example={"prompt": "Once upon a time", "max_tokens": 30},
+    errors=_ERRORS,
+)
+
+
+def routes() -> list[BaseRoute]:
+    models = Document("The served models", TAG, answer=ModelList)
+    model = Document("One served model", TAG, answer=Model, errors={404: ErrorAnswer})
+    return [
+        endpoint("/v1/chat/completions", chat_completions, render_error, document=_CHAT),
+        endpoint("/v1/completions", completions, render_error, document=_COMPLETION),
+        endpoint("/v1/models", list_models, render_error, ("GET",), models),
+        endpoint("/v1/models/{model:path}", show_model, render_error, ("GET",), model),
+    ]
+
+
+async def chat_completions(call: Call) -> Response:
+    body = requests.read(call, ChatBody)
+    envelope = rendering.envelope(call.server, "chatcmpl")
+    generation = await generate(call.server, requests.chat_request(call, body))
+    if body.stream:
+        frames = rendering.chat_frames(envelope, generation, body.stream_options)
+        return EventStream(frames, generation.close, error_frame)
+    return _json(rendering.chat_answer(envelope, await generation.collect()))
+
+
+async def completions(call: Call) -> Response:
+    body = requests.read(call, CompletionBody)
+    envelope = rendering.envelope(call.server, "cmpl")
+    generation = await generate(call.server, requests.completion_requests(call, body))
+    echoes = await _echoes(call.server, body, generation)
+    if body.stream:
+        frames = rendering.completion_frames(envelope, generation, body.stream_options, echoes)
+        return EventStream(frames, generation.close, error_frame)
+    return _json(rendering.completion_answer(envelope, await generation.collect(), echoes))
+
+
+async def list_models(call: Call) -> Response:
+    return _json({"object": "list", "data": [_model(call.server)]})
+
+
+async def show_model(call: Call) -> Response:
+    call.server.check_model(call.path_params["model"])
+    return _json(_model(call.server))
+
+
+async def _echoes(server: ServerState, body: CompletionBody, generation: Generation) -> list[str]:
+    """What precedes the text of each choice: its prompt, if the request wants it back."""
+    if not body.echo:
+        return [""] * len(generation.choices)
+    try:
+        return [
+            choice.prompt_text
+            if choice.prompt_text is not None
+            else await server.tokenizer.decode(choice.prompt_token_ids.tolist(), choice.request.skip_special_tokens)
+            for choice in generation.choices
+        ]
+    except BaseException:
+        generation.close()
+        raise
+
+
+def _model(server: ServerState) -> dict[str, Any]:
+    return {
+        "id": server.model_name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "tokenyard",
+        "root": server.model_name,
+        "max_model_len": server.max_model_len,
+    }
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

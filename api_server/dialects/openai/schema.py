@@ -1,0 +1,192 @@
+"""The bodies of OpenAI's text endpoints, with the extra parameters that vLLM's clients send.
+
+Types only: the rules between values live in `requests.py`, ranges of sampling values in `interfaces/sampling.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length"]
+
+
+class Body(BaseModel):
+    """Unknown keys are ignored, as by the servers whose clients send them; `requests.py` logs each name once."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="One more chunk at the end with the token counts")
+    continuous_usage_stats: bool | None = Field(None, description="Token counts so far in every chunk")
+
+
+class TextBody(Body):
+    """What chat and plain completions have in common."""
+
+    model: str | None = Field(None, description="The served model's name, or nothing")
+    max_tokens: int | None = Field(None, description="Longest answer in tokens")
+    temperature: float | None = Field(None, description="0 is greedy; above 1 flattens the distribution")
+    top_p: float | None = Field(None, description="Draw from the most likely tokens that hold this much probability")
+    n: int | None = Field(None, ge=1, le=128, description="Answers per prompt")
+    stream: bool | None = Field(None, description="Send the answer as it is generated")
+    stream_options: StreamOptions | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=32)] | None = Field(
+        None, description="Texts that end the answer; they are not part of it"
+    )
+    presence_penalty: float | None = Field(None, description="Lowers the score of tokens that occurred, -2 to 2")
+    frequency_penalty: float | None = Field(None, description="Lowers it by how often they occurred, -2 to 2")
+    logit_bias: dict[str, float] | None = Field(None, description="Added to the score of token ids, -100 to 100")
+    seed: int | None = Field(
+        None, ge=-(1 << 63), lt=1 << 64, description="Seed of the random draws; the same seed gives the same text"
+    )
+    top_k: int | None = Field(None, description="Draw from this many most likely tokens; -1 for all")
+    min_p: float | None = Field(None, description="Drop tokens less likely than this share of the likeliest one")
+    repetition_penalty: float | None = Field(None, description="Above 1 penalises tokens of the answer so far")
+    min_tokens: int | None = Field(None, description="No stop token and no stop string before this many tokens")
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token")
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = Field(
+        None, description="Further tokens that end it"
+    )
+    include_stop_str_in_output: bool | None = Field(None, description="Keep what ended the answer in its text")
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true)")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the tokenizer adds BOS and the like; default: to plain prompts only"
+    )
+    truncate_prompt_tokens: int | None = Field(None, ge=1, description="Keep only the last n tokens of the prompt")
+    cache_salt: str | None = Field(None, description="Share cached prompts only with requests of the same salt")
+    user: str | None = Field(None, description="Accepted, without effect")
+
+
+class Message(BaseModel):
+    """For the document; `chat_template.py` checks what arrives."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(TextBody):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+        description="The conversation: role and content (a text, or parts of type text)"
+    )
+    max_completion_tokens: int | None = Field(None, description="Newer name of max_tokens")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions, shown to the model by its chat template")
+    tool_choice: Any = Field(None, description="none hides the tools from the model; auto (default) shows them")
+    reasoning_effort: str | None = Field(None, description="Passed to the chat template")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template")
+    add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn (default true)")
+    continue_final_message: bool | None = Field(None, description="Continue the last message instead of a new turn")
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+
+class CompletionBody(TextBody):
+    prompt: (
+        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+    ) = Field(description="Text, token ids, or a list of either")
+    echo: bool | None = Field(None, description="Put the prompt before the answer")
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: None
+    finish_reason: FinishReason
+
+
+class ChatAnswer(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: None
+    finish_reason: FinishReason | None
+
+
+class CompletionAnswer(BaseModel):
+    """Also the form of a chunk, with the new text."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int | None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorDetail

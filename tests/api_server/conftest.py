@@ -1,0 +1,338 @@
+"""A tokenizer trained on the spot, a scheduler double that speaks the real wire, and the real server over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+import uvloop
+import zmq
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Backend
+
+from api_server.__main__ import _Server, listen
+from api_server.app import create
+from api_server.engine_client import EngineClient
+from api_server.state import ServerState
+from api_server.tokenizer import Tokenizer
+from interfaces.codec import decode
+from interfaces.messages import Cancel, Finish, Goodbye, Hello, Results, Status, Submit, WorkerStatus
+from interfaces.results import RequestError
+from shared.endpoints import RunDirectory
+from shared.settings import Settings
+from shared.sockets import bind_router, send_to
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. Hello, world! How are you today?",
+    "Größe, naïve café, Übermut; 日本語のテキスト、漢字かな交じり。 Привет, мир! 😀😃👩‍👩‍👧 مرحبا",
+    '{"name": "x", "value": [1, 2, 3]} def f(x):\n    return x + 1\n',
+] * 20
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def byte_level_backend() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.add_tokens([AddedToken("<tool call>", special=False, normalized=False)])
+    return backend
+
+
+def metaspace_backend() -> Backend:
+    """Like Llama 2: spaces are ▁, unknown characters are bytes, a leading space is stripped when decoding."""
+    alphabet = {f"<0x{byte:02X}>": i + 3 for i, byte in enumerate(range(256))}
+    words = ["▁", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,!?", "▁the", "▁fox", "ö", "日"]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | alphabet | {word: 259 + i for i, word in enumerate(words)}
+    backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory like a model's, without weights."""
+    from transformers import PreTrainedTokenizerFast
+
+    path = tmp_path_factory.mktemp("model") / "tiny-chat"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_backend(), eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
+    )
+    tokenizer.save_pretrained(path)
+    (path / "generation_config.json").write_text('{"eos_token_id": [0], "top_k": 20, "transformers_version": "5"}')
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_directory: Path) -> Tokenizer:
+    return Tokenizer.load(str(model_directory))
+
+
+@dataclass
+class Running:
+    """A request as the double plays it."""
+
+    replica: bytes
+    submit: Submit
+    tokens: list[int]
+    done: int
+
+
+@dataclass
+class SchedulerDouble:
+    """Speaks `interfaces.messages` on a ROUTER; what it "generates" is `answer(submit)`, one token a step."""
+
+    endpoint: str
+    answer: Callable[[Submit], list[int]]
+    max_model_len: int = 256
+    vocab_size: int = 1000
+    ready: bool = True
+    step_seconds: float = 0.001
+    hold: threading.Event = field(default_factory=threading.Event)
+    """While set, no tokens are generated."""
+    silent: threading.Event = field(default_factory=threading.Event)
+    """While set, no Status is sent."""
+    refuse: RequestError | None = None
+    cached: int = 0
+    incarnation: int = field(default_factory=lambda: secrets.randbits(31))
+    submits: list[Submit] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    goodbyes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._restart = threading.Event()
+        self._raw: list[bytes] = []
+        self.running: dict[tuple[bytes, int], Running] = {}
+        self._replicas: set[bytes] = set()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def restart(self) -> None:
+        """As after a crash: everything is forgotten, the socket is bound anew."""
+        self._restart.set()
+        while self._restart.is_set():
+            time.sleep(0.001)
+
+    def send_raw(self, data: bytes) -> None:
+        self._raw.append(data)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5)
+
+    def wait(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+        """Until `condition()` holds; fails otherwise."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "the scheduler double has waited in vain"
+            time.sleep(0.002)
+
+    def _run(self) -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        router = bind_router(context, self.endpoint)
+        next_status = 0.0
+        while not self._stop.is_set():
+            if self._restart.is_set():
+                router.close(0)
+                self.running, self._replicas = {}, set()
+                self.incarnation += 1
+                router = bind_router(context, self.endpoint)
+                self._restart.clear()
+            while router.poll(max(1, int(self.step_seconds * 1000))):
+                replica, data = router.recv_multipart()
+                self._take(router, replica, decode(data))
+            while self._raw:
+                data = self._raw.pop()
+                for replica in self._replicas:
+                    router.send_multipart([replica, data])
+            if time.monotonic() >= next_status and not self.silent.is_set():
+                next_status = time.monotonic() + 0.1
+                for replica in self._replicas:
+                    send_to(router, replica, self._status())
+            if not self.hold.is_set():
+                self._step(router)
+        router.close(0)
+        context.term()
+
+    def _status(self) -> Status:
+        worker = WorkerStatus("cpu", 0, 1, len(self.running), 100, 0, 0, 1, 0.0)
+        return Status(
+            incarnation=self.incarnation,
+            ready=self.ready,
+            reason="" if self.ready else "loading weights",
+            workers=[worker],
+            waiting=0,
+            running=len(self.running),
+            max_model_len=self.max_model_len,
+            max_running=16,
+            block_size=16,
+            vocab_size=self.vocab_size,
+            counters={},
+        )
+
+    def _take(self, router: zmq.Socket[bytes], replica: bytes, message: Any) -> None:
+        if isinstance(message, Hello):
+            if replica not in self._replicas and not self.silent.is_set():
+                send_to(router, replica, self._status())
+            self._replicas.add(replica)
+        elif isinstance(message, Goodbye):
+            self.goodbyes.append(message.replica)
+        elif isinstance(message, Cancel):
+            self.cancelled += message.handles.tolist()
+            for handle in message.handles.tolist():
+                self.running.pop((replica, handle), None)
+        elif isinstance(message, Submit):
+            self.submits.append(message)
+            if self.refuse is not None:
+                send_to(router, replica, self._refusal(message, self.refuse))
+                return
+            key = (replica, message.handle)
+            self.running[key] = Running(replica, message, self.answer(message), len(message.emitted))
+
+    def _refusal(self, submit: Submit, error: RequestError) -> Results:
+        return Results(
+            self.incarnation,
+            np.array([submit.handle], np.int32),
+            np.array([-1], np.int32),
+            np.array([Finish.FAILED], np.int8),
+            errors={submit.handle: error},
+        )
+
+    def _step(self, router: zmq.Socket[bytes]) -> None:
+        for replica, group in itertools.groupby(
+            sorted(self.running.items(), key=lambda item: item[0]), key=lambda item: item[0][0]
+        ):
+            columns = [(handle, *self._next(running)) for (_, handle), running in group]
+            handles, tokens, finished = (list(column) for column in zip(*columns, strict=True))
+            results = Results(
+                self.incarnation,
+                np.array(handles, np.int32),
+                np.array(tokens, np.int32),
+                np.array(finished, np.int8),
+                self._logprobs(tokens, [key for key in self.running if key[0] == replica]),
+                cached=dict.fromkeys(handles, self.cached),
+            )
+            send_to(router, replica, results)
+            for handle, code in zip(handles, finished, strict=True):
+                if code != Finish.ACTIVE:
+                    del self.running[replica, handle]
+
+    def _logprobs(self, tokens: list[int], keys: list[tuple[bytes, int]]) -> np.ndarray[Any, Any] | None:
+        wanted = any(self.running[key].submit.sampling.logprobs for key in keys)
+        return np.array([logprob_of(token) for token in tokens], np.float32) if wanted else None
+
+    def _next(self, running: Running) -> tuple[int, int]:
+        sampling = running.submit.sampling
+        token = running.tokens[running.done % len(running.tokens)]
+        running.done += 1
+        if token in sampling.stop_token_ids and running.done > sampling.min_new_tokens:
+            return token, Finish.STOP
+        return token, Finish.LENGTH if running.done == sampling.max_new_tokens else Finish.ACTIVE
+
+
+@dataclass
+class LiveServer:
+    """The real application in a thread of its own, with the double behind it."""
+
+    state: ServerState
+    double: SchedulerDouble
+    url: str
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
+
+
+@pytest.fixture
+def double(run_directory: RunDirectory, tokenizer: Tokenizer) -> Iterator[SchedulerDouble]:
+    """Answers "Hello, world!" unless a test says otherwise."""
+    eos = tokenizer.eos_token_ids[0]
+    ids = encode(tokenizer, "Hello, world!")
+    scheduler = SchedulerDouble(run_directory.api_endpoint, lambda _: [*ids, eos], vocab_size=tokenizer.vocab_size)
+    yield scheduler
+    scheduler.close()
+
+
+@pytest.fixture
+def live(
+    double: SchedulerDouble, run_directory: RunDirectory, tokenizer: Tokenizer, model_directory: Path
+) -> Iterator[LiveServer]:
+    listener = listen("127.0.0.1", free_port())
+    settings = Settings(model=str(model_directory))
+    started = threading.Event()
+    found: dict[str, Any] = {}
+
+    async def serve() -> None:
+        engine = EngineClient(run_directory.api_endpoint, "test")
+        engine.start()
+        found["state"] = ServerState(settings, tokenizer, engine)
+        found["web"] = _Server(
+            uvicorn.Config(
+                create(found["state"]),
+                http="httptools",
+                loop="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        serving = asyncio.ensure_future(found["web"].serve(sockets=[listener]))
+        while not engine.health().ready and double.ready and not double.silent.is_set():
+            await asyncio.sleep(0.002)
+        started.set()
+        await serving
+        engine.close()
+
+    thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(10)
+    yield LiveServer(found["state"], double, "http://127.0.0.1:%d" % listener.getsockname()[1])
+    found["web"].should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def logprob_of(token: int) -> float:
+    """What the double reports for a token; exact in float32."""
+    return -(token % 64) / 8
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer._backend.encode(text, add_special_tokens=False).ids
+    return ids
