@@ -1,0 +1,135 @@
+"""The whole path behind the API in one process.
+
+The real scheduler, the real engines, every message through the codec.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from interfaces import Finish, SamplingParams, Step, Submit, WorkerHello, decode, encode
+from model_worker.engine import Engine, WorkerIdentity
+from model_worker.loader import LoadedModel, load_model
+from model_worker.rows import WorkerRows
+from model_worker.runner import ModelRunner
+from model_worker.sampler import SamplerRows
+from scheduler.core import Limits, Scheduler
+
+REPLICA = b"replica"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one worker can hold, and how it is driven. The defaults force chunks, preemption and block boundaries."""
+
+    num_blocks: int = 48
+    block_size: int = 4
+    max_rows: int = 16
+    max_model_len: int = 72
+    max_batch_tokens: int = 32
+    overlap: bool = True
+    workers: int = 1
+    prefix_cache: bool = True
+    backend: str = "auto"
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: int = Finish.ACTIVE
+    error: str = ""
+
+
+def load(path: Path) -> LoadedModel:
+    return load_model(path, "float32", "cpu", lambda *_: None)
+
+
+class InProcessServer:
+    """Submit, then `run` until everything is answered."""
+
+    def __init__(self, loaded: LoadedModel, shape: Shape) -> None:
+        limits = Limits(
+            max_running=shape.max_rows,
+            max_batch_tokens=shape.max_batch_tokens,
+            max_queued=1000,
+            max_model_len=shape.max_model_len,
+            steps_in_flight=2 if shape.overlap else 1,
+            prefix_cache=shape.prefix_cache,
+        )
+        self.scheduler = Scheduler(limits, incarnation=1)
+        self.answers: dict[int, Answer] = defaultdict(Answer)
+        self.engines: dict[int, Engine] = {}
+        self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
+        for index in range(shape.workers):
+            self.engines[index] = _engine(loaded, shape, index)
+            self.scheduler.worker_hello(_hello(loaded, shape, index))
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        handle = len(self.answers)
+        self.answers[handle] = Answer()
+        submit = Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params)
+        message = decode(encode(submit))
+        assert isinstance(message, Submit)
+        self.scheduler.submit(REPLICA, message)
+        return handle
+
+    def run(self) -> list[Answer]:
+        while self.turn():
+            pass
+        return [self.answers[handle] for handle in sorted(self.answers)]
+
+    def turn(self) -> bool:
+        for index, step in self.scheduler.next_steps():
+            message = decode(encode(step))
+            assert isinstance(message, Step)
+            self.in_flight[index].append(message)
+        busy = [index for index, steps in self.in_flight.items() if steps]
+        for index in busy:
+            result = self.engines[index].step(self.in_flight[index].popleft())
+            self.scheduler.step_result(decode(encode(result)))
+        self._read_news()
+        return bool(busy)
+
+    def _read_news(self) -> None:
+        for _, results in self.scheduler.take_results():
+            logprobs = [0.0] * len(results.handles) if results.logprobs is None else results.logprobs.tolist()
+            columns = (results.handles.tolist(), results.tokens.tolist(), results.finished.tolist(), logprobs)
+            for handle, token, finished, logprob in zip(*columns, strict=True):
+                answer = self.answers[handle]
+                if token >= 0:
+                    answer.tokens.append(token)
+                    answer.logprobs.append(logprob)
+                answer.finished = finished
+            for handle, error in results.errors.items():
+                self.answers[handle].error = error.message
+
+
+def _engine(loaded: LoadedModel, shape: Shape, index: int) -> Engine:
+    runner = ModelRunner(loaded, shape.num_blocks, shape.block_size, shape.backend)
+    rows = WorkerRows(shape.max_rows, shape.max_model_len, shape.block_size, shape.num_blocks)
+    sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device)
+    return Engine(runner.forward, rows, sampler, torch.device("cpu"), WorkerIdentity(index, 0))
+
+
+def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:
+    return WorkerHello(
+        device="cpu",
+        index=index,
+        epoch=0,
+        pid=0,
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        max_rows=shape.max_rows,
+        max_model_len=shape.max_model_len,
+        vocab_size=loaded.vocab_size,
+        architecture=loaded.architecture,
+        dtype="float32",
+        attention=shape.backend,
+    )
