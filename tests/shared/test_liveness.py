@@ -1,0 +1,76 @@
+"""A child's title, its end with its supervisor, and what it prints when it seems stuck."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from shared.liveness import SUPERVISOR_PID
+
+CHILD = "from shared.liveness import become; import time; become('demo'); print('up', flush=True); time.sleep(60)"
+
+
+def start(**env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+def test_the_title_names_role_and_command() -> None:
+    with start() as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        title = Path(f"/proc/{child.pid}/cmdline").read_text()
+        child.kill()
+    assert title.startswith("tokenyard: demo [-c from shared.liveness")
+
+
+def test_sigusr1_prints_every_stack_and_the_child_lives_on() -> None:
+    with start() as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.readline()
+        child.send_signal(signal.SIGUSR1)
+        first = child.stderr.readline()
+        alive = child.poll() is None
+        child.kill()
+    assert "most recent call first" in first
+    assert alive
+
+
+def test_a_child_whose_supervisor_is_another_does_not_start() -> None:
+    with start(**{SUPERVISOR_PID: "1"}) as child:
+        _, err = child.communicate(timeout=20)
+    assert child.returncode == 1
+    assert "the supervisor ended before this process had started" in err
+
+
+def test_a_child_of_its_supervisor_starts_whatever_the_supervisors_id() -> None:
+    with start(**{SUPERVISOR_PID: str(os.getpid())}) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        child.kill()
+
+
+def test_a_child_ends_when_its_supervisor_is_killed() -> None:
+    parent = (
+        "import subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {CHILD!r}], stdout=subprocess.PIPE, text=True)\n"
+        "child.stdout.readline(); print(child.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        child = int(supervisor.stdout.readline())
+        supervisor.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "State:\tZ" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
