@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 # A long list of wrong values would otherwise make one error each.
-Integers = Annotated[list[int], FailFast()]
-Texts = Annotated[list[str], FailFast()]
+Integers = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class SamplingParameters(BaseModel):
@@ -66,9 +66,9 @@ class GenerateRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     text: str | Texts | None = Field(None, examples=["The capital of France is"])
-    input_ids: Integers | Annotated[list[Integers], FailFast()] | None = None
+    input_ids: Integers | Annotated[list[Integers], Field(fail_fast=True)] | None = None
     input_embeds: Any = Field(None, description="Not built yet")
-    sampling_params: SamplingParameters | Annotated[list[SamplingParameters], FailFast()] | None = None
+    sampling_params: SamplingParameters | Annotated[list[SamplingParameters], Field(fail_fast=True)] | None = None
     rid: str | Texts | None = Field(None, description="Name of the request; default: a new one")
     stream: bool | None = Field(None, description="Answer as server-sent events with cumulative text")
     return_logprob: bool | list[bool] | None = Field(None, description="Return the generated tokens' logprobs")

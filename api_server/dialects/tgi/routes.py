@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 import orjson
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,6 +23,7 @@ from api_server.dialects.tgi.validation import MAX_BEST_OF, MAX_STOP_SEQUENCES
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation import generate
+from api_server.product import release
 from api_server.sse import EventStream
 
 TAG = "tgi"
@@ -122,7 +121,7 @@ async def info(call: Call) -> Response:
         validation_workers=VALIDATION_WORKERS,
         max_client_batch_size=MAX_CLIENT_BATCH_SIZE,
         router="tokenyard",
-        version=version("tokenyard"),
+        version=release(),
         sha=None,
         docker_label=None,
     )

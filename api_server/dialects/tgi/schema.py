@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 UInt64 = Annotated[int, Field(ge=0, lt=1 << 64)]
@@ -39,7 +39,7 @@ class GenerateParameters(Body):
     repetition_penalty: float | None = Field(None, description="Above 1 penalises tokens that already occurred")
     return_full_text: bool | None = Field(None, description="Put the prompt before the generated text")
     seed: UInt64 | None = Field(None, description="Seed of the random draws; the same seed gives the same text")
-    stop: Annotated[list[str], FailFast()] | str | None = Field(
+    stop: Annotated[list[str], Field(fail_fast=True)] | str | None = Field(
         None, description="Texts that end the answer; they stay in it"
     )
     temperature: float | None = Field(None, description="Above 1 flattens the distribution, below 1 sharpens it")

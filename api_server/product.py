@@ -1,0 +1,13 @@
+"""Which release of the product this process runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+
+def release() -> str:
+    """The installed version; a source tree that nobody installed has none."""
+    try:
+        return importlib.metadata.version("tokenyard")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+uninstalled"
