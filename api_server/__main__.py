@@ -20,6 +20,9 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from api_server.app import create
+from api_server.engine_client import EngineClient
+from api_server.state import ServerState
 from api_server.tokenizer import Tokenizer, hide_torch
 from shared import liveness, logs, phases
 from shared.endpoints import RunDirectory
@@ -84,10 +87,6 @@ def listen(host: str, port: int) -> socket.socket:
 async def _serve(
     settings: Settings, run_directory: RunDirectory, role: str, tokenizer: Tokenizer, listener: socket.socket
 ) -> None:
-    from api_server.app import create
-    from api_server.engine_client import EngineClient
-    from api_server.state import ServerState
-
     engine = EngineClient(run_directory.api_endpoint, role)
     engine.start()
     server = ServerState(settings, tokenizer, engine)

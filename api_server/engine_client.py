@@ -171,7 +171,9 @@ class EngineClient:
         is being restarted later does not, so that no orchestrator kills a server that is recovering.
         """
         status = self.status
-        if status is None or self.silence > STALE_SECONDS:
+        if status is None:
+            return Health(False, False, f"starting: no word from the scheduler for {self.silence:.0f} s yet")
+        if self.silence > STALE_SECONDS:
             return Health(False, False, f"the scheduler has been silent for {self.silence:.0f} s")
         stall = min((w.seconds_since_step for w in status.workers), default=0.0) if status.running else 0.0
         if stall > STALL_SECONDS:

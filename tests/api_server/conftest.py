@@ -1,4 +1,4 @@
-"""A tokenizer trained on the spot, a scheduler double that speaks the real wire, and the real server over real sockets."""
+"""A tokenizer trained on the spot, a scheduler double on the real wire, and the real server over real sockets."""
 
 from __future__ import annotations
 
@@ -307,8 +307,6 @@ def live(
             )
         )
         serving = asyncio.ensure_future(found["web"].serve(sockets=[listener]))
-        while not engine.health().ready and double.ready and not double.silent.is_set():
-            await asyncio.sleep(0.002)
         started.set()
         await serving
         engine.close()
@@ -316,7 +314,9 @@ def live(
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()
     assert started.wait(10)
-    yield LiveServer(found["state"], double, "http://127.0.0.1:%d" % listener.getsockname()[1])
+    state: ServerState = found["state"]
+    double.wait(lambda: state.engine.health().ready)
+    yield LiveServer(state, double, f"http://127.0.0.1:{listener.getsockname()[1]}")
     found["web"].should_exit = True
     thread.join(10)
     assert not thread.is_alive()
