@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int = 16, backend: str = "auto") -> None:
         self.loaded = loaded
         self.backend = attention_backend(backend, loaded.device)
+        self.backend_name = self.backend.__module__.rpartition(".")[2]
         self.cache = KVCache(loaded.attention.layout, num_blocks, block_size, loaded.device)
         self._slices_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
@@ -34,6 +36,26 @@ class ModelRunner:
     def token_capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return self.cache.num_blocks * self.cache.block_size
+
+    def warm_up(self) -> None:
+        """Run a decode step and a prefill chunk on block 0, so that no request waits for kernels to compile.
+
+        What this leaves in the block is overwritten by the first sequence that gets it.
+        """
+        for length in (1, min(2 * self.cache.block_size, self.token_capacity)):
+            blocks = np.zeros((1, -(-length // self.cache.block_size)), np.int32)
+            lengths = np.array([length], np.int32)
+            self.forward(
+                ForwardBatch.build(
+                    np.zeros(length, np.int64),
+                    lengths,
+                    lengths,
+                    blocks,
+                    self.cache.block_size,
+                    np.array([length - 1]),
+                    self.loaded.device,
+                )
+            )
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Write the batch's tokens into the cache and return logits [L, vocab] at `batch.logit_positions`."""
