@@ -105,10 +105,10 @@ class Timeline:
 
     def _progress(self, name: str, track: _Track, event: dict[str, Any], now: float) -> None:
         done, total, unit = int(event.get("done", 0)), int(event.get("total", 0)), str(event.get("unit", ""))
-        amount = f"{_quantity(done, unit)} of {_quantity(total, unit)}"
+        amount = _amount(done, total, unit)
         if track.bar is not None:
             self._update_bar(track, total=total, completed=done, amount=amount)
-        elif now - track.said_at >= _SECONDS_BETWEEN_LINES:
+        elif done and now - track.said_at >= _SECONDS_BETWEEN_LINES:
             track.said_at = now
             self.output(f"  {name:{self._width}}  {track.phase}: {amount}")
 
@@ -136,7 +136,8 @@ def _label(name: str, phase: str) -> str:
     return f"{name:15} {phase:16}"
 
 
-def _quantity(number: int, unit: str) -> str:
+def _amount(done: int, total: int, unit: str) -> str:
     if unit != "bytes":
-        return f"{number} {unit}".strip()
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+        return f"{done} of {total} {unit}"
+    size, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    return f"{done / size:.1f} of {total / size:.1f} {name}"

@@ -71,7 +71,7 @@ def test_long_work_tells_its_progress_now_and_then(clock: Clock) -> None:
         timeline.event(WORKER, {"event": "progress", "done": step * 10**8, "total": 10**10, "unit": "bytes"})
     lines = file.getvalue().splitlines()
     done = ["1.9", "3.9", "5.9", "7.9", "9.9"]
-    assert lines == [f"  model_worker:0  load weights: {amount} GB of 10.0 GB" for amount in done]
+    assert lines == [f"  model_worker:0  load weights: {amount} of 10.0 GB" for amount in done]
 
 
 def test_a_terminal_gets_bars_and_keeps_the_lines() -> None:
@@ -88,7 +88,7 @@ def test_a_terminal_gets_bars_and_keeps_the_lines() -> None:
     timeline.output("after the bars")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
     assert "load weights" in shown
-    assert "30 tensors of 40 tensors" in shown
+    assert "30 of 40 tensors" in shown
     assert "a line of [red]a child[/red] that is " + "long " * 40 + "\n" in shown
     assert "━" in shown
     assert shown.endswith("after the bars\n")
