@@ -1,0 +1,195 @@
+"""The replica's end of the wire, against a scheduler double on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from api_server import engine_client
+from api_server.engine_client import EngineClient, Inbox, Submission
+from interfaces.codec import encode
+from interfaces.messages import Finish, Results, WorkerHello
+from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult
+from interfaces.sampling import SamplingParams
+from shared.endpoints import RunDirectory
+from tests.api_server.conftest import SchedulerDouble
+
+PROMPT = np.arange(5, dtype=np.int32)
+
+
+@pytest.fixture
+async def engine(double: SchedulerDouble, run_directory: RunDirectory) -> AsyncIterator[EngineClient]:
+    double.answer = lambda _: [7, 8, 9, 10, 11, 12]
+    client = EngineClient(run_directory.api_endpoint, "test")
+    client.start()
+    await until(lambda: client.health().ready)
+    yield client
+    client.close()
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def sampling(tokens: int = 6) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens)
+
+
+async def read_all(submission: Submission) -> list[SchedulerResult]:
+    results: list[SchedulerResult] = []
+    async with asyncio.timeout(5):
+        while not (results and results[-1].is_done):
+            results.append((await submission.inbox.next())[1])
+    return results
+
+
+def int32(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+def tokens_of(results: list[SchedulerResult]) -> list[int]:
+    return [token for result in results for token in result.tokens]
+
+
+async def test_tokens_arrive_in_order_and_end(engine: EngineClient, double: SchedulerDouble) -> None:
+    results = await read_all(engine.submit("r", PROMPT, sampling()))
+    assert tokens_of(results) == [7, 8, 9, 10, 11, 12]
+    assert results[-1].status is GenerationStatus.MAXIMUM_LENGTH
+    assert double.submits[0].tokens.tolist() == PROMPT.tolist()
+    assert engine.running == 0
+
+
+async def test_news_of_a_slow_reader_coalesce(engine: EngineClient, double: SchedulerDouble) -> None:
+    submission = engine.submit("r", PROMPT, sampling(50))
+    await until(lambda: len(submission.emitted) == 50)
+    assert len(await read_all(submission)) == 1
+
+
+async def test_one_inbox_serves_many_submissions(engine: EngineClient) -> None:
+    inbox = Inbox()
+    open_ = {engine.submit(str(i), PROMPT, sampling(3 + i), inbox=inbox): 3 + i for i in range(10)}
+    counts = dict.fromkeys(open_, 0)
+    async with asyncio.timeout(5):
+        while open_:
+            submission, news = await inbox.next()
+            counts[submission] += len(news.tokens)
+            if news.is_done:
+                assert counts[submission] == open_.pop(submission)
+
+
+async def test_cancel_reaches_the_scheduler_once(engine: EngineClient, double: SchedulerDouble) -> None:
+    submission = engine.submit("r", PROMPT, sampling(10**6))
+    await submission.inbox.next()
+    engine.cancel([submission])
+    engine.cancel([submission])
+    await until(lambda: double.cancelled)
+    assert double.cancelled == [submission.handle]
+    assert not double.running
+
+
+async def test_a_restarted_scheduler_gets_open_requests_with_what_was_emitted(
+    engine: EngineClient, double: SchedulerDouble
+) -> None:
+    double.step_seconds = 0.01
+    submission = engine.submit("r", PROMPT, sampling(60), cache_salt="s")
+    first = (await submission.inbox.next())[1]
+    await asyncio.to_thread(double.restart)
+    rest = await read_all(submission)
+    assert first.tokens + tokens_of(rest) == [7, 8, 9, 10, 11, 12] * 10
+    before, after = double.submits
+    assert 1 <= len(after.emitted) < 60
+    assert after.handle != before.handle
+    assert before.handle in double.cancelled
+    assert (after.request_id, after.cache_salt, after.sampling) == ("r", "s", before.sampling)
+
+
+async def test_results_of_a_past_incarnation_are_ignored(engine: EngineClient, double: SchedulerDouble) -> None:
+    double.hold.set()
+    old = double.incarnation
+    submission = engine.submit("r", PROMPT, sampling())
+    await until(lambda: double.running)
+    await asyncio.to_thread(double.restart)
+    await until(lambda: len(double.submits) == 2)
+    double.send_raw(encode(Results(old, int32(submission.handle), int32(3), np.ones(1, np.int8))))
+    double.hold.clear()
+    assert tokens_of(await read_all(submission)) == [7, 8, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda _: b"",
+        lambda _: b"\xff\x00garbage",
+        lambda _: b"\x93\x01\x05\xc0",
+        lambda incarnation: encode(Results(incarnation, int32(1, 2), int32(1), np.zeros(1, np.int8))),
+        lambda _: encode(WorkerHello("cpu", 0, 0, 1, 1, 1, 1, 1, 1, "", "", "")),
+    ],
+    ids=["empty", "garbage", "wrong_fields", "uneven_columns", "not_for_us"],
+)
+async def test_malformed_messages_are_logged_and_dropped(
+    engine: EngineClient, double: SchedulerDouble, message: Callable[[int], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        double.send_raw(message(double.incarnation))
+        await until(lambda: any("dropped" in record.message for record in caplog.records))
+    assert tokens_of(await read_all(engine.submit("r", PROMPT, sampling(2)))) == [7, 8]
+
+
+async def test_a_refusal_comes_as_a_result(engine: EngineClient, double: SchedulerDouble) -> None:
+    double.refuse = RequestError(ErrorCode.OVERLOADED, "the queue is full")
+    results = await read_all(engine.submit("r", PROMPT, sampling()))
+    assert results[-1].error == double.refuse
+
+
+async def test_a_failure_without_reason_still_has_an_error(engine: EngineClient, double: SchedulerDouble) -> None:
+    double.hold.set()
+    submission = engine.submit("r", PROMPT, sampling())
+    await until(lambda: double.running)
+    failed = np.array([Finish.FAILED], np.int8)
+    failure = Results(double.incarnation, int32(submission.handle), int32(-1), failed)
+    double.send_raw(encode(failure))
+    error = (await read_all(submission))[-1].error
+    assert error is not None
+    assert error.code == ErrorCode.FAILED
+
+
+async def test_silence_makes_unhealthy_then_refuses_then_fails_what_is_open(
+    engine: EngineClient, double: SchedulerDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "STALE_SECONDS", 0.3)
+    monkeypatch.setattr(engine_client, "GIVE_UP_SECONDS", 0.6)
+    double.hold.set()
+    waiting = engine.submit("r", PROMPT, sampling())
+    double.silent.set()
+    await until(lambda: not engine.health().alive)
+    refused = (await read_all(engine.submit("late", PROMPT, sampling())))[-1].error
+    failed = (await read_all(waiting))[-1].error
+    assert refused is not None
+    assert failed is not None
+    assert refused.code == failed.code == ErrorCode.UNAVAILABLE
+    double.silent.clear()
+    await until(lambda: engine.health().alive)
+
+
+async def test_goodbye_at_the_end(engine: EngineClient, double: SchedulerDouble) -> None:
+    engine.close()
+    engine.close()
+    await until(lambda: double.goodbyes == [engine.replica])
+
+
+async def test_handles_stay_within_32_bits_and_skip_those_in_flight(
+    engine: EngineClient, double: SchedulerDouble
+) -> None:
+    double.hold.set()
+    engine._last_handle = 0
+    first = engine.submit("a", PROMPT, sampling())
+    engine._last_handle = 0x7FFFFFFF
+    second = engine.submit("b", PROMPT, sampling())
+    assert (first.handle, second.handle) == (1, 2)
