@@ -78,7 +78,8 @@ def _new_tokens(request: TextGenerationRequest, sampling: SamplingParams, prompt
         return wanted
     room = limit - prompt
     if room < (0 if wanted == 0 else 1):
-        raise _too_long(f"the prompt has {prompt} tokens", {"prompt_tokens": prompt, "limit": limit}, "prompt")
+        length = {} if asked is None else {"max_new_tokens": asked}
+        raise _too_long(f"the prompt has {prompt} tokens", {"prompt_tokens": prompt, "limit": limit} | length, "prompt")
     if asked is not None and asked > room and not request.clamp_max_new_tokens:
         raise _too_long(
             f"the prompt has {prompt} tokens and {asked} new ones were asked for (at most {room} fit)",
