@@ -15,8 +15,8 @@ from api_server.observer import Observer
 from api_server.tokenizer import Tokenizer
 from shared.settings import Settings
 
-_ANY_MODEL = ("", "default", "tgi")
-"""Names under which clients that do not care ask for the one model."""
+_ANY_MODEL = ("", "default", "tgi", "dummy")
+"""Names under which clients that do not care ask for the one model (huggingface_hub says tgi or dummy)."""
 
 
 @dataclass
