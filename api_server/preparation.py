@@ -52,7 +52,7 @@ async def _prepare_one(server: ServerState, request: TextGenerationRequest) -> P
             f"the prompt contains token id {prompt.tokens.max()}; this model knows 0 to {vocab_size - 1}", "prompt"
         )
     length = _new_tokens(request, sampling, len(prompt.tokens), server.max_model_len)
-    return Prepared(request, prompt, replace(sampling, max_new_tokens=length))
+    return Prepared(request, prompt, _within_reach(sampling, length, server.tokenizer.vocab_size))
 
 
 def _sampling(server: ServerState, request: TextGenerationRequest) -> SamplingParams:
@@ -62,6 +62,9 @@ def _sampling(server: ServerState, request: TextGenerationRequest) -> SamplingPa
     defaults = tokenizer.defaults
     if not request.model_defaults:
         defaults = SamplingParamsGenerationConfigDefaults(eos_token_id=tokenizer.eos_token_ids)
+    least, most = given.min_new_tokens, given.max_new_tokens
+    if least is not None and most is not None and least > most:
+        raise invalid(f"min_new_tokens must be at most the maximum of {most}, got {least}", "min_new_tokens")
     if given.ignore_eos:
         defaults = replace(defaults, eos_token_id=None)
     try:
@@ -87,6 +90,13 @@ def _new_tokens(request: TextGenerationRequest, sampling: SamplingParams, prompt
             "max_new_tokens",
         )
     return room if wanted is None else min(wanted, room)
+
+
+def _within_reach(sampling: SamplingParams, length: int | None, vocab_size: int) -> SamplingParams:
+    """Cuts values that mean "as many as there are" to what there is; the worker keeps them in 32 bits."""
+    least = sampling.min_new_tokens if length is None else min(sampling.min_new_tokens, length)
+    top_k = sampling.top_k if sampling.top_k < vocab_size else -1
+    return replace(sampling, max_new_tokens=length, min_new_tokens=least, top_k=top_k)
 
 
 def _too_long(what: str, numbers: dict[str, int], field: str) -> RequestFailed:

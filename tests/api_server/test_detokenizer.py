@@ -25,11 +25,17 @@ def pieces_of(vocabulary: Vocabulary, ids: list[int], context: list[int], skip: 
     return [*(state.add(token) for token in ids), state.flush()]
 
 
+def id_of(backend: Backend, token: str) -> int:
+    found = backend.token_to_id(token)
+    assert found is not None
+    return found
+
+
 def shuffled_bytes(backend: Backend, text: str, data: st.DataObject) -> list[int]:
     """Ids of `text` in a random split: some words as the tokenizer has them, others byte by byte."""
     ids: list[int] = []
     for token in backend.encode(text, add_special_tokens=False).tokens:
-        ids += [backend.token_to_id(part) for part in (token if data.draw(st.booleans()) else [token])]
+        ids += [id_of(backend, part) for part in (token if data.draw(st.booleans()) else [token])]
     return ids
 
 
