@@ -87,10 +87,11 @@ def _normal(message: Mapping[str, Any], index: int, template: str) -> dict[str, 
     if role == "developer" and "developer" not in template:
         result["role"] = "system"
     result["content"] = _text(message.get("content"), f"{path}.content")
-    if message.get("tool_calls"):
-        result["tool_calls"] = [
-            _tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(message["tool_calls"])
-        ]
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise invalid(f"{path}.tool_calls must be a list", f"{path}.tool_calls")
+        result["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
     elif message.get("content") is None and role != "assistant":
         raise invalid(f"{path}.content is missing", f"{path}.content")
     return result

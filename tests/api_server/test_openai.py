@@ -227,7 +227,7 @@ def test_template_options_and_tools(live: LiveServer, tokenizer: Tokenizer) -> N
     def prompt(**more: Any) -> str:
         answer = post(live, "/v1/chat/completions", chat(**more))
         assert answer.status_code == 200, answer.text
-        return tokenizer._backend.decode(live.double.submits[-1].tokens.tolist(), skip_special_tokens=False)
+        return str(tokenizer._backend.decode(live.double.submits[-1].tokens.tolist(), skip_special_tokens=False))
 
     assert "<tools>" in prompt(tools=[tool])
     assert "<tools>" not in prompt(tools=[tool], tool_choice="none")

@@ -1,0 +1,135 @@
+"""The real process: `python -m api_server`, its start, its memory, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from shared.endpoints import RunDirectory
+from shared.phases import STATUS_FD
+from shared.settings import Settings
+from tests.api_server.conftest import SchedulerDouble, free_port
+
+
+class Process:
+    def __init__(self, run_directory: RunDirectory, index: int, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        reader, writer = os.pipe()
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "api_server", "--run-dir", str(run_directory.path), "--index", str(index)],
+            env=os.environ | {STATUS_FD: str(writer)},
+            pass_fds=[writer],
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(writer)
+        self.events = os.fdopen(reader)
+
+    def wait_ready(self) -> list[dict[str, str]]:
+        seen = []
+        for line in self.events:
+            seen.append(json.loads(line))
+            if seen[-1]["event"] == "ready":
+                break
+        return seen
+
+
+@contextmanager
+def started(run_directory: RunDirectory, port: int, index: int = 0) -> Iterator[Process]:
+    process = Process(run_directory, index, port)
+    try:
+        yield process
+    finally:
+        process.popen.kill()
+        process.popen.wait(10)
+        process.events.close()
+
+
+@pytest.fixture
+def port(run_directory: RunDirectory, model_directory: Path) -> int:
+    settings = Settings(model=str(model_directory), port=free_port())
+    run_directory.settings_file.write_text(settings.to_json())
+    return settings.port
+
+
+def test_starts_quickly_and_small_and_without_torch(
+    run_directory: RunDirectory, port: int, double: SchedulerDouble
+) -> None:
+    with started(run_directory, port) as process:
+        events = process.wait_ready()
+        assert [event.get("name") for event in events] == ["import", "load tokenizer", None]
+        assert events[-1]["url"] == process.url
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+        answer = httpx.post(f"{process.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+        assert answer.json()["choices"][0]["message"]["content"] == "Hello, world!"
+        live = psutil.Process(process.popen.pid)
+        assert live.memory_info().rss < 300e6
+        assert not [mapped.path for mapped in live.memory_maps() if "torch" in mapped.path]
+        assert "api_server:0" in " ".join(live.cmdline())
+        assert "-m api_server" in " ".join(live.cmdline())
+        before = live.cpu_times()
+        time.sleep(1)
+        after = live.cpu_times()
+        assert after.user + after.system - before.user - before.system < 0.05
+
+
+def test_replicas_share_the_port(run_directory: RunDirectory, port: int, double: SchedulerDouble) -> None:
+    with started(run_directory, port, 0) as first, started(run_directory, port, 1) as second:
+        first.wait_ready()
+        second.wait_ready()
+        double.wait(lambda: len(double._replicas) == 2)
+        for process in (first, second):
+            process.popen.send_signal(signal.SIGTERM)
+            assert process.popen.wait(5) == 0
+        assert len(double.goodbyes) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_requests_finish_and_says_goodbye(
+    run_directory: RunDirectory, port: int, double: SchedulerDouble, number: signal.Signals
+) -> None:
+    double.step_seconds = 0.01
+    double.answer = lambda _: [40]
+    with started(run_directory, port) as process:
+        process.wait_ready()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+        body = {"prompt": "x", "max_tokens": 60, "stream": True}
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=10) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.popen.send_signal(number)
+            double.wait(lambda: _refused(process.url))
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.popen.wait(5) == 0
+        double.wait(lambda: len(double.goodbyes) == 1)
+
+
+def _refused(url: str) -> bool:
+    try:
+        httpx.get(url)
+    except httpx.TransportError:
+        return True
+    return False
+
+
+def test_a_model_without_tokenizer_is_fatal(run_directory: RunDirectory, port: int, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    settings = json.loads(run_directory.settings_file.read_text())
+    run_directory.settings_file.write_text(json.dumps(settings | {"model": str(empty)}))
+    with started(run_directory, port) as process:
+        events = [json.loads(line) for line in process.events]
+        assert events[-1]["event"] == "fatal"
+        assert process.popen.wait(10) == 1
