@@ -328,7 +328,7 @@ def test_requests_are_refused_by_name(live: LiveServer) -> None:
 
 
 def test_values_that_ask_for_nothing_are_accepted(live: LiveServer) -> None:
-    body = {
+    body: dict[str, Any] = {
         "text": "a",
         "image_data": None,
         "lora_path": None,
