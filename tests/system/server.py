@@ -1,0 +1,102 @@
+"""A real `tokenyard serve`: its processes, its port, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+START_SECONDS = 120.0
+STOP_SECONDS = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """`with Server(model, ["--flag", ...], log) as server`: ready inside, gone afterwards."""
+
+    model: Path
+    flags: list[str]
+    log: Path
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self._file = self.log.open("w")
+        command = [sys.executable, "-m", "deploy.cli", "serve", str(self.model), "--port", str(self.port), *self.flags]
+        self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=os.environ.copy())
+        self.wait_until_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_SECONDS)
+        finally:
+            for child in self.children():
+                child.kill()
+            self.process.kill()
+            self._file.close()
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                with urllib.request.urlopen(f"{self.url}/ready", timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError(f"not ready after {START_SECONDS:.0f} s:\n{self.log.read_text()}")
+
+    def children(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def child(self, module: str, nth: int = 0) -> psutil.Process:
+        """The nth child whose command line names the module."""
+        found = [c for c in self.children() if f"-m {module} " in " ".join(c.cmdline())]
+        return sorted(found, key=lambda c: c.pid)[nth]
+
+    def post(self, path: str, body: Any) -> Any:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Samples of one metric by their labels."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
+            text = response.read().decode()
+        pattern = re.compile(rf"^{name}(\{{.*\}})? (\S+)$", re.MULTILINE)
+        return {labels or "": float(value) for labels, value in pattern.findall(text)}
+
+    def wait_for(self, what: str, seconds: float, condition: Any) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s:\n{self.log.read_text()}"
+            time.sleep(0.05)

@@ -1,0 +1,147 @@
+"""Real clients against the real server: openai and huggingface_hub, streaming and not."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import random
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from huggingface_hub import InferenceClient
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.system.server import Server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def generate(model: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+def test_concurrent_greedy_requests_equal_generate(server: Server, model: Path) -> None:
+    seed = random.randrange(2**31)
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, 400) for _ in range(rng.randint(2, 120))] for _ in range(16)]
+    wanted = generate(model, prompts, 30)
+
+    def ask(prompt: list[int]) -> Any:
+        sampling = {"temperature": 0, "max_new_tokens": 30}
+        return server.post("/generate", {"input_ids": prompt, "sampling_params": sampling})["output_ids"]
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, prompts)) == wanted, f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", [0, 12345])
+def test_a_streamed_chat_is_the_unstreamed_one(client: openai.OpenAI, seed: int) -> None:
+    ask: dict[str, Any] = {
+        "model": "",
+        "messages": [{"role": "user", "content": "Größe? 日本語 😀"}],
+        "max_tokens": 60,
+        "seed": seed,
+        "temperature": 0.9,
+    }
+    whole = client.chat.completions.create(**ask)
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage == whole.usage or chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_n_choices_differ_and_repeat_with_the_seed(client: openai.OpenAI) -> None:
+    def ask() -> list[str]:
+        answer = client.completions.create(model="", prompt="Hello", max_tokens=12, n=3, seed=5)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 36
+        return [choice.text for choice in answer.choices]
+
+    assert ask() == ask()
+    assert len(set(ask())) == 3
+
+
+def test_stop_strings_cut_the_stream_and_the_answer_alike(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "", "prompt": "The fox", "max_tokens": 80, "temperature": 0}
+    whole = client.completions.create(**ask).choices[0].text
+    stop = whole[20:23]
+    wanted = whole[: whole.index(stop)]
+    answer = client.completions.create(**ask, stop=[stop]).choices[0]
+    assert (answer.text, answer.finish_reason) == (wanted, "stop")
+    chunks = list(client.completions.create(**ask, stop=[stop], stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_the_hugging_face_client_is_at_home(server: Server) -> None:
+    hf = InferenceClient(base_url=server.url, timeout=60)
+    details = hf.text_generation("Hello", details=True, max_new_tokens=10)
+    assert details.details is not None
+    assert details.details.generated_tokens == 10
+    assert details.details.finish_reason == "length"
+    streamed = list(hf.text_generation("Hello", details=True, stream=True, max_new_tokens=10))
+    assert streamed[-1].generated_text == details.generated_text
+    assert [t.token.id for t in streamed] == [t.id for t in details.details.tokens]
+    chat = hf.chat_completion([{"role": "user", "content": "hi"}], max_tokens=5)
+    assert chat.usage.completion_tokens == 5
+
+
+def test_a_repeated_prompt_comes_from_the_prefix_cache(server: Server) -> None:
+    prompt = random.sample(range(3, 400), 100)
+    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    first, second = server.post("/generate", body), server.post("/generate", body)
+    assert first["output_ids"] == second["output_ids"]
+    assert first["meta_info"]["cached_tokens"] == 0
+    assert second["meta_info"]["cached_tokens"] == 96
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/chat/completions", {"model": "gpt-9", "messages": [{"role": "user", "content": "x"}]}, 404, "gpt-9"),
+        ("/v1/chat/completions", {"messages": []}, 400, "essages"),
+        ("/v1/completions", {"prompt": [5] * 5000}, 400, "5000"),
+        ("/v1/completions", {"prompt": [1, 2, 99999]}, 400, "99999"),
+        ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ("/generate", {"inputs": "x", "text": "y"}, 422, "both"),
+        ("/generate", {"inputs": "x", "parameters": {"temperature": 0}}, 422, "temperature"),
+        ("/generate", {"text": "x", "sampling_params": {"top_p": 0}}, 400, "top_p"),
+    ],
+)
+def test_bad_requests_get_an_error_that_names_the_field(
+    server: Server, path: str, body: dict[str, Any], status: int, words: str
+) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.post(path, body)
+    assert refused.value.code == status
+    assert words in json.dumps(json.load(refused.value))
+
+
+def test_the_facts_pages(server: Server) -> None:
+    for path in ("/health", "/ready", "/info", "/v1/models", "/metrics", "/docs", "/openapi.json", "/"):
+        with urllib.request.urlopen(server.url + path, timeout=10) as response:
+            assert response.status == 200, path
+
+
+def test_the_tokenizer_round_trips(server: Server, model: Path) -> None:
+    tokens = server.post("/tokenize", {"inputs": "naïve 😀 fox"})
+    wanted = AutoTokenizer.from_pretrained(model)("naïve 😀 fox")["input_ids"]
+    assert [token["id"] for token in tokens] == wanted

@@ -1,0 +1,128 @@
+"""What clients see when things end early: clients themselves, workers, the scheduler, the whole server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.system.server import Server
+
+LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+FLAGS = ["--dtype", "float32", "--kv-memory", "64MB"]
+
+
+def open_stream(server: Server, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+    return connection, connection.getresponse()
+
+
+def last_frame(response: http.client.HTTPResponse, on_frame: Callable[[int], None] = lambda _: None) -> Any:
+    """Reads an SSE stream to its end; the last JSON frame."""
+    frame, count = None, 0
+    for line in response:
+        if line.startswith(b"data: {"):
+            frame = json.loads(line[6:])
+            count += 1
+            on_frame(count)
+    return frame
+
+
+def used_blocks(server: Server) -> float:
+    return sum(value for labels, value in server.metrics("tokenyard_kv_blocks").items() if 'state="used"' in labels)
+
+
+def running(server: Server) -> float:
+    return sum(server.metrics("tokenyard_requests_running").values())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool) -> None:
+    body = {"text": "Hello", "sampling_params": LONG | {"max_new_tokens": 2000}, "stream": stream}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+    server.wait_for("the request runs", 20, lambda: running(server) == 1 and used_blocks(server) > 0)
+    if connection.sock is not None:
+        connection.sock.shutdown(2)
+    connection.close()
+    server.wait_for("the request is gone", 5, lambda: running(server) == 0 and used_blocks(server) == 0)
+
+
+@pytest.mark.parametrize("victim", ["model_worker", "scheduler"])
+def test_a_killed_process_is_only_a_pause(model: Path, tmp_path: Path, victim: str) -> None:
+    with Server(model, FLAGS, tmp_path / "log") as server:
+        prompts = ["Hello", "The quick brown", "日本語", "def f(x):"]
+        bodies = [
+            {"text": p, "sampling_params": LONG | {"temperature": i % 2, "sampling_seed": i}, "stream": True}
+            for i, p in enumerate(prompts)
+        ]
+        undisturbed = [last_frame(open_stream(server, body)[1])["output_ids"] for body in bodies]
+        killed = threading.Event()
+
+        def kill_once(count: int) -> None:
+            if count == 60 and not killed.is_set():
+                killed.set()
+                server.child(victim).send_signal(signal.SIGKILL)
+
+        results: dict[int, Any] = {}
+
+        def read(i: int) -> None:
+            results[i] = last_frame(open_stream(server, bodies[i])[1], kill_once)
+
+        threads = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(len(bodies))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+        assert killed.is_set()
+        for i, wanted in enumerate(undisturbed):
+            assert results[i]["output_ids"] == wanted, f"stream {i}\n{server.log.read_text()}"
+            assert results[i]["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+        server.wait_for("all blocks are free", 5, lambda: used_blocks(server) == 0)
+
+
+def test_the_server_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    memory = set(os.listdir("/dev/shm"))
+    with Server(model, [*FLAGS, "--api-servers", "2", "--devices", "cpu,cpu"], tmp_path / "log") as server:
+        children = server.children()
+        names = [" ".join(child.cmdline()) for child in children]
+        assert [sum(m in name for name in names) for m in ("api_server", "scheduler", "model_worker")] == [2, 1, 2]
+        run_directory = Path(names[0].split("--run-dir ")[1].split()[0].rstrip("]"))
+        assert run_directory.is_dir()
+        assert run_directory.stat().st_mode & 0o777 == 0o700
+        for _ in range(8):
+            answer = server.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 3}})
+            assert answer["meta_info"]["completion_tokens"] == 3
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert not run_directory.exists()
+    assert set(os.listdir("/dev/shm")) <= memory
+
+
+def test_the_api_process_is_light(server: Server) -> None:
+    api = server.child("api_server")
+    assert api.memory_info().rss < 300e6
+    assert not any("libtorch" in mapping.path for mapping in api.memory_maps())
+
+
+def test_a_model_that_cannot_work_ends_the_start_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
+    command = [sys.executable, "-m", "deploy.cli", "serve", str(tmp_path), "--port", "0"]
+    started = time.monotonic()
+    ended = subprocess.run([*command[:-1], "18431"], capture_output=True, text=True, timeout=90, check=False)
+    assert ended.returncode != 0
+    assert "mamba" in (ended.stdout + ended.stderr).lower()
+    assert time.monotonic() - started < 60
