@@ -6,6 +6,7 @@ dialects may share a name: they are stored as `dialect.Model`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import orjson
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.requests import Request
@@ -61,7 +61,7 @@ def routes(described: Sequence[BaseRoute], version: str) -> list[BaseRoute]:
 
     @cache
     def encoded() -> bytes:
-        return orjson.dumps(document(described, version))
+        return json.dumps(document(described, version)).encode()  # orjson refuses bounds above 64 bits
 
     async def openapi(_: Request) -> Response:
         return Response(encoded(), media_type=JSON)

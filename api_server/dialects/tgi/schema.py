@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
-UInt64 = Annotated[int, Field(ge=0, lt=1 << 64)]
+UInt64 = Annotated[int, Field(ge=0, le=(1 << 64) - 1)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
