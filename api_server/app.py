@@ -3,7 +3,7 @@
 A dialect is a package `api_server.dialects.<name>` with `routes() -> list[Route]`, each made by
 `api_server.endpoint.endpoint`. It reads the body with `call.json`, maps it to `TextGenerationRequest`, calls
 `generation.generate(call.server, ...)` and answers a Starlette response, or `sse.EventStream(frames,
-generation.close)`.
+generation.close, error_frame)`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Contract (for the dialects):
   after that is raised by the iteration and belongs into the stream.
 - The iteration ends when every choice has finished. It raises RequestFailed when one failed; the others are cancelled.
 - `close()` cancels whatever still runs, in the scheduler too. It is idempotent, and `collect` and a cancelled
-  `generate` call it themselves; whoever iterates must call it (`EventStream(frames, generation.close)` does).
+  `generate` call it themselves; whoever iterates must call it (`EventStream` does).
 """
 
 from __future__ import annotations

@@ -13,7 +13,11 @@ from interfaces.requests import TextGenerationRequest
 from tests.api_server.conftest import byte_level_backend
 
 PLAIN = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
-CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+CALLS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}"
+)
 
 
 def render(template: str | None, messages: list[Any], **more: Any) -> str:

@@ -40,7 +40,7 @@ class TextBody(Body):
     frequency_penalty: float | None = Field(None, description="Lowers it by how often they occurred, -2 to 2")
     logit_bias: dict[str, float] | None = Field(None, description="Added to the score of token ids, -100 to 100")
     seed: int | None = Field(
-        None, ge=-(1 << 63), lt=1 << 64, description="Seed of the random draws; the same seed gives the same text"
+        None, ge=-(1 << 63), le=(1 << 64) - 1, description="Seed of the random draws; the same seed gives the same text"
     )
     top_k: int | None = Field(None, description="Draw from this many most likely tokens; -1 for all")
     min_p: float | None = Field(None, description="Drop tokens less likely than this share of the likeliest one")
