@@ -11,6 +11,8 @@ import httpx
 import openai
 import pytest
 
+from api_server.dialects.openai.requests import _REFUSED
+from api_server.dialects.openai.schema import ChatBody, CompletionBody, TextBody
 from api_server.tokenizer import Tokenizer
 from interfaces.codec import encode as encode_message
 from interfaces.messages import Submit
@@ -416,3 +418,45 @@ async def test_a_scheduler_restart_is_a_pause(async_client: openai.AsyncOpenAI, 
     assert text == whole.choices[0].text
     assert len(double.submits) == 3
     assert len(double.submits[-1].emitted)
+
+
+def odd_value(depth: int = 0) -> Any:
+    """Any JSON value, with a liking for the edges of numbers."""
+    leaves = [
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2**31,
+        2**63 - 1,
+        -(2**63),
+        2**64 - 1,
+        0.5,
+        -0.0,
+        1e308,
+        "",
+        "x",
+        "1",
+        "\0😀",
+    ]
+    if depth > 2 or random.random() < 0.6:
+        return random.choice(leaves)
+    items = [odd_value(depth + 1) for _ in range(random.randrange(3))]
+    return items if random.random() < 0.5 else {random.choice(["role", "content", "type", "5"]): item for item in items}
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "base"),
+    [("chat/completions", ChatBody, chat(max_tokens=3)), ("completions", CompletionBody, {"prompt": "x"})],
+)
+def test_no_body_breaks_the_server(live: LiveServer, path: str, model: type[TextBody], base: dict[str, Any]) -> None:
+    names = [*model.model_fields, *_REFUSED, "best_of", "response_format"]
+    with httpx.Client(base_url=live.url) as client:
+        for _ in range(400):
+            body = base | {name: odd_value() for name in random.sample(names, random.randrange(1, 4))}
+            response = client.post(f"/v1/{path}", json=body)
+            assert response.status_code in (200, 400, 404), (body, response.text)
+            assert "internal_error" not in response.text, body
+    live.double.wait(lambda: not live.double.running)
