@@ -25,6 +25,7 @@ _SYS_PIDFD_OPEN = 434
 _LINES_KEPT = 30
 _LONGEST_LINE = 64 * 1024
 _TELLING = re.compile(r"\b\w*(Error|Exception|Killed)\b|Fatal Python error|\b(ERROR|CRITICAL)\b|terminate called")
+_ROUTINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING) ")
 
 
 @dataclass(frozen=True)
@@ -124,9 +125,10 @@ class Child:
 
     @property
     def last_error(self) -> str:
-        """The last line that names an error, else the last line, else nothing."""
-        telling = [line for line in self._last_lines if _TELLING.search(line)]
-        return (telling or list(self._last_lines) or [""])[-1].strip()
+        """The last line that names an error, else the last that is no routine log line, else nothing."""
+        lines = [line.strip() for line in self._last_lines if not _ROUTINE.match(line)]
+        telling = [line for line in lines if _TELLING.search(line)]
+        return (telling or lines or [""])[-1]
 
 
 def describe_exit(status: int) -> str:

@@ -41,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"tokenyard: {error}", file=sys.stderr)
         return _USAGE_ERROR
+    except BrokenPipeError:
+        # The reader of our output, `head` say, has what it wanted. Python flushes once more at exit: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return status
 
 

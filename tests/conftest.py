@@ -1,8 +1,15 @@
-"""Settings for every test: tiny models compute faster on one thread than on two that wait for each other."""
+"""Settings for every test: tiny models compute faster on one thread than on two that wait for each other.
+
+Hypothesis judges results, not speed: on a loaded machine any example can take longer than its usual deadline.
+"""
 
 from __future__ import annotations
 
 import os
 
+import hypothesis
+
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+hypothesis.settings.register_profile("house", deadline=None)
+hypothesis.settings.load_profile("house")

@@ -163,6 +163,19 @@ def test_ctrl_c_stops_the_answer_hangs_up_and_goes_on(server: Recorder) -> None:
     assert kept["content"].startswith("echo: endless and")
 
 
+def test_a_reader_that_has_enough_is_no_traceback(server: Recorder) -> None:
+    chat = start("--url", server.url)
+    assert chat.stdin is not None
+    assert chat.stdout is not None
+    assert chat.stderr is not None
+    chat.stdin.write("endless\n")
+    chat.stdin.flush()
+    chat.stdout.readline()
+    chat.stdout.close()
+    assert chat.wait(timeout=30) == 0
+    assert chat.stderr.read() == ""
+
+
 def test_without_a_server_it_says_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
