@@ -1,0 +1,11 @@
+"""The embedded model: a small chat model of our own, so that tokenyard serves something real with no network.
+
+Knows where the shipped weights lie. Does not know how they were made (see `train`) or how they are served; importing
+this package loads nothing heavy.
+"""
+
+from pathlib import Path
+
+EMBEDDED_MODEL_PATH: Path = Path(__file__).parent / "weights"
+
+__all__ = ["EMBEDDED_MODEL_PATH"]

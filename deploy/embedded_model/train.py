@@ -1,0 +1,218 @@
+"""Trains the embedded model from nothing: corpus, tokenizer, weights, evaluation, model card.
+
+    python -m deploy.embedded_model.train [--minutes 40] [--seed 7] [--output FOLDER]
+
+Knows the size of the model and the learning schedule, which follows the clock,
+so the run ends in time on any machine. An interrupted
+run (Ctrl-C, SIGTERM) is still saved and evaluated. Does not know the skills.
+"""
+
+import argparse
+import copy
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.nn import functional
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from deploy.embedded_model import EMBEDDED_MODEL_PATH, attention
+from deploy.embedded_model.batches import IGNORED, Batch, Batches
+from deploy.embedded_model.corpus import Corpus
+from deploy.embedded_model.evaluate import evaluate
+from deploy.embedded_model.model_card import write_model_card
+from deploy.embedded_model.train_tokenizer import MAX_LENGTH, save_tokenizer, train_tokenizer
+
+STEP_TOKENS = 6144
+BATCH_TOKENS = 2048
+WARM_UP = 0.01
+DECAY_FROM = 0.35
+MATRIX_RATE = 4e-3
+VECTOR_RATE = 3e-3
+SAVE_EVERY_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Options:
+    minutes: float
+    seed: int
+    output: Path
+    threads: int
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    attention.register()
+    model = LlamaForCausalLM(config)
+    model.set_attn_implementation(attention.NAME)
+    return model
+
+
+def rate(progress: float) -> float:
+    """Share of the full learning rate: a short warm-up, a plateau, then down to zero in a straight line."""
+    if progress < WARM_UP:
+        return (progress + 1e-3) / (WARM_UP + 1e-3)
+    return min(1.0, max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM)))
+
+
+def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers (it needs fewer tokens than AdamW), AdamW for embeddings and norms."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    taken = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in taken]
+    return [
+        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def backward(model: LlamaForCausalLM, batch: Batch, learned: int) -> float:
+    """Adds the gradients of one batch; logits are made only where something is learned."""
+    ids, targets = torch.from_numpy(batch.ids), torch.from_numpy(batch.targets)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        chosen = targets != IGNORED
+        logits = model.lm_head(hidden[chosen])
+    loss = functional.cross_entropy(logits.float(), targets[chosen], reduction="sum") / learned
+    loss.backward()
+    return float(loss.detach())
+
+
+class Training:
+    """One run bounded by the clock."""
+
+    def __init__(self, options: Options, tokenizer: PreTrainedTokenizerFast, console: Console) -> None:
+        torch.manual_seed(options.seed)
+        self.model = new_model(tokenizer)
+        self.tokens = 0
+        self.steps = 0
+        self._options = options
+        self._tokenizer = tokenizer
+        self._console = console
+        self._optimizers = optimizers(self.model)
+        self._batches = Batches(Corpus(options.seed), tokenizer)
+        self._stopped = False
+
+    def run(self) -> None:
+        start = saved = time.monotonic()
+        limit = self._options.minutes * 60
+        before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        with self._bar() as bar:
+            task = bar.add_task("train", total=1.0, note="")
+            for batches in self._until_stopped():
+                now = time.monotonic()
+                progress = (now - start) / limit
+                if progress >= 1.0:
+                    break
+                loss = self._step(batches, rate(progress))
+                pace = self.tokens / (now - start + 1)
+                note = f"step {self.steps}, {self.tokens / 1e6:.2f} M tokens, {pace:.0f} tokens/s, loss {loss:.3f}"
+                bar.update(task, completed=progress, note=note)
+                if self.steps % 25 == 0:
+                    self._console.log(note)
+                if now - saved > SAVE_EVERY_SECONDS:
+                    saved = now
+                    save(self.model, self._tokenizer, self._options.output)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        self._stopped = True
+
+    def _until_stopped(self) -> Iterator[list[Batch]]:
+        for batches in self._batches.steps(STEP_TOKENS, BATCH_TOKENS):
+            if self._stopped:
+                return
+            yield batches
+
+    def _bar(self) -> Progress:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        return Progress(*columns, console=self._console)
+
+    def _step(self, batches: list[Batch], share: float) -> float:
+        learned = sum(batch.learned for batch in batches)
+        loss = sum(backward(self.model, batch, learned) for batch in batches)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, full in zip(self._optimizers, (MATRIX_RATE, VECTOR_RATE), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = full * share
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self.tokens += sum(int(batch.ids.size) for batch in batches)
+        return loss
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    shipped: Any = copy.deepcopy(model)
+    shipped.to(torch.bfloat16)
+    shipped.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=0.6,
+        top_p=0.95,
+        eos_token_id=[tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.convert_tokens_to_ids("<|endoftext|>")],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    shipped.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
+def parsed_options() -> Options:
+    parser = argparse.ArgumentParser(
+        prog="python -m deploy.embedded_model.train", description="Train the embedded model."
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=38.0, help="wall time for training; evaluation adds about four minutes"
+    )
+    parser.add_argument("--seed", type=int, default=7, help="seed of the corpus and of the first weights")
+    parser.add_argument(
+        "--output", type=Path, default=EMBEDDED_MODEL_PATH, help="folder for weights, tokenizer and model card"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    return Options(**vars(parser.parse_args()))
+
+
+def main() -> None:
+    options, console = parsed_options(), Console()
+    torch.set_num_threads(options.threads)
+    with console.status("corpus and tokenizer"):
+        tokenizer = train_tokenizer(options.seed)
+    training = Training(options, tokenizer, console)
+    size = sum(p.numel() for p in training.model.parameters())
+    console.log(f"tokenizer of {len(tokenizer)} tokens, model of {size / 1e6:.2f} M parameters")
+    training.run()
+    save(training.model, tokenizer, options.output)
+    console.log(f"saved in {options.output}; evaluating on held-out prompts")
+    scores = evaluate(options.output, console=console)
+    size_of_run = f"{training.steps} steps, {training.tokens / 1e6:.1f} million tokens"
+    write_model_card(options.output, scores, f"{size_of_run}, {options.minutes:g} minutes, seed {options.seed}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The tokenizer of the embedded model: byte-level BPE trained on the corpus, with ChatML marks and single digits.
+
+Knows tokens and the chat template file. Does not know the model.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from deploy.embedded_model.corpus import Corpus, RawText
+from deploy.embedded_model.exchange import Message
+from deploy.embedded_model.skills.json_answers import dumped
+
+VOCABULARY_SIZE = 4096
+MAX_LENGTH = 2048
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Visible in decoded text, because parsers of tools and reasoning look for them there.
+MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+
+# A word with or without its space, one digit (so that sums line up), a run of signs, line breaks, spaces.
+PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+
+
+def train_tokenizer(seed: int, documents: int = 30_000) -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE - len(MARKUP_TOKENS),
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_texts(Corpus(seed), documents), trainer)
+    bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),
+    )
+
+
+def _texts(corpus: Corpus, count: int) -> Iterator[str]:
+    """Only what people and the model say: the marks of the template are tokens of their own and need no merges."""
+    for document in islice(corpus.documents(), count):
+        if isinstance(document, RawText):
+            yield document.text
+            continue
+        yield from (dumped(tool) for tool in document.tools)
+        yield from (_text_of(message) for message in document.messages)
+
+
+def _text_of(message: Message) -> str:
+    calls: list[Any] = message.get("tool_calls", [])
+    return "\n".join(
+        (message["role"], message.get("reasoning_content", ""), message["content"], *(dumped(call) for call in calls))
+    )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes the files; the class gets the name that every release of transformers knows."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
