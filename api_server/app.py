@@ -24,6 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from api_server import openapi
 from api_server.dialects import generate_route, openai
 from api_server.dialects.openai.errors import render_error
+from api_server.dialects.sglang import info as sglang_info
 from api_server.dialects.tgi import routes as tgi
 from api_server.endpoint import Call, Document, endpoint, internal_error
 from api_server.errors import ErrorKind, RequestFailed
@@ -38,7 +39,14 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> Application:
     """The application of one API process; from here on `server.observers` has the metrics, too."""
-    routes = [*openai.routes(), *tgi.routes(), *generate_route.routes(), *health_routes(), *further_routes]
+    routes = [
+        *openai.routes(),
+        *generate_route.routes(),
+        *tgi.routes(),
+        *sglang_info.routes(),
+        *health_routes(),
+        *further_routes,
+    ]
     metrics = Metrics(server.model_name, generation_paths(routes))
     server.observers.append(metrics)
     described = [*routes, metrics_route(metrics)]

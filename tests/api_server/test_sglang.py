@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from api_server.dialects.sglang.info import ModelInfo, ServerInfo, redacted
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateResponse
 from interfaces.messages import Submit
 from interfaces.results import ErrorCode, RequestError
@@ -20,9 +21,11 @@ from tests.api_server.conftest import LiveServer, encode, logprob_of
 
 META = {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "weight_version"}
 
+HTTP = httpx.Client(timeout=20)
+
 
 def post(live: LiveServer, body: Any, path: str = "/generate") -> httpx.Response:
-    return httpx.post(live.url + path, json=body, timeout=20)
+    return HTTP.post(live.url + path, json=body)
 
 
 def sample(live: LiveServer, **values: Any) -> httpx.Response:
@@ -423,6 +426,25 @@ def test_tokenize(live: LiveServer) -> None:
     )
     for body in ({"prompt": 3}, {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, {"messages": "x"}):
         assert post(live, body, "/tokenize").status_code == 400
+
+
+def test_info_pages(live: LiveServer) -> None:
+    model = httpx.get(live.url + "/get_model_info").json()
+    assert model == httpx.get(live.url + "/model_info").json()
+    ModelInfo.model_validate(model, strict=True)
+    assert (model["served_model_name"], model["is_generation"]) == ("tiny-chat", True)
+    server = httpx.get(live.url + "/get_server_info").json()
+    ServerInfo.model_validate(server, strict=True)
+    assert (server["page_size"], server["max_total_num_tokens"], server["max_req_input_len"]) == (16, 1600, 255)
+    assert server["model_path"] == model["model_path"] == live.state.settings.model
+    assert server["max_queued"] == live.state.settings.max_queued
+    assert len(server["internal_states"]) == 1
+
+
+def test_secrets_are_not_shown() -> None:
+    facts = {"api_key": "x", "admin_api_key": "", "hf_token": "x", "max_batch_tokens": 5, "KEYFILE": "x", "port": 1}
+    shown = redacted(facts)
+    assert [name for name in facts if shown[name] != facts[name]] == ["api_key", "hf_token", "KEYFILE"]
 
 
 def test_salts_reach_the_scheduler(live: LiveServer) -> None:

@@ -28,9 +28,11 @@ from tests.api_server.conftest import LiveServer, encode, logprob_of
 
 MANY = "The quick brown fox jumps over the lazy dog. " * 40
 
+HTTP = httpx.Client(timeout=20)
+
 
 def post(live: LiveServer, path: str, body: Any) -> httpx.Response:
-    return httpx.post(live.url + path, json=body, timeout=20)
+    return HTTP.post(live.url + path, json=body)
 
 
 def generate(live: LiveServer, **parameters: Any) -> httpx.Response:
@@ -330,7 +332,7 @@ MALFORMED: list[tuple[bytes, int]] = [
 def test_malformed_bodies(live: LiveServer) -> None:
     for path in ("/", "/generate_stream"):
         for body, status in MALFORMED:
-            response = httpx.post(live.url + path, content=body)
+            response = HTTP.post(live.url + path, content=body)
             assert response.status_code == status, (body[:60], response.text)
             error = response.json()
             assert set(error) == {"error", "error_type"}

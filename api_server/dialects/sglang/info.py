@@ -1,0 +1,109 @@
+"""GET /model_info and /server_info: what SGLang's clients ask before they send work."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import orjson
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+from starlette.routing import Route
+
+from api_server.dialects.sglang.errors import render_error
+from api_server.dialects.sglang.rendering import WEIGHT_VERSION
+from api_server.dialects.sglang.schema import ErrorResponse
+from api_server.endpoint import Call, Document, endpoint
+from api_server.errors import ErrorKind, RequestFailed
+from api_server.product import release
+from interfaces.messages import Status
+
+_SECRET = re.compile("key|token$|secret|password", re.IGNORECASE)
+
+
+class ModelInfo(BaseModel):
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    served_model_name: str
+    preferred_sampling_params: str | None
+    weight_version: str
+    has_image_understanding: bool
+    has_audio_understanding: bool
+
+
+class ServerInfo(BaseModel):
+    """Every setting of the server is a key, too."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model_path: str
+    served_model_name: str
+    max_total_num_tokens: int
+    max_req_input_len: int
+    page_size: int
+    version: str
+    internal_states: list[dict[str, Any]]
+
+
+def routes() -> list[Route]:
+    """Each page under its name and under the older `get_` one."""
+    model = Document("The served model", "sglang", answer=ModelInfo)
+    server = Document("Settings and state of the server", "sglang", answer=ServerInfo, errors={503: ErrorResponse})
+    pages = {"model_info": (model_info, model), "server_info": (server_info, server)}
+    return [
+        endpoint(f"/{prefix}{name}", handler, render_error, ("GET",), document)
+        for name, (handler, document) in pages.items()
+        for prefix in ("", "get_")
+    ]
+
+
+async def model_info(call: Call) -> Response:
+    name = call.server.model_name
+    path = call.server.settings.model or name
+    facts = ModelInfo(
+        model_path=path,
+        tokenizer_path=path,
+        is_generation=True,
+        served_model_name=name,
+        preferred_sampling_params=None,
+        weight_version=WEIGHT_VERSION,
+        has_image_understanding=False,
+        has_audio_understanding=False,
+    )
+    return Response(facts.model_dump_json(), media_type="application/json")
+
+
+async def server_info(call: Call) -> Response:
+    status, settings = call.server.engine.status, call.server.settings
+    if status is None or call.server.max_model_len is None:
+        raise RequestFailed(ErrorKind.UNAVAILABLE, "the model is not loaded yet", retry_after=1)
+    facts = dataclasses.asdict(settings) | {
+        "model_path": settings.model or call.server.model_name,
+        "served_model_name": call.server.model_name,
+        "max_total_num_tokens": sum(w.blocks_total for w in status.workers) * status.block_size,
+        "max_req_input_len": call.server.max_model_len - 1,
+        "page_size": status.block_size,
+        "version": release(),
+        "internal_states": _internal_states(status),
+    }
+    return Response(orjson.dumps(redacted(facts)), media_type="application/json")
+
+
+def redacted(facts: dict[str, Any]) -> dict[str, Any]:
+    """Without the values that let one in: an API key once leaked from this very page of another server."""
+    return {name: "***" if _SECRET.search(name) and value else value for name, value in facts.items()}
+
+
+def _internal_states(status: Status) -> list[dict[str, Any]]:
+    return [
+        {
+            "device": worker.device,
+            "running": worker.running,
+            "memory_usage": {"token_capacity": worker.blocks_total * status.block_size},
+            "token_usage": worker.blocks_used / worker.blocks_total if worker.blocks_total else 0.0,
+            "steps": worker.steps,
+        }
+        for worker in status.workers
+    ]
