@@ -25,10 +25,9 @@ from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation import generate
 from api_server.product import release
 from api_server.sse import EventStream
+from api_server.tokenizer import THREADS
 
 TAG = "tgi"
-VALIDATION_WORKERS = 4
-MAX_CLIENT_BATCH_SIZE = 32
 
 _ERRORS = dict.fromkeys(ERROR_STATUSES, ErrorResponse)
 _EXAMPLE = {"inputs": "What is 2 + 3?", "parameters": {"max_new_tokens": 20, "details": True}}
@@ -118,8 +117,8 @@ async def info(call: Call) -> Response:
         max_stop_sequences=MAX_STOP_SEQUENCES,
         max_input_tokens=total - 1,
         max_total_tokens=total,
-        validation_workers=VALIDATION_WORKERS,
-        max_client_batch_size=MAX_CLIENT_BATCH_SIZE,
+        validation_workers=THREADS,
+        max_client_batch_size=settings.max_queued,
         router="tokenyard",
         version=release(),
         sha=None,
