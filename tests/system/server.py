@@ -72,7 +72,8 @@ class Server:
 
     def children(self) -> list[psutil.Process]:
         try:
-            return psutil.Process(self.process.pid).children(recursive=True)
+            children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+            return children
         except psutil.NoSuchProcess:
             return []
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reference(loaded: LoadedModel, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers generates for each prompt alone, with its own attention and cache."""
-    model = loaded.model
+    model: Any = loaded.model
     ours = model.config._attn_implementation
     model.set_attn_implementation("eager")
     outputs = []
