@@ -259,7 +259,7 @@ class _Answer:
         self._text = tokenizer.detokenizer(context, request.skip_special_tokens)
         self._details = tokenizer.detokenizer(context, False) if request.token_details else None
         self._is_special = tokenizer.is_special
-        self._stops = StopStrings(choice.sampling.stop, request.keep_stop)
+        self._stops = StopStrings(choice.sampling.stop or [], request.keep_stop)
         self._min_tokens = choice.sampling.min_new_tokens
 
     def absorb(self, news: SchedulerResult) -> TextDelta:

@@ -52,6 +52,12 @@ class Triples:
 
 I32x3 = typing.Annotated[NDArray[np.int32], Triples()]
 
+
+@dataclasses.dataclass(frozen=True)
+class InProcess:
+    """Annotation of a field whose value cannot leave its process: only None has a form on the wire."""
+
+
 _by_tag: dict[int, type] = {}
 _tag_of: dict[type, int] = {}
 
@@ -118,6 +124,11 @@ def _plain(value: Any) -> Any:
         return _fields(value)
     if isinstance(value, np.generic):
         return value.item()
+    if callable(value):
+        raise TypeError(
+            f"{value!r} cannot cross a process boundary: logits processors and other callables work only within the "
+            "process that runs the pipeline"
+        )
     raise TypeError(f"{type(value).__name__} has no place on the wire")
 
 
@@ -144,7 +155,7 @@ def _read_array(form: dict[Any, Any]) -> Any:
 def _checker(hint: Any) -> Checker:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return _array_checker(arguments[1])
+        return _nothing if isinstance(arguments[1], InProcess) else _array_checker(arguments[1])
     if origin in (types.UnionType, typing.Union):
         return _optional_checker(arguments)
     if origin in (list, tuple):
@@ -170,6 +181,11 @@ def _scalar_checker(hint: type) -> Checker:
         raise WireError(f"{path}: expected {hint.__name__}, got {type(value).__name__}")
 
     return check
+
+
+def _nothing(value: Any, path: str) -> None:
+    if value is not None:
+        raise WireError(f"{path}: must be nil, because it cannot cross a process boundary")
 
 
 def _array_checker(spec: Column | Triples) -> Checker:

@@ -7,10 +7,17 @@ not know logits: `model_worker/sampler.py` applies these values, in the order do
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Self
+
+from interfaces.codec import InProcess
+from interfaces.processors import LogitsProcessor
+
+log = logging.getLogger("tokenyard")
 
 SEED_LIMIT = 1 << 64
 """Seeds are unsigned 64-bit, the widest any of the served dialects allows (TGI)."""
@@ -36,8 +43,11 @@ def _random_seed() -> int:
 class SamplingParams:
     """Sampling values of one request; `ValueError` names the field, the value and the valid range.
 
-    `temperature == 0` is greedy. `top_k` -1 (or 0) keeps every token. `penalize_prompt` widens the scope of the
-    penalties from the output to prompt + output (TGI). `max_new_tokens` None is the model's limit.
+    `temperature == 0` is greedy, and then `top_k` is 1. `top_k` -1 (or 0) keeps every token. `top_k` or `top_p` None is
+    the default. `thinking_temperature` replaces the temperature inside a reasoning block. `penalize_prompt` widens the
+    scope of the penalties from the output to prompt + output (TGI). `max_new_tokens` None is the model's limit. `stop`
+    are texts, `stop_token_ids` include the EOS ids that apply. `detokenize` False leaves the answer as ids.
+    `logits_processors` never cross a process boundary.
     """
 
     top_k: int = -1
@@ -52,18 +62,22 @@ class SamplingParams:
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
     ignore_eos: bool = False
-    stop: list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
     seed: int = field(default_factory=_random_seed)
     logprobs: int = LogprobMode.NONE
+    thinking_temperature: float | None = None
+    detokenize: bool = True
+    logits_processors: Annotated[Sequence[LogitsProcessor] | None, InProcess()] = None
 
     def __post_init__(self) -> None:
-        if self.top_k == 0:
-            self.top_k = -1
+        self._fill_defaults()
         _require(self.top_k >= -1, "top_k", self.top_k, "-1 (all tokens) or at least 1")
         _require(_within(self.top_p, 0.0, 1.0), "top_p", self.top_p, "between 0 and 1")
         _require(_within(self.min_p, 0.0, 1.0), "min_p", self.min_p, "between 0 and 1")
         _require(_within(self.temperature, 0.0, 2.0), "temperature", self.temperature, "between 0 and 2")
+        thinking = self.thinking_temperature
+        _require(thinking is None or _within(thinking, 0.0, 2.0), "thinking_temperature", thinking, "between 0 and 2")
         _require(
             math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
             "repetition_penalty",
@@ -73,12 +87,30 @@ class SamplingParams:
         for name in ("frequency_penalty", "presence_penalty"):
             value = getattr(self, name)
             _require(_within(value, -2.0, 2.0), name, value, "between -2 and 2")
-        _require(
-            self.max_new_tokens is None or self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, "at least 0"
-        )
-        _require(self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, "at least 0")
+        most = self.max_new_tokens
+        _require(most is None or _is_count(most), "max_new_tokens", most, "a whole number of at least 0")
+        _require(_is_count(self.min_new_tokens), "min_new_tokens", self.min_new_tokens, "a whole number of at least 0")
         _require(0 <= self.seed < SEED_LIMIT, "seed", self.seed, "between 0 and 2**64 - 1")
         _require(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", self.logit_bias, "finite numbers")
+        if self.temperature == 0:
+            self.top_k = 1
+
+    def _fill_defaults(self) -> None:
+        # Callers that pass on an optional field of theirs give None.
+        for name in ("top_k", "top_p"):
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(SamplingParams, name))
+        if self.top_k == 0:
+            self.top_k = -1
+
+    @classmethod
+    def from_input_and_generation_config(
+        cls,
+        input_params: SamplingParamsInput,
+        sampling_params_defaults: SamplingParamsGenerationConfigDefaults | None = None,
+    ) -> Self:
+        """`combine`, under the name the interface documents have for it."""
+        return cls(**_combined(input_params, sampling_params_defaults, None))
 
     @property
     def greedy(self) -> bool:
@@ -87,6 +119,11 @@ class SamplingParams:
     @property
     def needs_penalties(self) -> bool:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    def log_sampling_info(self) -> None:
+        """Logs every value at INFO."""
+        values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        log.info("sampling: %s", ", ".join(f"{name}={value!r}" for name, value in values))
 
 
 @dataclass
@@ -109,6 +146,9 @@ class SamplingParamsInput:
     stop_token_ids: list[int] | None = None
     seed: int | None = None
     logprobs: int | None = None
+    thinking_temperature: float | None = None
+    detokenize: bool | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,24 +164,43 @@ class SamplingParamsGenerationConfigDefaults:
     do_sample: bool | None = None
     eos_token_id: int | list[int] | None = None
 
+    @property
+    def values_to_update(self) -> dict[str, Any]:
+        """The fields that are set, as a new dict; `eos_token_id` is there as the list `stop_token_ids`."""
+        values = _given(self)
+        if "eos_token_id" in values:
+            eos = values.pop("eos_token_id")
+            values["stop_token_ids"] = list(eos) if isinstance(eos, Sequence) else [eos]
+        return values
+
 
 def combine(
-    given: SamplingParamsInput, defaults: SamplingParamsGenerationConfigDefaults | None = None
+    given: SamplingParamsInput,
+    defaults: SamplingParamsGenerationConfigDefaults | None = None,
+    server: SamplingParamsInput | None = None,
 ) -> SamplingParams:
-    """Lays what the request gave over the model's defaults over the class defaults.
+    """Lays what the request gave over the operator's `server` values over the model's defaults over the class defaults.
 
-    `do_sample: false` in the model's config means greedy, unless the request itself gives a temperature. The model's
-    EOS ids are joined with the request's stop ids, never replaced by them. Raises `ValueError` as `SamplingParams`
-    does.
+    `do_sample: false` in the model's config means greedy, unless the request or the server gives a temperature. Stop
+    ids are joined, never replaced: the model's EOS ids, the server's, the request's. Raises `ValueError` as
+    `SamplingParams` does.
     """
-    values: dict[str, Any] = _given(defaults) if defaults else {}
-    do_sample = values.pop("do_sample", None)
-    eos = values.pop("eos_token_id", [])
-    if do_sample is False and given.temperature is None:
-        values["temperature"] = 0.0
-    values |= _given(given)
-    stop_ids = [*(eos if isinstance(eos, list) else [eos]), *values.get("stop_token_ids", [])]
-    return SamplingParams(**(values | {"stop_token_ids": list(dict.fromkeys(stop_ids))}))
+    return SamplingParams(**_combined(given, defaults, server))
+
+
+def _combined(
+    given: SamplingParamsInput,
+    defaults: SamplingParamsGenerationConfigDefaults | None,
+    server: SamplingParamsInput | None,
+) -> dict[str, Any]:
+    model = defaults.values_to_update if defaults else {}
+    do_sample = model.pop("do_sample", None)
+    layers = [model, _given(server) if server else {}, _given(given)]
+    if do_sample is False and not any("temperature" in layer for layer in layers[1:]):
+        model["temperature"] = 0.0
+    values = layers[0] | layers[1] | layers[2]
+    stop_ids = [token for layer in layers for token in layer.get("stop_token_ids", ())]
+    return values | {"stop_token_ids": list(dict.fromkeys(stop_ids))}
 
 
 def _given(source: SamplingParamsInput | SamplingParamsGenerationConfigDefaults) -> dict[str, Any]:
@@ -152,6 +211,10 @@ def _given(source: SamplingParamsInput | SamplingParamsGenerationConfigDefaults)
 def _within(value: float, low: float, high: float) -> bool:
     # NaN compares false with everything, so it is refused here.
     return low <= value <= high
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _require(holds: bool, name: str, value: object, valid: str) -> None:

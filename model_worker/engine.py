@@ -73,7 +73,7 @@ class Engine:
         for join in step.joins:
             try:
                 prompt, emitted = np.split(join.tokens, [join.prompt_len])
-                self._sampler.join(join.row, join.sampling, join.sampling.stop_token_ids, prompt, emitted)
+                self._sampler.join(join.row, join.sampling, join.sampling.stop_token_ids or [], prompt, emitted)
                 self._held.add(join.row)
             except ValueError as error:
                 # The row runs on, greedily, until its owner has heard of the error: a step in flight may name it.

@@ -66,7 +66,7 @@ class RowTable:
         self.num_blocks[row] = len(sequence.blocks)
         self.handle[row] = sequence.handle
         self.replica[row] = replica
-        self._set_stop_ids(row, sequence.sampling.stop_token_ids)
+        self._set_stop_ids(row, sequence.sampling.stop_token_ids or [])
         return row
 
     def give_back(self, row: int) -> Sequence:
