@@ -5,21 +5,9 @@ Its status, and the envelope in which new tokens travel to the code that waits f
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 
-
-class GenerationStatus(enum.StrEnum):
-    """Why a request is still running, or why it ended."""
-
-    ACTIVE = "active"
-    END_OF_SEQUENCE = "end_of_sequence"
-    MAXIMUM_LENGTH = "maximum_length"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_done(self) -> bool:
-        return self is not GenerationStatus.ACTIVE
+from interfaces.status import GenerationStatus as GenerationStatus
 
 
 @dataclass
