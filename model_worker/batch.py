@@ -7,6 +7,7 @@ decode: a decode row is a sequence with one query token, a prefill chunk is one 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,14 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.tokens.shape[0]
+
+    @cached_property
+    def slot_block(self) -> Tensor:
+        return self.slots // self.block_size
+
+    @cached_property
+    def slot_offset(self) -> Tensor:
+        return self.slots % self.block_size
 
     @classmethod
     def build(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model_worker.batch import ForwardBatch
+
 GIB = 1 << 30
 # On a CPU the KV cache shares memory with everything else on the machine, so the default leaves most of it alone.
 CPU_SHARE, CPU_LIMIT = 0.25, 4 * GIB
@@ -59,7 +61,10 @@ class KVLayout:
 
 
 class KVCache:
-    """K and V per layer: `[num_blocks, block_size, kv_heads, head_dim]`, allocated once and never moved."""
+    """K and V per layer, indexed `[block, offset, kv_head, element]`, allocated once and never moved.
+
+    On a CPU a block's memory is laid out head by head: a core reads one head's keys from end to end.
+    """
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -68,6 +73,9 @@ class KVCache:
 
         def blocks(layer: LayerShape, head_dim: int) -> Tensor:
             # Zeros, not garbage: a NaN in a slot nobody wrote must not reach a softmax through 0 * NaN.
+            if device.type == "cpu":
+                by_head = torch.zeros(num_blocks, layer.kv_heads, block_size, head_dim, dtype=layout.dtype)
+                return by_head.transpose(1, 2)
             return torch.zeros(num_blocks, block_size, layer.kv_heads, head_dim, dtype=layout.dtype, device=device)
 
         self.k = [blocks(layer, layer.k_dim) for layer in layout.layers]
@@ -77,10 +85,10 @@ class KVCache:
     def num_bytes(self) -> int:
         return self.num_blocks * self.layout.bytes_per_block(self.block_size)
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put K and V `[T, kv_heads, head_dim]` of T tokens into their slots."""
-        self.k[layer].flatten(0, 1).index_copy_(0, slots, k)
-        self.v[layer].flatten(0, 1).index_copy_(0, slots, v)
+    def write(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
+        """Put K and V `[T, kv_heads, head_dim]` of the batch's tokens into their slots."""
+        self.k[layer].index_put_((batch.slot_block, batch.slot_offset), k)
+        self.v[layer].index_put_((batch.slot_block, batch.slot_offset), v)
 
 
 def default_kv_memory(device: torch.device) -> int:

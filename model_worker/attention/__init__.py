@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_worker.attention import reference
+from model_worker.attention import cpu, reference
 from model_worker.attention.params import AttentionParams
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import KVCache
@@ -26,13 +26,13 @@ AttentionBackend = Callable[[Tensor, Tensor, Tensor, ForwardBatch, AttentionPara
 
 PAGED_ATTENTION = "tokenyard_paged"
 
-_BACKENDS: Mapping[str, AttentionBackend] = {"reference": reference.attend}
+_BACKENDS: Mapping[str, AttentionBackend] = {"reference": reference.attend, "cpu": cpu.attend}
 
 
 def attention_backend(name: str, device: torch.device) -> AttentionBackend:
     """The backend called `name`; "auto" is the fastest one that the device has."""
     if name == "auto":
-        name = "reference"
+        name = "cpu" if device.type == "cpu" else "reference"
     try:
         return _BACKENDS[name]
     except KeyError:
@@ -70,7 +70,7 @@ def _paged_attention(
     """transformers' attention function. Tensors are [1, heads, T, head_dim]; the result is [1, T, heads, head_dim]."""
     forward = _current.get()
     layer = forward.layer_of[module]
-    forward.cache.write(layer, forward.batch.slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    forward.cache.write(layer, forward.batch, key[0].transpose(0, 1), value[0].transpose(0, 1))
     cache, params = forward.cache, forward.params[layer]
     out = forward.backend(query[0].transpose(0, 1), cache.k[layer], cache.v[layer], forward.batch, params)
     return out.unsqueeze(0), None

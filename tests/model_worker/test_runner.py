@@ -15,7 +15,7 @@ from model_worker.loader import LoadedModel, load_model
 from model_worker.runner import ModelRunner
 from tests.model_worker.tiny_models import ARCHITECTURES, VOCAB, tiny_model
 
-BACKENDS = ("reference",)
+BACKENDS = ("reference", "cpu")
 BLOCK_SIZE = 4
 NEW_TOKENS = 10
 
@@ -87,7 +87,7 @@ def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: pytest.TempPa
     path = tiny_model(arch, tmp_path_factory.getbasetemp())
     prompts = random_prompts(rng, 16)
     expected = generate(path, prompts)
-    assert len({token for text in expected for token in text}) > 30, "the random model repeats itself"
+    assert len({token for text in expected for token in text}) > 15, "the random model repeats itself"
     loaded = load(path)
     for backend in BACKENDS:
         runner = ModelRunner(loaded, num_blocks=16 * 13, block_size=BLOCK_SIZE, backend=backend)

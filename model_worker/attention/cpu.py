@@ -1,0 +1,142 @@
+"""Paged attention for CPUs: a numba kernel reads the blocks where they lie, on all cores.
+
+Knows how to cut a batch into work: a tile is a few consecutive query tokens of one sequence (one token for a decode
+row), a unit is a tile and a range of KV heads. Units are shared out to cores by cost beforehand, because lengths in a
+batch differ widely. Does not know the arithmetic, which is cpu_kernel.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model_worker.attention.cpu_kernel import run_core, run_cores
+from model_worker.attention.params import AttentionParams
+from model_worker.batch import ForwardBatch
+
+_numba_config: Any = numba.config
+# numba's own pool, whose idle threads sleep: those of its OpenMP pool, a second one beside torch's, spin on their core.
+_numba_config.THREADING_LAYER = "workqueue"
+
+_NO_WINDOW = 1 << 40
+_NO_SINKS = np.empty(0, np.float32)
+# Rows (query token x query head) of a tile: enough to reuse a block from the first-level cache, few enough to fit.
+_TILE_ROWS = 32
+# Tiles with at most this many rows wait for memory, so one unit takes all KV heads and reads blocks from end to end.
+_STREAMING_ROWS = 8
+# Waking another core costs tens of microseconds, so each is given at least about as much work.
+_FLOPS_PER_CORE = 2_000_000
+
+
+def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, params: AttentionParams) -> Tensor:
+    """Attention of T queries over float32 or bfloat16 blocks whose memory is laid out head by head."""
+    kv_heads, flops = k_cache.shape[2], 2 * (k_cache.shape[3] + v_cache.shape[3])
+    plan = _plan(batch, kv_heads, q.shape[1] // kv_heads, flops, params.sliding_window)
+    out = np.empty((q.shape[0], q.shape[1], v_cache.shape[3]), np.float32)
+    arguments = (
+        q.float().contiguous().numpy(),
+        _memory(k_cache),
+        _memory(v_cache),
+        batch.block_tables.numpy(),
+        plan.tiles,
+        plan.units,
+        plan.bounds,
+        np.float32(params.scale),
+        _NO_WINDOW if params.sliding_window is None else params.sliding_window,
+        np.float32(params.softcap or 0.0),
+        _NO_SINKS if params.sinks is None else params.sinks.float().numpy(),
+        out,
+    )
+    if plan.cores == 1:
+        run_core(0, *arguments)
+    else:
+        numba.set_num_threads(plan.cores)
+        run_cores(*arguments)
+    return torch.from_numpy(out).to(q.dtype)
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compile the kernels for a cache of `dtype`, or load them from numba's cache of compiled code."""
+    q, blocks = np.zeros((1, 1, 1), np.float32), _memory(torch.zeros(1, 1, 1, 1, dtype=dtype))
+    tiles, units = np.array([[0, 0, 1, 0]]), np.array([[0, 0, 1]])
+    batch = (np.zeros((1, 1), np.int32), tiles, units, np.array([0, 1]))
+    arguments = (q, blocks, blocks, *batch, np.float32(1.0), _NO_WINDOW, np.float32(0.0), _NO_SINKS, q.copy())
+    run_core(0, *arguments)
+    numba.set_num_threads(1)
+    run_cores(*arguments)
+
+
+def _memory(cache: Tensor) -> NDArray[Any]:
+    """The blocks as they lie in memory, [num_blocks, kv_heads, block_size, head_dim]; bfloat16 as its bits."""
+    blocks = cache.transpose(1, 2)
+    if not blocks.is_contiguous():
+        raise ValueError("the cpu backend needs KV blocks laid out head by head, as KVCache makes them on a CPU")
+    return blocks.view(torch.uint16).numpy() if cache.dtype == torch.bfloat16 else blocks.numpy()
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """How a batch is cut up: tiles of queries, units of work (a tile and a range of KV heads), units per core."""
+
+    tiles: NDArray[np.int64]  # [n, 4]: sequence, first token, number of tokens, position of the first token
+    units: NDArray[np.int64]  # [m, 3]: tile, first KV head, end of KV heads
+    bounds: NDArray[np.int64]  # [cores + 1]: core c runs units bounds[c] to bounds[c+1]
+
+    @property
+    def cores(self) -> int:
+        return len(self.bounds) - 1
+
+
+# All layers of a forward pass share their plans; the batch itself stays free of any backend's matters.
+_plans: WeakKeyDictionary[ForwardBatch, dict[tuple[int | None, ...], _Plan]] = WeakKeyDictionary()
+
+
+def _plan(batch: ForwardBatch, kv_heads: int, group: int, flops: int, window: int | None) -> _Plan:
+    """Cut a batch up. `flops` are those of one query head and one key."""
+    plans, key = _plans.setdefault(batch, {}), (kv_heads, group, flops, window)
+    if key not in plans:
+        tiles = _tiles(batch, max(1, _TILE_ROWS // group))
+        tokens, past = tiles[:, 2], tiles[:, 3]
+        cost = tokens * (tokens + (past if window is None else np.minimum(past, window)))
+        available = min(torch.get_num_threads(), _numba_config.NUMBA_NUM_THREADS)
+        cores = int(np.clip(cost.sum() * kv_heads * group * flops // _FLOPS_PER_CORE, 1, available))
+        units = _units(tiles, kv_heads, group, cores)
+        plans[key] = _Plan(tiles, units, _bounds(cost, units, cores))
+    return plans[key]
+
+
+def _tiles(batch: ForwardBatch, tile_tokens: int) -> NDArray[np.int64]:
+    query_start = batch.query_start.numpy().astype(np.int64)
+    query_lens = np.diff(query_start)
+    tiles_of = -(-query_lens // tile_tokens)
+    sequence = np.repeat(np.arange(len(query_lens)), tiles_of)
+    skipped = (np.arange(len(sequence)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * tile_tokens
+    tokens = np.minimum(tile_tokens, query_lens[sequence] - skipped)
+    first_position = batch.kv_len.numpy().astype(np.int64) - query_lens
+    columns = [sequence, query_start[sequence] + skipped, tokens, first_position[sequence] + skipped]
+    return np.stack(columns, axis=1).astype(np.int64)
+
+
+def _units(tiles: NDArray[np.int64], kv_heads: int, group: int, cores: int) -> NDArray[np.int64]:
+    # A streaming tile's heads are split only where there would be too few units to keep all cores busy.
+    split = min(kv_heads, -(-2 * cores // len(tiles)))
+    ranges = np.where(tiles[:, 2] * group <= _STREAMING_ROWS, split, kv_heads)
+    tile = np.repeat(np.arange(len(tiles)), ranges)
+    part = np.arange(len(tile)) - np.repeat(np.cumsum(ranges) - ranges, ranges)
+    columns = [tile, part * kv_heads // ranges[tile], (part + 1) * kv_heads // ranges[tile]]
+    return np.stack(columns, axis=1).astype(np.int64)
+
+
+def _bounds(tile_cost: NDArray[np.int64], units: NDArray[np.int64], cores: int) -> NDArray[np.int64]:
+    """Cut the units into one run per core, each of about the same cost."""
+    cost = np.cumsum(tile_cost[units[:, 0]] * (units[:, 2] - units[:, 1]))
+    bounds: NDArray[np.int64] = np.searchsorted(cost, cost[-1] * np.arange(cores + 1) / cores).astype(np.int64)
+    bounds[-1] = len(units)
+    return bounds

@@ -1,0 +1,279 @@
+"""The numba kernel of the cpu backend: paged attention with an online softmax.
+
+Knows arrays: blocks as they lie in memory, `[block, kv_head, offset, element]`, tiles and units as cpu.py cuts them.
+A row is one query head of one query token; a tile's rows that share a KV head share its loads. bfloat16 blocks are
+widened in registers, arithmetic is float32. Indices are not checked: what is out of place here corrupts memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba.extending
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, prange, types
+
+# Its stub gives what it decorates the wrong signature.
+intrinsic: Any = numba.extending.intrinsic
+
+# Reassociation lets a dot product fill vector registers. Nothing here assumes that NaN and infinity do not occur.
+_MATH = {"reassoc", "contract", "arcp", "nsz"}
+_LOWEST = np.float32(-1e30)  # of a softmax that has seen no key
+# Keys whose scores are taken through the softmax together, to spread what each of its steps costs.
+_PANEL_KEYS = 64
+
+
+@intrinsic
+def _widen(typing: Any, value: Any) -> Any:
+    """float32 from a cache element: itself, or the upper half of a float32 if it is a bfloat16's bits."""
+
+    def bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), ir.FloatType())
+
+    def float32(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return args[0]
+
+    return types.float32(value), bfloat16 if value == types.uint16 else float32
+
+
+@intrinsic
+def _float_of_bits(typing: Any, bits: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _exp(x: np.float32) -> np.float32:
+    """e^x to float32 precision, 0 below -87, without a call, so that loops over it become vector instructions."""
+    bounded = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    power = bounded * np.float32(1.4426950408889634)
+    whole = np.floor(power + np.float32(0.5))
+    part = power - whole  # within half of zero, where this polynomial is 2^part
+    y = np.float32(1.5403530393381610e-4)
+    y = y * part + np.float32(1.3333558146428443e-3)
+    y = y * part + np.float32(9.6181291076284772e-3)
+    y = y * part + np.float32(5.5504108664821580e-2)
+    y = y * part + np.float32(2.4022650695910071e-1)
+    y = y * part + np.float32(6.9314718055994531e-1)
+    y = y * part + np.float32(1.0)
+    y *= _float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    return y if x > np.float32(-87.0) else np.float32(0.0)
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _tanh(x: np.float32) -> np.float32:
+    """tanh to float32 precision. Near zero a polynomial, because there e^2x - 1 has few digits left."""
+    square = x * x
+    y = np.float32(-5.70498872745e-3)
+    y = y * square + np.float32(2.06390887954e-2)
+    y = y * square + np.float32(-5.37397155531e-2)
+    y = y * square + np.float32(1.33314422036e-1)
+    y = y * square + np.float32(-3.33332819422e-1)
+    near = x + x * square * y
+    e = _exp(x + x)
+    far = (e - np.float32(1.0)) / (e + np.float32(1.0))
+    return near if square < np.float32(0.390625) else far
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _score(q: Any, base: int, rows: int, k: Any, block: int, head: int, keys: int, scores: Any) -> None:
+    """scores[r, j] = q[base + r] . k of key j, two rows by two keys at a time: each load serves two products."""
+    pairs = keys // 2 * 2
+    for r in range(0, rows - 1, 2):
+        for j in range(0, pairs, 2):
+            a = b = c = e = np.float32(0.0)
+            for d in range(k.shape[3]):
+                q0, q1 = q[base + r, d], q[base + r + 1, d]
+                k0, k1 = _widen(k[block, head, j, d]), _widen(k[block, head, j + 1, d])
+                a += q0 * k0
+                b += q0 * k1
+                c += q1 * k0
+                e += q1 * k1
+            scores[r, j], scores[r, j + 1], scores[r + 1, j], scores[r + 1, j + 1] = a, b, c, e
+        for j in range(pairs, keys):
+            scores[r, j] = _dot(q, base + r, k, block, head, j)
+            scores[r + 1, j] = _dot(q, base + r + 1, k, block, head, j)
+    for r in range(rows // 2 * 2, rows):
+        for j in range(keys):
+            scores[r, j] = _dot(q, base + r, k, block, head, j)
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _dot(q: Any, row: int, k: Any, block: int, head: int, key: int) -> Any:
+    total = np.float32(0.0)
+    for d in range(k.shape[3]):
+        total += q[row, d] * _widen(k[block, head, key, d])
+    return total
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _cap(scores: Any, row: int, keys: int, softcap: np.float32) -> None:
+    for j in range(keys):
+        scores[row, j] = softcap * _tanh(scores[row, j] / softcap)
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _weigh(scores: Any, row: int, begin: int, end: int, keys: int, peak: Any, total: Any, acc: Any, state: int) -> None:
+    """Turn a row's scores of keys begin to end into weights, and rescale what the row holds to the new maximum."""
+    highest = peak[state]
+    for j in range(begin, end):
+        highest = max(highest, scores[row, j])
+    shrink = _exp(peak[state] - highest)
+    peak[state] = highest
+    weights = np.float32(0.0)
+    for j in range(begin, end):
+        weight = _exp(scores[row, j] - highest)
+        scores[row, j] = weight
+        weights += weight
+    for j in range(begin):
+        scores[row, j] = np.float32(0.0)
+    for j in range(end, keys):
+        scores[row, j] = np.float32(0.0)
+    total[state] = total[state] * shrink + weights
+    if shrink < np.float32(1.0):  # the maximum settles after a few blocks
+        for d in range(acc.shape[1]):
+            acc[state, d] *= shrink
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _gather(acc: Any, base: int, rows: int, v: Any, block: int, head: int, keys: int, weights: Any) -> None:
+    """acc[base + r] += weights[r, j] * v of key j. Two rows by four keys at a time, to load and store less often."""
+    fours = keys // 4 * 4
+    for r in range(0, rows - 1, 2):
+        for j in range(0, fours, 4):
+            a0, a1, a2, a3 = weights[r, j], weights[r, j + 1], weights[r, j + 2], weights[r, j + 3]
+            b0, b1, b2, b3 = weights[r + 1, j], weights[r + 1, j + 1], weights[r + 1, j + 2], weights[r + 1, j + 3]
+            for d in range(v.shape[3]):
+                v0, v1 = _widen(v[block, head, j, d]), _widen(v[block, head, j + 1, d])
+                v2, v3 = _widen(v[block, head, j + 2, d]), _widen(v[block, head, j + 3, d])
+                acc[base + r, d] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
+                acc[base + r + 1, d] += b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3
+        for j in range(fours, keys):
+            _add(acc, base + r, v, block, head, j, weights[r, j])
+            _add(acc, base + r + 1, v, block, head, j, weights[r + 1, j])
+    for r in range(rows // 2 * 2, rows):
+        for j in range(0, fours, 4):
+            a0, a1, a2, a3 = weights[r, j], weights[r, j + 1], weights[r, j + 2], weights[r, j + 3]
+            for d in range(v.shape[3]):
+                v0, v1 = _widen(v[block, head, j, d]), _widen(v[block, head, j + 1, d])
+                v2, v3 = _widen(v[block, head, j + 2, d]), _widen(v[block, head, j + 3, d])
+                acc[base + r, d] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
+        for j in range(fours, keys):
+            _add(acc, base + r, v, block, head, j, weights[r, j])
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _add(acc: Any, row: int, v: Any, block: int, head: int, key: int, weight: Any) -> None:
+    for d in range(v.shape[3]):
+        acc[row, d] += weight * _widen(v[block, head, key, d])
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _begin_unit(q: Any, tile: Any, first_head: int, states: int, group: int, scale: Any, sinks: Any, own: Any) -> None:
+    """Copy the unit's scaled queries and empty its softmax. State h * rows + r is row r of the unit's h-th KV head."""
+    queries, acc, peak, total = own
+    rows = tile[2] * group
+    for state in range(states):
+        row = state % rows
+        head = (first_head + state // rows) * group + row % group
+        for d in range(q.shape[2]):
+            queries[state, d] = q[tile[1] + row // group, head, d] * scale
+        for d in range(acc.shape[1]):
+            acc[state, d] = np.float32(0.0)
+        peak[state] = sinks[head] if len(sinks) else _LOWEST
+        total[state] = np.float32(1.0) if len(sinks) else np.float32(0.0)
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _end_unit(out: Any, tile: Any, first_head: int, states: int, group: int, acc: Any, total: Any) -> None:
+    rows = tile[2] * group
+    for state in range(states):
+        row = state % rows
+        head = (first_head + state // rows) * group + row % group
+        share = np.float32(1.0) / total[state]
+        for d in range(acc.shape[1]):
+            out[tile[1] + row // group, head, d] = acc[state, d] * share
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def _run_unit(
+    k: Any, v: Any, table: Any, tile: Any, unit: Any, group: int, window: int, softcap: Any, scores: Any, own: Any
+) -> None:
+    """Walk the unit's keys, a panel of blocks at a time, from the first that any of its queries sees to the last."""
+    queries, acc, peak, total = own
+    block_size, rows, first_position = k.shape[2], tile[2] * group, tile[3]
+    end = first_position + tile[2]
+    panel = scores.shape[1] // block_size * block_size
+    first = max(0, first_position - window + 1) // block_size * block_size
+    for start in range(first, end, panel):
+        keys = min(panel, end - start)
+        for head in range(unit[1], unit[2]):
+            base = (head - unit[1]) * rows
+            for key in range(0, keys, block_size):
+                block, count = table[(start + key) // block_size], min(block_size, keys - key)
+                _score(queries, base, rows, k, block, head, count, scores[:, key:])
+            for r in range(rows):
+                if softcap > 0:
+                    _cap(scores, r, keys, softcap)
+                position = first_position + r // group - start
+                visible = max(0, min(keys, position + 1))
+                hidden = min(max(0, position - window + 1), visible)
+                _weigh(scores, r, hidden, visible, keys, peak, total, acc, base + r)
+            for key in range(0, keys, block_size):
+                block, count = table[(start + key) // block_size], min(block_size, keys - key)
+                _gather(acc, base, rows, v, block, head, count, scores[:, key:])
+
+
+@njit(fastmath=_MATH, nogil=True, cache=True)
+def run_core(
+    core: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    tables: Any,
+    tiles: Any,
+    units: Any,
+    bounds: Any,
+    scale: Any,
+    window: int,
+    softcap: Any,
+    sinks: Any,
+    out: Any,
+) -> None:
+    """Run one core's units."""
+    group = q.shape[1] // k.shape[1]
+    most = 0
+    for u in range(bounds[core], bounds[core + 1]):
+        most = max(most, (units[u, 2] - units[u, 1]) * tiles[units[u, 0], 2] * group)
+    scores = np.empty((most, max(_PANEL_KEYS, k.shape[2])), np.float32)
+    acc, total = np.empty((most, v.shape[3]), np.float32), np.empty(most, np.float32)
+    own = (np.empty((most, k.shape[3]), np.float32), acc, np.empty(most, np.float32), total)
+    for u in range(bounds[core], bounds[core + 1]):
+        unit, tile = units[u], tiles[units[u, 0]]
+        states = (unit[2] - unit[1]) * tile[2] * group
+        _begin_unit(q, tile, unit[1], states, group, scale, sinks, own)
+        _run_unit(k, v, tables[tile[0]], tile, unit, group, window, softcap, scores, own)
+        _end_unit(out, tile, unit[1], states, group, acc, total)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def run_cores(
+    q: Any,
+    k: Any,
+    v: Any,
+    tables: Any,
+    tiles: Any,
+    units: Any,
+    bounds: Any,
+    scale: Any,
+    window: int,
+    softcap: Any,
+    sinks: Any,
+    out: Any,
+) -> None:
+    for core in prange(len(bounds) - 1):
+        run_core(core, q, k, v, tables, tiles, units, bounds, scale, window, softcap, sinks, out)
