@@ -1,65 +1,82 @@
-"""The one codec of the system: dataclasses to msgpack bytes and back, strictly.
+"""The one codec of the system: declared types to msgpack bytes and back, strictly.
 
-A message class is a dataclass decorated with `@message(tag)`. On the wire it is one msgpack array `[version, tag,
-field, ...]`; nested dataclasses are positional arrays too, and numpy arrays take msgpack-numpy's form. Decoding checks
-every value against the declared type and raises `WireError` with the path of the first field that is wrong; nothing
-else can come out of `decode`, whatever the bytes. It knows no message and no socket.
+Messages between our processes: a dataclass decorated with `@message(tag)` is one msgpack array `[version, tag, field,
+...]`, nested dataclasses are arrays too, and numpy arrays have msgpack-numpy's form. `encode` and `decode` do these.
 
-Reading msgpack-numpy's array form is done here and not by its own decoder, because that one unpickles object arrays.
+Everything else (contexts, outputs, results by request id): `msgpack_numpy_encoder` and `msgpack_numpy_decoder(type)`,
+where dataclasses are maps by field name and large arrays may travel through shared memory.
+
+Decoding checks every value against the declared type and raises `WireError` with the path of the first field that is
+wrong; nothing else comes out of it, whatever the bytes. It knows no message and no socket.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import types
-import typing
+import operator
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgpack
-import msgpack_numpy
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from interfaces.readers import Readers, wire_fields, wire_name
+from interfaces.shared_memory import Segments, SharedMemoryArray
+from interfaces.wire import F32 as F32
+from interfaces.wire import I8 as I8
+from interfaces.wire import I32 as I32
+from interfaces.wire import I64 as I64
+from interfaces.wire import (
+    Column,
+    InProcess,
+    Reader,
+    Triples,
+    WireError,
+    check_dtype,
+    inline_form,
+    message_form,
+    shared_form,
+)
+from interfaces.wire import I32x3 as I32x3
+
+__all__ = [
+    "F32",
+    "I8",
+    "I32",
+    "I64",
+    "PROTOCOL_VERSION",
+    "Column",
+    "I32x3",
+    "InProcess",
+    "Triples",
+    "WireError",
+    "decode",
+    "encode",
+    "message",
+    "msgpack_numpy_decoder",
+    "msgpack_numpy_encoder",
+]
 
 PROTOCOL_VERSION = 1
 """First element of every message; a peer of another version is refused, because fields are positional."""
 
+SHARED_MEMORY_THRESHOLD = 24_000_000
+"""Bytes from which an array travels through shared memory, where that is on."""
+
+_SURELY_SMALL = 4096
+"""A message up to this size cannot make the unpacker reserve much memory, whatever it claims to contain."""
+
 T = TypeVar("T")
-Checker = Callable[[Any, str], Any]
-
-
-class WireError(ValueError):
-    """The bytes are not a message of this protocol; the text names the field's path and what is wrong with it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """Annotation of a one-dimensional array field: its element type."""
-
-    dtype: type[np.generic]
-
-
-I32 = typing.Annotated[NDArray[np.int32], Column(np.int32)]
-I8 = typing.Annotated[NDArray[np.int8], Column(np.int8)]
-F32 = typing.Annotated[NDArray[np.float32], Column(np.float32)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Triples:
-    """Annotation of an int32[k, 3] array field."""
-
-
-I32x3 = typing.Annotated[NDArray[np.int32], Triples()]
-
-
-@dataclasses.dataclass(frozen=True)
-class InProcess:
-    """Annotation of a field whose value cannot leave its process: only None has a form on the wire."""
-
 
 _by_tag: dict[int, type] = {}
 _tag_of: dict[type, int] = {}
+_message_readers: dict[type[Any], Reader] = {}
+_getters: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {}
+_MESSAGE_READERS = Readers(positional=True, copy=False, ipc_peer=False)
 
 
 def message(tag: int) -> Callable[[type[T]], type[T]]:
@@ -80,50 +97,134 @@ def encode(value: Any) -> bytes:
     tag = _tag_of.get(type(value))
     if tag is None:
         raise TypeError(f"{type(value).__name__} is not a message: decorate it with @message")
-    return cast(bytes, msgpack.packb([PROTOCOL_VERSION, tag, *_fields(value)], default=_plain))
+    return _packed(_packers.message, [PROTOCOL_VERSION, tag, *_fields_getter(type(value))(value)])
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The message in `data`, of the class its tag names. Arrays are read-only views of `data`. Raises WireError."""
-    try:
-        parts = msgpack.unpackb(data, strict_map_key=False, object_hook=_read_array)
-    except WireError:
-        raise
-    except Exception as error:  # the unpacker's own errors have no common base
-        raise WireError(f"not msgpack: {error}") from None
-    if not isinstance(parts, list) or len(parts) < 2:
+    """The message in `data`, of the class its tag names. Arrays are read-only views of it. Raises WireError."""
+    parts = _unpack(data)
+    if type(parts) is not list or len(parts) < 2:
         raise WireError("a message is an array [version, tag, fields...]")
     if parts[0] != PROTOCOL_VERSION:
-        raise WireError(f"protocol version {parts[0]!r}, this process speaks {PROTOCOL_VERSION}")
-    cls = _by_tag.get(parts[1]) if isinstance(parts[1], int) else None
+        raise WireError(f"protocol version {str(parts[0])[:80]}, this process speaks {PROTOCOL_VERSION}")
+    cls = _by_tag.get(parts[1]) if type(parts[1]) is int else None
     if cls is None:
-        raise WireError(f"unknown message tag {parts[1]!r}")
-    return _dataclass_checker(cls)(parts[2:], cls.__name__)
+        raise WireError(f"unknown message tag {str(parts[1])[:80]}")
+    return _checked(_message_reader(cls), parts[2:], cls.__name__)
 
 
-def _fields(value: Any) -> list[Any]:
-    return [getattr(value, name) for name in _field_names(type(value))]
+class MsgpackNumpyEncoder:
+    """`encoder(object) -> bytes`. Can be pickled; the copy has a book of its own.
+
+    With `use_shared_memory` arrays from the threshold on are put into segments that belong to `segments`: take them
+    after each call, and release them when the request they belong to has ended. What is never released goes with the
+    encoder, and after a kill with the next sweep.
+    """
+
+    def __init__(self, use_shared_memory: bool = False, shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD) -> None:
+        self.use_shared_memory = use_shared_memory
+        self.shared_memory_threshold = shared_memory_threshold
+        self.segments = Segments()
+
+    def __call__(self, value: Any) -> bytes:
+        # A packer of its own each time: one that is kept would keep the memory of the largest object, too.
+        return _packed(msgpack.Packer(default=self._plain), value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MsgpackNumpyEncoder, (self.use_shared_memory, self.shared_memory_threshold)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return self._array(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | SharedMemoryArray):
+            return _named_fields(value.to_wire() if hasattr(value, "to_wire") else value)
+        return _other(value)
+
+    def _array(self, array: NDArray[Any]) -> dict[str, Any]:
+        check_dtype(array.dtype)
+        if self.use_shared_memory and array.nbytes >= self.shared_memory_threshold:
+            segment = self.segments.share(array)
+            if segment is not None:
+                return shared_form(segment)
+        return inline_form(array)
 
 
-_names_of: dict[type, tuple[str, ...]] = {}
+class MsgpackNumpyDecoder:
+    """`decoder(bytes) -> object` of one declared type. Raises WireError. Can be pickled."""
+
+    def __init__(self, type_: Any, copy: bool = True, *, ipc_peer: bool = False) -> None:
+        self.type_ = type_
+        self.copy = copy
+        self.ipc_peer = ipc_peer
+        self._reader = Readers(positional=False, copy=copy, ipc_peer=ipc_peer).reader(type_)
+
+    def __call__(self, data: bytes | memoryview) -> Any:
+        return _checked(self._reader, _unpack(data), getattr(self.type_, "__name__", ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _decoder, (self.type_, self.copy, self.ipc_peer)
 
 
-def _field_names(cls: type[Any]) -> tuple[str, ...]:
-    names = _names_of.get(cls)
-    if names is None:
-        names = _names_of[cls] = tuple(field.name for field in dataclasses.fields(cls))
-    return names
+def msgpack_numpy_encoder(
+    use_shared_memory: bool = False, shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD
+) -> MsgpackNumpyEncoder:
+    """A callable that turns an object into bytes. TypeError for objects that have no place on the wire."""
+    return MsgpackNumpyEncoder(use_shared_memory, shared_memory_threshold)
 
 
-def _plain(value: Any) -> Any:
+def msgpack_numpy_decoder(type_: Any, copy: bool = True, *, ipc_peer: bool = False) -> MsgpackNumpyDecoder:
+    """A callable that turns bytes into an object of type `type_`. TypeError for a type that cannot be on the wire.
+
+    `copy` makes arrays writable and independent; without it they are read-only views. `ipc_peer` says that the bytes
+    come from a process of this host and user, whose segments of shared memory may be opened.
+    """
+    return MsgpackNumpyDecoder(type_, copy, ipc_peer=ipc_peer)
+
+
+def _decoder(type_: Any, copy: bool, ipc_peer: bool) -> MsgpackNumpyDecoder:
+    return MsgpackNumpyDecoder(type_, copy, ipc_peer=ipc_peer)
+
+
+def _message_reader(cls: type[Any]) -> Reader:
+    reader = _message_readers.get(cls)
+    if reader is None:
+        reader = _message_readers[cls] = _MESSAGE_READERS.reader(cls)
+    return reader
+
+
+def _fields_getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    getter = _getters.get(cls)
+    if getter is None:
+        names = [field.name for field in wire_fields(cls)]
+        # With one name an attrgetter gives the value itself, and not a tuple.
+        getter = operator.attrgetter(*names) if len(names) > 1 else lambda v: tuple(getattr(v, name) for name in names)
+        _getters[cls] = getter
+    return getter
+
+
+def _positional_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "iufb":
-            raise TypeError(f"arrays of dtype {value.dtype} have no place on the wire")
-        return msgpack_numpy.encode(np.ascontiguousarray(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _fields(value)
+        return message_form(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | SharedMemoryArray):
+        state = value.to_wire() if hasattr(value, "to_wire") else value
+        return _fields_getter(type(state))(state)
+    return _other(value)
+
+
+def _other(value: Any) -> Any:
+    """One level of an object that is neither array nor dataclass, in terms of what msgpack or this module knows."""
+    if isinstance(value, SharedMemoryArray):
+        return shared_form(value)
+    if isinstance(value, BaseModel):
+        return {"__pydantic__": True, "type": wire_name(type(value)), "data": value.model_dump()}
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return list(value)
+    if isinstance(value, int):
+        raise TypeError(f"the integer {value} has no place on the wire: it has more than 64 bits")
     if callable(value):
         raise TypeError(
             f"{value!r} cannot cross a process boundary: logits processors and other callables work only within the "
@@ -132,139 +233,66 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place on the wire")
 
 
-def _read_array(form: dict[Any, Any]) -> Any:
-    if b"nd" not in form:
-        return form
-    shape, kind, data = form.get(b"shape"), form.get(b"type"), form.get(b"data")
-    if form[b"nd"] is not True or not isinstance(kind, str) or not isinstance(data, bytes):
-        raise WireError("malformed array")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise WireError(f"malformed array shape {shape!r}")
+def _named_fields(value: Any) -> dict[str, Any]:
+    cls = type(value)
+    if not getattr(cls, "__tagged__", False):
+        return {field.name: getattr(value, field.name) for field in wire_fields(cls)}
+    form: dict[str, Any] = {"type": cls.__name__}
+    for field in wire_fields(cls):
+        item = getattr(value, field.name)
+        if not _is_default(field, item):
+            form[field.name] = item
+    return form
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    default: Any = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    return type(value) is type(default) and not isinstance(value, np.ndarray) and value == default
+
+
+class _Packers(threading.local):
+    """Packers that are used again: making one costs more than packing a step."""
+
+    def __init__(self) -> None:
+        self.message = msgpack.Packer(default=_positional_plain)
+
+
+_packers = _Packers()
+
+
+def _packed(packer: Any, value: Any) -> bytes:
     try:
-        dtype = np.dtype(kind)
-    except TypeError:
-        raise WireError(f"unknown array type {kind!r}") from None
-    if dtype.kind not in "iufb":
-        raise WireError(f"array type {kind!r} is refused")
+        return cast(bytes, packer.pack(value))
+    except ValueError as error:
+        raise TypeError(f"no place on the wire: {error}") from None
+
+
+def _unpack(data: bytes | memoryview) -> Any:
     try:
-        return np.frombuffer(data, dtype).reshape(shape)
-    except (ValueError, OverflowError) as error:
-        raise WireError(f"malformed array: {error}") from None
+        if len(data) > _SURELY_SMALL:
+            _check_lengths(data)
+        return msgpack.unpackb(data, strict_map_key=False)
+    except Exception as error:  # the unpacker's own errors have no common base
+        raise WireError(f"not msgpack: {str(error)[:200] or type(error).__name__}") from None
 
 
-def _checker(hint: Any) -> Checker:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _nothing if isinstance(arguments[1], InProcess) else _array_checker(arguments[1])
-    if origin in (types.UnionType, typing.Union):
-        return _optional_checker(arguments)
-    if origin in (list, tuple):
-        return _sequence_checker(origin, arguments[0])
-    if origin is dict:
-        return _dict_checker(*arguments)
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _dataclass_checker(hint)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _enum_checker(hint)
-    return _scalar_checker(hint)
+def _check_lengths(data: bytes | memoryview) -> None:
+    """Walks over the bytes without building anything; raises when they end before what they claim to contain.
+
+    The unpacker reserves room for each list it is told of, so nested lists of claimed lengths could take a thousand
+    times the message's size.
+    """
+    walker = msgpack.Unpacker(max_buffer_size=len(data), read_size=1, strict_map_key=False)
+    walker.feed(data)
+    walker.skip()
 
 
-def _scalar_checker(hint: type) -> Checker:
-    if hint not in (int, float, bool, str, bytes):
-        raise TypeError(f"{hint!r} cannot be a field of a message")
-
-    def check(value: Any, path: str) -> Any:
-        if type(value) is hint:
-            return value
-        if hint is float and type(value) is int:
-            return float(value)
-        raise WireError(f"{path}: expected {hint.__name__}, got {type(value).__name__}")
-
-    return check
-
-
-def _nothing(value: Any, path: str) -> None:
-    if value is not None:
-        raise WireError(f"{path}: must be nil, because it cannot cross a process boundary")
-
-
-def _array_checker(spec: Column | Triples) -> Checker:
-    dtype = np.dtype(np.int32) if isinstance(spec, Triples) else np.dtype(spec.dtype)
-
-    def check(value: Any, path: str) -> Any:
-        if not isinstance(value, np.ndarray) or value.dtype != dtype:
-            raise WireError(
-                f"{path}: expected an array of {dtype}, got {getattr(value, 'dtype', type(value).__name__)}"
-            )
-        shaped = value.ndim == 1 if isinstance(spec, Column) else value.ndim == 2 and value.shape[1] == 3
-        if not shaped:
-            raise WireError(f"{path}: array of shape {value.shape} has the wrong shape")
-        return value
-
-    return check
-
-
-def _optional_checker(arguments: tuple[Any, ...]) -> Checker:
-    inner = [a for a in arguments if a is not type(None)]
-    if len(inner) != 1 or len(arguments) != 2:
-        raise TypeError("a message field may be T or T | None, no other union")
-    check_inner = _checker(inner[0])
-    return lambda value, path: None if value is None else check_inner(value, path)
-
-
-def _sequence_checker(kind: type, element: Any) -> Checker:
-    check_element = _checker(element)
-
-    def check(value: Any, path: str) -> Any:
-        if not isinstance(value, list):
-            raise WireError(f"{path}: expected a list, got {type(value).__name__}")
-        return kind(check_element(item, f"{path}[{i}]") for i, item in enumerate(value))
-
-    return check
-
-
-def _dict_checker(key: Any, element: Any) -> Checker:
-    check_key, check_element = _checker(key), _checker(element)
-
-    def check(value: Any, path: str) -> Any:
-        if not isinstance(value, dict):
-            raise WireError(f"{path}: expected a map, got {type(value).__name__}")
-        return {check_key(k, f"{path} key"): check_element(v, f"{path}[{k!r}]") for k, v in value.items()}
-
-    return check
-
-
-def _enum_checker(hint: type[enum.Enum]) -> Checker:
-    def check(value: Any, path: str) -> Any:
-        try:
-            return hint(value)
-        except ValueError:
-            raise WireError(f"{path}: {value!r} is not a {hint.__name__}") from None
-
-    return check
-
-
-_checker_of: dict[type, Checker] = {}
-
-
-def _dataclass_checker(cls: type[Any]) -> Checker:
-    if cls not in _checker_of:
-        _checker_of[cls] = _compile_dataclass(cls)
-    return _checker_of[cls]
-
-
-def _compile_dataclass(cls: type[Any]) -> Checker:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    names = _field_names(cls)
-    checkers = [(name, _checker(hints[name])) for name in names]
-
-    def check(value: Any, path: str) -> Any:
-        if not isinstance(value, list) or len(value) != len(names):
-            raise WireError(f"{path}: expected an array of {len(names)} fields")
-        arguments = [check(item, f"{path}.{name}") for (name, check), item in zip(checkers, value, strict=True)]
-        try:
-            return cls(*arguments)
-        except ValueError as error:
-            raise WireError(f"{path}: {error}") from None
-
-    return check
+def _checked(reader: Reader, value: Any, root: str) -> Any:
+    try:
+        return reader(value)
+    except WireError as error:
+        raise error.within(root) from None
+    except RecursionError:
+        raise WireError("nested too deeply", root) from None

@@ -55,8 +55,8 @@ class PipelineTask(enum.StrEnum):
         }
         if self not in outputs:
             raise ValueError(f"the task {self.value!r} has no output type; those with one: {', '.join(outputs)}")
-        answer = interfaces.SchedulerResult[getattr(interfaces, outputs[self])]  # type: ignore[misc]
-        return GenericAlias(dict, (str, answer))
+        result: Any = interfaces.SchedulerResult
+        return GenericAlias(dict, (str, result[getattr(interfaces, outputs[self])]))
 
 
 class InputModality(enum.StrEnum):

@@ -1,0 +1,419 @@
+"""From a declared type to the code that checks and builds its values from what msgpack gives.
+
+Two forms. Positional: a dataclass is the list of its fields' values (messages). Named: it is a map by field name, as
+`msgpack_numpy_encoder` writes it. Pydantic objects are tagged maps in both. What is declared decides everything: a
+peer can name no class. Knows types; knows no bytes.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import enum
+import functools
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from interfaces.shared_memory import SharedMemoryArray
+from interfaces.wire import (
+    Column,
+    InProcess,
+    Reader,
+    Triples,
+    WireError,
+    column_reader,
+    is_array_form,
+    kind_of,
+    read_array,
+    read_placeholder,
+    triples_reader,
+)
+
+_DEEPEST = 64
+"""Levels of untyped data below which arrays are looked for."""
+
+_BUILD_ERRORS = (ValueError, TypeError, AssertionError, OverflowError)
+"""What a constructor may say of values that have the right types."""
+
+_LISTS = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
+_MAPS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
+_SETS = (set, frozenset, collections.abc.Set)
+
+
+_wire_fields: dict[type[Any], tuple[dataclasses.Field[Any], ...]] = {}
+
+
+def wire_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
+    """Fields that travel, in wire order: those the constructor takes, unless marked `metadata={"wire": False}`."""
+    found = _wire_fields.get(cls)
+    if found is None:
+        found = tuple(f for f in dataclasses.fields(cls) if f.init and f.metadata.get("wire", True))
+        _wire_fields[cls] = found
+    return found
+
+
+def wire_name(cls: type[BaseModel]) -> str:
+    """What names a pydantic class on the wire."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Readers:
+    """Makes readers of one form. `copy`: arrays are owned and writable. `ipc_peer`: shared memory may be named."""
+
+    positional: bool
+    copy: bool
+    ipc_peer: bool
+
+    def reader(self, hint: Any) -> Reader:
+        """TypeError when a declared type has no place on the wire."""
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is typing.Annotated:
+            return self._annotated(arguments)
+        if isinstance(hint, TypeVar):
+            return _anything if hint.__bound__ is None else self.reader(hint.__bound__)
+        if hint is Any or hint is object:
+            return _anything
+        if origin in (types.UnionType, typing.Union):
+            return self._union(arguments)
+        if origin is typing.Literal:
+            return _literal(arguments)
+        if (origin or hint) is np.ndarray:
+            return self._array(arguments)
+        if (origin or hint) is collections.abc.Callable:
+            return _nothing
+        container = self._container(origin or hint, arguments)
+        return container if container is not None else self._class(hint, origin, arguments)
+
+    def _annotated(self, arguments: tuple[Any, ...]) -> Reader:
+        for mark in arguments[1:]:
+            match mark:
+                case InProcess():
+                    return _nothing
+                case Column():
+                    return column_reader(np.dtype(mark.dtype), self.copy, self.ipc_peer)
+                case Triples():
+                    return triples_reader(self.copy, self.ipc_peer)
+        return self.reader(arguments[0])
+
+    def _container(self, kind: Any, arguments: tuple[Any, ...]) -> Reader | None:
+        if kind in _LISTS:
+            return self._items(list, arguments[0] if arguments else Any)
+        if kind in _SETS:
+            return self._items(frozenset if kind is frozenset else set, arguments[0] if arguments else Any)
+        if kind in _MAPS:
+            return self._map(*(arguments or (Any, Any)))
+        if kind is tuple:
+            if not arguments or arguments[-1] is Ellipsis:
+                return self._items(tuple, arguments[0] if arguments else Any)
+            return self._tuple(arguments)
+        return None
+
+    def _class(self, hint: Any, origin: Any, arguments: tuple[Any, ...]) -> Reader:
+        cls = origin or hint
+        if cls is SharedMemoryArray:
+            return lambda value: read_placeholder(value, self.ipc_peer)
+        if hint is None or hint is type(None):
+            return _nil
+        if typing.is_typeddict(cls):
+            return self._typed_dict(cls)
+        if isinstance(cls, type):
+            if hasattr(cls, "from_wire"):
+                return self._stateful(cls)
+            if dataclasses.is_dataclass(cls):
+                return self._dataclass(cls, arguments)
+            if issubclass(cls, BaseModel):
+                return self._model(cls)
+            if issubclass(cls, enum.Enum):
+                return _enum(cls)
+            if cls in (int, float, bool, str, bytes):
+                return _scalar(cls)
+            if issubclass(cls, str):
+                return _text(cls)
+        raise TypeError(f"{hint!r} has no place on the wire")
+
+    def _union(self, arguments: tuple[Any, ...]) -> Reader:
+        inner = [a for a in arguments if a is not type(None)]
+        readers = [self.reader(a) for a in inner]
+        optional = len(inner) < len(arguments)
+        if len(readers) == 1:
+            only = readers[0]
+            return lambda value: None if value is None else only(value)
+
+        def read(value: Any) -> Any:
+            if value is None and optional:
+                return None
+            problems: list[str] = []
+            for reader in readers:
+                try:
+                    return reader(value)
+                except WireError as error:
+                    problems.append(str(error))
+            raise WireError(f"fits none of the declared types ({'; '.join(problems)})")
+
+        return read
+
+    def _array(self, arguments: tuple[Any, ...]) -> Reader:
+        element = typing.get_args(arguments[1])[0] if len(arguments) == 2 and typing.get_args(arguments[1]) else Any
+        element = typing.get_origin(element) or element
+        wanted = element if isinstance(element, type) and issubclass(element, np.generic) else np.generic
+
+        def read(value: Any) -> Any:
+            array = read_array(value, self.copy, self.ipc_peer)
+            if not issubclass(array.dtype.type, wanted):
+                raise WireError(f"expected an array of {wanted.__name__}, got {array.dtype}")
+            return array
+
+        return read
+
+    def _items(self, kind: type, element: Any) -> Reader:
+        reader = self.reader(element)
+
+        def read(value: Any) -> Any:
+            if type(value) is not list:
+                raise WireError(f"expected a list, got {kind_of(value)}")
+            try:
+                return kind([reader(item) for item in value])
+            except WireError as error:
+                i, inner = _first_failure(value, reader)
+                raise (inner or error).within(f"[{i}]") from None
+            except TypeError as error:
+                raise WireError(str(error)) from None
+
+        return read
+
+    def _tuple(self, elements: tuple[Any, ...]) -> Reader:
+        readers = [self.reader(element) for element in elements]
+
+        def read(value: Any) -> Any:
+            if type(value) is not list or len(value) != len(readers):
+                raise WireError(f"expected a list of {len(readers)} elements")
+            return tuple(_within(f"[{i}]", r, item) for i, (r, item) in enumerate(zip(readers, value, strict=True)))
+
+        return read
+
+    def _map(self, key: Any, element: Any) -> Reader:
+        read_key, read_element = self.reader(key), self.reader(element)
+
+        def read(value: Any) -> Any:
+            if type(value) is not dict:
+                raise WireError(f"expected a map, got {kind_of(value)}")
+            return {_within(" key", read_key, k): _within(f"[{k!r}]", read_element, v) for k, v in value.items()}
+
+        return read
+
+    def _typed_dict(self, cls: Any) -> Reader:
+        readers = {name: self.reader(hint) for name, hint in typing.get_type_hints(cls).items()}
+        required = cls.__required_keys__
+
+        def read(value: Any) -> Any:
+            _check_names(value, readers, required, cls.__name__)
+            return {name: _within(f".{name}", readers[name], item) for name, item in value.items()}
+
+        return read
+
+    def _stateful(self, cls: Any) -> Reader:
+        state_reader = self.reader(cls.wire_type)
+
+        def read(value: Any) -> Any:
+            state = state_reader(value)
+            try:
+                return cls.from_wire(state)
+            except WireError:
+                raise
+            except _BUILD_ERRORS as error:
+                raise WireError(str(error)) from None
+
+        return read
+
+    def _dataclass(self, cls: type[Any], arguments: tuple[Any, ...]) -> Reader:
+        # Made when the first value comes, so that types may name themselves.
+        make = _positional if self.positional else _named
+
+        @functools.cache
+        def compiled() -> Reader:
+            return make(cls, self._field_readers(cls, arguments))
+
+        return lambda value: compiled()(value)
+
+    def _field_readers(self, cls: type[Any], arguments: tuple[Any, ...]) -> dict[str, Reader]:
+        hints = typing.get_type_hints(cls, include_extras=True)
+        chosen = dict(zip(getattr(cls, "__parameters__", ()), arguments, strict=False))
+        return {field.name: self.reader(_substituted(hints[field.name], chosen)) for field in wire_fields(cls)}
+
+    def _model(self, cls: type[BaseModel]) -> Reader:
+        classes = {wire_name(c): c for c in (cls, *_descendants(cls))}
+
+        def read(value: Any) -> Any:
+            if type(value) is not dict or value.get("__pydantic__") is not True or len(value) != 3:
+                raise WireError(f"expected a {cls.__name__}, got {kind_of(value)}")
+            named = value.get("type")
+            found = classes.get(named) if isinstance(named, str) else None
+            if found is None:
+                raise WireError(f"expected a {cls.__name__}, got a pydantic object of type {str(named)[:80]!r}")
+            try:
+                return found.model_validate(self._restored(value.get("data"), 0))
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_context=False)[0]
+                path = "".join(f".{part}" for part in first["loc"])
+                raise WireError(first["msg"], path) from None
+            except _BUILD_ERRORS as error:
+                raise WireError(str(error)) from None
+
+        return read
+
+    def _restored(self, value: Any, depth: int) -> Any:
+        """`value` with its arrays: pydantic takes them as they are."""
+        if depth > _DEEPEST:
+            raise WireError(f"nested deeper than {_DEEPEST} levels")
+        if is_array_form(value):
+            return read_array(value, self.copy, self.ipc_peer)
+        if type(value) is dict:
+            return {key: self._restored(item, depth + 1) for key, item in value.items()}
+        if type(value) is list:
+            return [self._restored(item, depth + 1) for item in value]
+        return value
+
+
+def _positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
+    names, ordered = tuple(readers), tuple(readers.values())
+    build = _builder(cls, names)
+
+    def read(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(ordered):
+            raise WireError(f"expected an array of {len(ordered)} fields")
+        try:
+            return build([reader(item) for reader, item in zip(ordered, value, strict=True)])
+        except WireError as error:
+            for name, reader, item in zip(names, ordered, value, strict=True):
+                _within(f".{name}", reader, item)
+            raise error
+        except _BUILD_ERRORS as error:
+            raise WireError(str(error)) from None
+
+    return read
+
+
+def _builder(cls: type[Any], names: tuple[str, ...]) -> Any:
+    if any(field.kw_only for field in wire_fields(cls)):
+        return lambda values: cls(**dict(zip(names, values, strict=True)))
+    return lambda values: cls(*values)
+
+
+def _named(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
+    missing = dataclasses.MISSING
+    required = [f.name for f in wire_fields(cls) if f.default is missing and f.default_factory is missing]
+    tagged = getattr(cls, "__tagged__", False)
+
+    def read(value: Any) -> Any:
+        if type(value) is dict and "type" in value and "type" not in readers:
+            if tagged and value["type"] != cls.__name__:
+                raise WireError(f"expected a {cls.__name__}, got a {str(value['type'])[:80]!r}")
+            value = {name: item for name, item in value.items() if name != "type"}
+        _check_names(value, readers, required, cls.__name__)
+        arguments = {name: _within(f".{name}", readers[name], item) for name, item in value.items()}
+        try:
+            return cls(**arguments)
+        except _BUILD_ERRORS as error:
+            raise WireError(str(error)) from None
+
+    return read
+
+
+def _check_names(value: Any, known: Mapping[str, Any], required: Iterable[str], what: str) -> None:
+    if type(value) is not dict:
+        raise WireError(f"expected a {what}, got {kind_of(value)}")
+    for name in value:
+        if name not in known:
+            raise WireError(f"{str(name)[:80]!r} is no field of {what}")
+    for name in required:
+        if name not in value:
+            raise WireError(f"missing, and {what} must have it", f".{name}")
+
+
+def _within(segment: str, reader: Reader, value: Any) -> Any:
+    try:
+        return reader(value)
+    except WireError as error:
+        raise error.within(segment) from None
+
+
+def _first_failure(values: list[Any], reader: Reader) -> tuple[int, WireError | None]:
+    for i, item in enumerate(values):
+        try:
+            reader(item)
+        except WireError as error:
+            return i, error
+    return len(values), None
+
+
+def _substituted(hint: Any, chosen: Mapping[Any, Any]) -> Any:
+    if isinstance(hint, TypeVar):
+        return chosen.get(hint, hint)
+    parameters = getattr(hint, "__parameters__", ())
+    return hint[tuple(chosen.get(p, p) for p in parameters)] if chosen and parameters else hint
+
+
+def _descendants(cls: type[BaseModel]) -> Iterable[type[BaseModel]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _descendants(child)
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+def _nil(value: Any) -> None:
+    if value is not None:
+        raise WireError(f"expected nil, got {kind_of(value)}")
+
+
+def _nothing(value: Any) -> None:
+    if value is not None:
+        raise WireError("must be nil, because it cannot cross a process boundary")
+
+
+def _scalar(cls: type) -> Reader:
+    def read(value: Any) -> Any:
+        if type(value) is cls:
+            return value
+        if cls is float and type(value) is int:
+            return float(value)
+        raise WireError(f"expected {cls.__name__}, got {kind_of(value)}")
+
+    return read
+
+
+def _text(cls: type[str]) -> Reader:
+    def read(value: Any) -> Any:
+        if type(value) is not str:
+            raise WireError(f"expected str, got {kind_of(value)}")
+        return cls(value)
+
+    return read
+
+
+def _enum(cls: type[enum.Enum]) -> Reader:
+    def read(value: Any) -> Any:
+        try:
+            return cls(value)
+        except ValueError:
+            raise WireError(f"{str(value)[:80]!r} is not a {cls.__name__}") from None
+
+    return read
+
+
+def _literal(allowed: tuple[Any, ...]) -> Reader:
+    def read(value: Any) -> Any:
+        for item in allowed:
+            if type(item) is type(value) and item == value:
+                return value
+        raise WireError(f"{str(value)[:80]!r} is none of {', '.join(map(repr, allowed))}")
+
+    return read
