@@ -20,9 +20,13 @@ import zmq
 from numpy.typing import NDArray
 
 from interfaces.codec import WireError, decode, encode
+from interfaces.log_probabilities import LogProbabilities
 from interfaces.messages import Cancel, Finish, Goodbye, Hello, Results, Status, Submit
-from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult
-from interfaces.sampling import SamplingParams
+from interfaces.outputs import TextGenerationOutput
+from interfaces.request_id import RequestID
+from interfaces.results import ErrorCode, RequestError, SchedulerResult
+from interfaces.sampling import LogprobMode, SamplingParams
+from interfaces.status import GenerationStatus, SchedulerStatus
 from shared.sockets import connect_dealer
 
 log = logging.getLogger("tokenyard")
@@ -46,6 +50,14 @@ _STATUS_OF_CODE = {
 }
 
 
+# Looking up a member in an enum costs more than the rest of `Submission.add`.
+_UNFINISHED = GenerationStatus.ACTIVE
+_CANCELLED = GenerationStatus.CANCELLED
+_ACTIVE, _COMPLETE = SchedulerStatus.ACTIVE, SchedulerStatus.COMPLETE
+
+News = SchedulerResult[TextGenerationOutput]
+
+
 class Inbox:
     """Where one waiting coroutine finds news of its submissions; news that nobody has fetched pile up and coalesce."""
 
@@ -58,7 +70,7 @@ class Inbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def next(self) -> tuple[Submission, SchedulerResult]:
+    async def next(self) -> tuple[Submission, News]:
         """The oldest unread news: all tokens of one submission since its last news."""
         while not self._ready:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -73,7 +85,7 @@ class Inbox:
 class Submission:
     """One request in the scheduler's hands, from `EngineClient.submit` to its last result or `cancel`."""
 
-    __slots__ = ("_unread", "emitted", "handle", "inbox", "message")
+    __slots__ = ("_error", "_request_id", "_unread", "_wants_logprobs", "emitted", "handle", "inbox", "message")
 
     def __init__(self, message: Submit, inbox: Inbox) -> None:
         self.message = message
@@ -81,26 +93,37 @@ class Submission:
         self.inbox = inbox
         self.emitted: list[int] = []
         """Every token received, read or not: what a restarted scheduler must be told."""
-        self._unread: SchedulerResult | None = None
+        self._request_id = RequestID(message.request_id)
+        self._wants_logprobs = message.sampling.logprobs != LogprobMode.NONE
+        self._unread: TextGenerationOutput | None = None
+        self._error: RequestError | None = None
 
-    def add(self, token: int, logprob: float | None, cached: int) -> SchedulerResult:
+    def add(self, token: int, logprob: float | None) -> TextGenerationOutput:
         """Appends to the unread news (token -1: none) and wakes the reader when they are the first."""
-        news = self._unread
-        if news is None:
-            news = self._unread = SchedulerResult()
+        output = self._unread
+        if output is None:
+            output = self._unread = TextGenerationOutput(self._request_id, [], _UNFINISHED)
             self.inbox.put(self)
         if token >= 0:
-            news.tokens.append(token)
+            output.tokens.append(token)
             self.emitted.append(token)
-            if logprob is not None:
-                news.logprobs.append(logprob)
-        if cached:
-            news.cached_tokens = cached
-        return news
+            if self._wants_logprobs and logprob is not None:
+                output.log_probabilities = output.log_probabilities or []
+                output.log_probabilities.append(LogProbabilities([logprob], [{}]))
+        return output
 
-    def take(self) -> SchedulerResult:
-        news, self._unread = self._unread, None
-        return news if news is not None else SchedulerResult()
+    def fail(self, error: RequestError) -> None:
+        """Ends the request with its own error."""
+        self._error = error
+        self.add(-1, None).final_status = _CANCELLED
+
+    def take(self) -> News:
+        output, self._unread = self._unread, None
+        if output is None or output.final_status is _UNFINISHED:
+            return SchedulerResult(_ACTIVE, output)
+        if output.final_status is _CANCELLED:
+            return SchedulerResult(SchedulerStatus.CANCELLED, output, self._error)
+        return SchedulerResult(_COMPLETE, output)
 
 
 @dataclass(frozen=True)
@@ -195,12 +218,12 @@ class EngineClient:
         submission = Submission(message, inbox or Inbox())
         reason = self._cannot_serve()
         if reason:
-            _fail(submission, RequestError(ErrorCode.UNAVAILABLE, reason))
+            submission.fail(RequestError(ErrorCode.UNAVAILABLE, reason))
             return submission
         self._open[submission.handle] = submission
         if not self._send(message):
             del self._open[submission.handle]
-            _fail(submission, RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
+            submission.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
         return submission
 
     def cancel(self, submissions: Iterable[Submission]) -> None:
@@ -231,7 +254,7 @@ class EngineClient:
         if self._open and self.silence > GIVE_UP_SECONDS:
             error = RequestError(ErrorCode.UNAVAILABLE, f"the scheduler has been silent for {self.silence:.0f} s")
             for submission in self._open.values():
-                _fail(submission, error)
+                submission.fail(error)
             self.cancel(list(self._open.values()))
 
     def _send(self, message: Any) -> bool:
@@ -302,7 +325,7 @@ class EngineClient:
             self._open[orphan.handle] = orphan
             if not self._send(orphan.message):
                 del self._open[orphan.handle]
-                _fail(orphan, RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
+                orphan.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
 
     def _fan_out(self, results: Results) -> None:
         if not len(results.handles) == len(results.tokens) == len(results.finished):
@@ -312,18 +335,16 @@ class EngineClient:
         columns = zip(
             results.handles.tolist(), results.tokens.tolist(), results.finished.tolist(), logprobs, strict=False
         )
+        for handle, count in results.cached.items():
+            if handle in self._open:
+                self._open[handle].add(-1, None).num_cached_tokens = count
         for handle, token, finished, logprob in columns:
             submission = self._open.get(handle)
             if submission is None:
                 continue  # cancelled here while its token was on the way
-            news = submission.add(token, logprob, results.cached.get(handle, 0))
+            output = submission.add(token, logprob)
             if finished != Finish.ACTIVE:
                 del self._open[handle]
-                news.status = _STATUS_OF_CODE.get(finished, GenerationStatus.CANCELLED)
+                output.final_status = _STATUS_OF_CODE.get(finished, _CANCELLED)
                 if finished == Finish.FAILED:
-                    news.error = results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given"))
-
-
-def _fail(submission: Submission, error: RequestError) -> None:
-    news = submission.add(-1, None, 0)
-    news.status, news.error = GenerationStatus.CANCELLED, error
+                    submission.fail(results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given")))

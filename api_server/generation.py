@@ -36,9 +36,10 @@ from api_server.errors import from_scheduler
 from api_server.preparation import Prepared
 from api_server.state import ServerState
 from api_server.stop_strings import StopStrings
+from interfaces.outputs import TextGenerationOutput
 from interfaces.requests import TextGenerationRequest
-from interfaces.results import GenerationStatus, SchedulerResult
 from interfaces.sampling import SamplingParams
+from interfaces.status import GenerationStatus
 
 SILENCE_BEFORE_HEADERS = 10.0
 
@@ -224,8 +225,10 @@ class Generation:
                 del self._running[submission]  # failed, which is not the same as abandoned
                 self.close()
                 raise from_scheduler(news.error)
-            self._note_times(answer.choice, len(news.tokens))
-            delta = answer.absorb(news)
+            if news.result is None:
+                continue
+            self._note_times(answer.choice, len(news.result.tokens))
+            delta = answer.absorb(news.result)
             if delta.finish is not None:
                 del self._running[submission]
                 self._server.engine.cancel([submission])
@@ -262,24 +265,26 @@ class _Answer:
         self._stops = StopStrings(choice.sampling.stop or [], request.keep_stop)
         self._min_tokens = choice.sampling.min_new_tokens
 
-    def absorb(self, news: SchedulerResult) -> TextDelta:
+    def absorb(self, output: TextGenerationOutput) -> TextDelta:
         choice = self.choice
         before = len(choice.token_ids)
         pieces: list[str] = []
-        last = len(news.tokens) - 1
-        at_stop_token = news.status is GenerationStatus.END_OF_SEQUENCE
-        for i, token in enumerate(news.tokens):
+        last = len(output.tokens) - 1
+        at_stop_token = output.final_status is GenerationStatus.END_OF_SEQUENCE
+        logprobs = output.log_probabilities
+        for i, token in enumerate(output.tokens):
             choice.token_ids.append(token)
-            if i < len(news.logprobs):
-                choice.logprob_sum += news.logprobs[i]
+            logprob = logprobs[i].token_log_probabilities[0] if logprobs and i < len(logprobs) else None
+            if logprob is not None:
+                choice.logprob_sum += logprob
             if self._details is not None:
-                self._detail(self._details.add(token), token, news.logprobs[i] if i < len(news.logprobs) else None)
+                self._detail(self._details.add(token), token, logprob)
             hidden = at_stop_token and i == last and not choice.request.keep_stop
             pieces.append("" if hidden else self._cut(self._text.add(token)))
             if self._stops.matched is not None:
                 break
-        choice.cached_tokens = news.cached_tokens or choice.cached_tokens
-        finish = self._end(news.status, pieces)
+        choice.cached_tokens = output.num_cached_tokens or choice.cached_tokens
+        finish = self._end(output.final_status, pieces)
         text = "".join(pieces)
         choice.pieces.append(text)
         return TextDelta(choice.index, text, len(choice.token_ids) - before, choice.tokens[before:], finish)

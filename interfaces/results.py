@@ -1,37 +1,60 @@
-"""What comes back for a request.
-
-Its status, and the envelope in which new tokens travel to the code that waits for them.
-"""
+"""What comes back for a request: an output in an envelope that says whether more will follow."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Generic, Self
 
-from interfaces.status import GenerationStatus as GenerationStatus
+from interfaces.pipeline import PipelineOutputType
+from interfaces.status import GenerationStatus, SchedulerStatus
+
+__all__ = ["ErrorCode", "GenerationStatus", "RequestError", "SchedulerResult", "SchedulerStatus"]
 
 
-@dataclass
-class SchedulerResult:
-    """New tokens of one request since the last result, in order, and whether that was the end.
+@dataclass(slots=True)
+class SchedulerResult(Generic[PipelineOutputType]):
+    """News of one request: `result` is what its pipeline said since the last news, if anything.
 
-    `tokens` includes the EOS or stop token that ended the request. `logprobs` is empty, or one float (natural log) a
-    token. `cached_tokens` counts prompt tokens that came from the prefix cache. `error` is set when the request
-    failed; the status is then CANCELLED.
+    `error` is set when the request failed; the status is then CANCELLED, and no more news follow.
     """
 
-    status: GenerationStatus = GenerationStatus.ACTIVE
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    cached_tokens: int = 0
+    status: SchedulerStatus
+    result: PipelineOutputType | None
     error: RequestError | None = None
 
     @property
     def is_done(self) -> bool:
-        return self.status.is_done
+        """Whether this was the last news."""
+        return self.status is not SchedulerStatus.ACTIVE
+
+    @property
+    def stop_stream(self) -> bool:
+        return self.is_done
 
     @classmethod
-    def failed(cls, error: RequestError) -> SchedulerResult:
-        return cls(status=GenerationStatus.CANCELLED, error=error)
+    def active(cls, result: PipelineOutputType) -> Self:
+        """More will follow."""
+        return cls(SchedulerStatus.ACTIVE, result)
+
+    @classmethod
+    def complete(cls, result: PipelineOutputType) -> Self:
+        """The last output."""
+        return cls(SchedulerStatus.COMPLETE, result)
+
+    @classmethod
+    def create(cls, result: PipelineOutputType) -> Self:
+        """Active or complete, as the output says."""
+        return cls(SchedulerStatus.COMPLETE if result.is_done else SchedulerStatus.ACTIVE, result)
+
+    @classmethod
+    def cancelled(cls) -> Self:
+        """Nobody waits any more."""
+        return cls(SchedulerStatus.CANCELLED, None)
+
+    @classmethod
+    def failed(cls, error: RequestError) -> Self:
+        """The request ended with an error of its own."""
+        return cls(SchedulerStatus.CANCELLED, None, error)
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ class SchedulerDouble:
         sampling = running.submit.sampling
         token = running.tokens[running.done % len(running.tokens)]
         running.done += 1
-        if token in sampling.stop_token_ids and running.done > sampling.min_new_tokens:
+        if token in (sampling.stop_token_ids or ()) and running.done > sampling.min_new_tokens:
             return token, Finish.STOP
         return token, Finish.LENGTH if running.done == sampling.max_new_tokens else Finish.ACTIVE
 

@@ -14,7 +14,8 @@ from api_server import engine_client
 from api_server.engine_client import EngineClient, Inbox, Submission
 from interfaces.codec import encode
 from interfaces.messages import Finish, Results, WorkerHello
-from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult
+from interfaces.outputs import TextGenerationOutput
+from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult, SchedulerStatus
 from interfaces.sampling import SamplingParams
 from shared.endpoints import RunDirectory
 from tests.api_server.conftest import SchedulerDouble
@@ -42,8 +43,11 @@ def sampling(tokens: int = 6) -> SamplingParams:
     return SamplingParams(max_new_tokens=tokens)
 
 
-async def read_all(submission: Submission) -> list[SchedulerResult]:
-    results: list[SchedulerResult] = []
+News = SchedulerResult[TextGenerationOutput]
+
+
+async def read_all(submission: Submission) -> list[News]:
+    results: list[News] = []
     async with asyncio.timeout(5):
         while not (results and results[-1].is_done):
             results.append((await submission.inbox.next())[1])
@@ -54,14 +58,22 @@ def int32(*values: int) -> NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
-def tokens_of(results: list[SchedulerResult]) -> list[int]:
-    return [token for result in results for token in result.tokens]
+def output_of(news: News) -> TextGenerationOutput:
+    assert news.result is not None
+    return news.result
+
+
+def tokens_of(results: list[News]) -> list[int]:
+    return [token for news in results for token in output_of(news).tokens]
 
 
 async def test_tokens_arrive_in_order_and_end(engine: EngineClient, double: SchedulerDouble) -> None:
     results = await read_all(engine.submit("r", PROMPT, sampling()))
     assert tokens_of(results) == [7, 8, 9, 10, 11, 12]
-    assert results[-1].status is GenerationStatus.MAXIMUM_LENGTH
+    assert all(news.status is SchedulerStatus.ACTIVE for news in results[:-1])
+    assert results[-1].status is SchedulerStatus.COMPLETE
+    assert output_of(results[-1]).final_status is GenerationStatus.MAXIMUM_LENGTH
+    assert output_of(results[0]).request_id == "r"
     assert double.submits[0].tokens.tolist() == PROMPT.tolist()
     assert engine.running == 0
 
@@ -79,7 +91,7 @@ async def test_one_inbox_serves_many_submissions(engine: EngineClient) -> None:
     async with asyncio.timeout(5):
         while open_:
             submission, news = await inbox.next()
-            counts[submission] += len(news.tokens)
+            counts[submission] += len(output_of(news).tokens)
             if news.is_done:
                 assert counts[submission] == open_.pop(submission)
 
@@ -102,7 +114,7 @@ async def test_a_restarted_scheduler_gets_open_requests_with_what_was_emitted(
     first = (await submission.inbox.next())[1]
     await asyncio.to_thread(double.restart)
     rest = await read_all(submission)
-    assert first.tokens + tokens_of(rest) == [7, 8, 9, 10, 11, 12] * 10
+    assert tokens_of([first, *rest]) == [7, 8, 9, 10, 11, 12] * 10
     before, after = double.submits
     assert 1 <= len(after.emitted) < 60
     assert after.handle != before.handle

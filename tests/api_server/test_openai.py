@@ -202,7 +202,7 @@ def test_sampling_values_reach_the_scheduler(client: openai.OpenAI, live: LiveSe
     assert (got.temperature, got.top_p, got.seed, got.presence_penalty) == (0.3, 0.8, 5, 0.5)
     assert (got.frequency_penalty, got.logit_bias, got.max_new_tokens) == (-0.5, {7: 3.0}, 9)
     assert (got.top_k, got.min_p, got.repetition_penalty, got.min_new_tokens) == (7, 0.1, 1.2, 2)
-    assert set(got.stop_token_ids) == {*tokenizer.eos_token_ids, 9}
+    assert set(got.stop_token_ids or ()) == {*tokenizer.eos_token_ids, 9}
     assert (got.stop, submit.cache_salt) == ([], "pepper")
 
 
@@ -218,7 +218,7 @@ def test_defaults_of_the_model_and_ignore_eos(live: LiveServer, tokenizer: Token
     plain, ignoring = live.double.submits
     assert plain.sampling.top_k == ignoring.sampling.top_k == 20  # generation_config.json
     assert plain.sampling.temperature == 1.0
-    assert set(plain.sampling.stop_token_ids) == {0, tokenizer.eos_token_ids[0]}
+    assert set(plain.sampling.stop_token_ids or ()) == {0, tokenizer.eos_token_ids[0]}
     assert ignoring.sampling.stop_token_ids == []
     assert answer["usage"]["completion_tokens"] == 12
 

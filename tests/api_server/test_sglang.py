@@ -180,7 +180,7 @@ def test_every_sampling_value_arrives(live: LiveServer) -> None:
     s = last_sampling(live)
     assert (s.max_new_tokens, s.min_new_tokens, s.temperature, s.top_p, s.top_k) == (9, 2, 0.5, 0.25, 7)
     assert (s.min_p, s.frequency_penalty, s.presence_penalty, s.repetition_penalty) == (0.125, -0.5, 0.75, 1.5)
-    assert set(s.stop_token_ids) == {33, *live.state.tokenizer.eos_token_ids}
+    assert set(s.stop_token_ids or ()) == {33, *live.state.tokenizer.eos_token_ids}
     assert (s.logit_bias, s.seed, s.penalize_prompt) == ({5: -1.5}, 2**64 - 1, False)
     assert s.logprobs == LogprobMode.NONE
     post(live, {"text": "a", "return_logprob": True})

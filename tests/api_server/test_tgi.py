@@ -168,7 +168,7 @@ def test_every_sampling_value_arrives(live: LiveServer) -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 7, 0.25)
     assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.penalize_prompt) == (1.5, -0.5, True)
     assert (sampling.seed, sampling.max_new_tokens, sampling.logprobs) == (seed, 9, LogprobMode.WARPED)
-    assert set(live.state.tokenizer.eos_token_ids) <= set(sampling.stop_token_ids)
+    assert set(live.state.tokenizer.eos_token_ids) <= set(sampling.stop_token_ids or ())
 
 
 def test_greedy_answers_show_no_seed_and_random_ones_do(live: LiveServer) -> None:

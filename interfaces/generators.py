@@ -1,0 +1,74 @@
+"""The older faces of a pipeline, one protocol for each task, and the factory of either kind.
+
+`adapters.py` makes each face of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from interfaces.audio import AudioGenerationResponse
+from interfaces.inputs import TextGenerationInputs
+from interfaces.outputs import EmbeddingsOutput, TextGenerationOutput
+from interfaces.pipeline import Pipeline
+from interfaces.request_id import RequestID
+
+if TYPE_CHECKING:
+    from interfaces.context import TextGenerationContext
+
+TokenContextT = TypeVar("TokenContextT", bound="TextGenerationContext")
+ContextT = TypeVar("ContextT")
+
+
+@runtime_checkable
+class TokenGenerator(Protocol[TokenContextT]):
+    """Generates tokens for a batch of contexts."""
+
+    def next_token(self, inputs: TextGenerationInputs[TokenContextT]) -> dict[RequestID, TextGenerationOutput]:
+        """Generates `inputs.num_steps` tokens for each request, fewer for those that end before."""
+        ...
+
+    def release(self, request_id: RequestID) -> None:
+        """Frees what is kept for a finished request."""
+        ...
+
+
+@runtime_checkable
+class EmbeddingsGenerator(Protocol[ContextT]):
+    """Embeds a batch of contexts."""
+
+    def encode(self, batch: dict[RequestID, ContextT]) -> dict[RequestID, EmbeddingsOutput]:
+        """The embedding of each request. Nothing is kept between calls."""
+        ...
+
+
+@runtime_checkable
+class AudioGenerator(Protocol[ContextT]):
+    """Speaks, chunk by chunk."""
+
+    @property
+    def decoder_sample_rate(self) -> int:
+        """Samples a second of the audio it makes."""
+        ...
+
+    @property
+    def prev_num_steps(self) -> int:
+        """Speech tokens that the last call of `next_chunk` generated for each request."""
+        ...
+
+    def next_chunk(self, batch: dict[RequestID, ContextT]) -> dict[RequestID, AudioGenerationResponse]:
+        """The next chunk of each request."""
+        ...
+
+    def release(self, context: ContextT) -> None:
+        """Frees what is kept for a finished context (not for its id, as elsewhere)."""
+        ...
+
+
+Generator = TokenGenerator[Any] | EmbeddingsGenerator[Any] | AudioGenerator[Any]
+
+Generator = TokenGenerator[Any] | EmbeddingsGenerator[Any] | AudioGenerator[Any]
+
+PipelinesFactory = Callable[[], Pipeline[Any, Any] | Generator]
+"""Makes the pipeline; it is called in the process that will run it."""
