@@ -76,7 +76,8 @@ class Readers:
         if origin is typing.Annotated:
             return self._annotated(arguments)
         if isinstance(hint, TypeVar):
-            return _anything if hint.__bound__ is None else self.reader(hint.__bound__)
+            bound = hint.__bound__
+            return _anything if bound is None or getattr(bound, "_is_protocol", False) else self.reader(bound)
         if hint is Any or hint is object:
             return _anything
         if origin in (types.UnionType, typing.Union):

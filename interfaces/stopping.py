@@ -6,9 +6,10 @@ The tracker judges; what is shown or withheld of the end is decided elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, field_validator
 
 from interfaces.tokens import TokenSlice
 
@@ -23,6 +24,12 @@ class EOSTracker(BaseModel):
     eos_stop_strings: Sequence[StrictStr] = ()
     text_tail: StrictStr = ""
     """Text in which a stop string may still begin."""
+
+    @field_validator("eos_sequences", "eos_stop_strings")
+    @classmethod
+    def _fixed(cls, value: Sequence[Any]) -> Sequence[Any]:
+        # One form, so that a tracker equals its copy from the wire.
+        return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
     def is_eos_from_tokens(self, generated_tokens: TokenSlice) -> bool:
         """Whether the last token, or the last few, end the sequence. The prompt must not be among the tokens."""

@@ -1,0 +1,336 @@
+"""The context of a text request: one state machine, whichever of its two faces is used.
+
+It holds what was asked, all tokens, and how far generation has come; a copy that crossed the wire goes on exactly
+where the original stood. Only the grammar matcher stays behind: whoever continues compiles the grammar and feeds it
+the generated tokens. Knows neither models nor text.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces.context import InputContext, SpecDecodingState
+from interfaces.equality import EqualByValue
+from interfaces.grammar_state import GrammarEnforcementSnapshot, GrammarState
+from interfaces.index_face import IndexFace, TextInputContext
+from interfaces.log_probabilities import LogProbabilities
+from interfaces.outputs import TextGenerationOutput
+from interfaces.request_id import RequestID
+from interfaces.sampling import SamplingParams
+from interfaces.status import GenerationStatus
+from interfaces.stopping import EOSTracker
+from interfaces.tokens import TokenBuffer
+
+log = logging.getLogger("tokenyard")
+
+FUTURE_TOKEN = -999
+"""Stands for a token that is being sampled while its successor is prepared; no vocabulary has this id."""
+
+
+@dataclass(slots=True)
+class IndexState:
+    """What only the index face needs."""
+
+    cache_seq_id: int | None = None
+    committed_idx: int = 0
+    draft_offset: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """Facts about generation so far that the tokens alone do not tell.
+
+    `absorbed` counts generated tokens that resets have made part of the prompt. `log_probabilities` maps positions to
+    those not delivered yet.
+    """
+
+    is_initial_prompt: bool = True
+    absorbed: int = 0
+    log_probabilities: dict[int, LogProbabilities] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, eq=False)
+class TextContext(IndexFace, EqualByValue):
+    """`max_length` bounds prompt and answer together; None leaves it to the model.
+
+    ValueError when the values contradict each other, also after a journey over the wire.
+    """
+
+    tokens: TokenBuffer
+    max_length: int | None
+    request_id: RequestID = field(default_factory=RequestID)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    eos_tracker: EOSTracker = field(default_factory=EOSTracker)
+    log_probabilities: int = 0
+    log_probabilities_echo: bool = False
+    ignore_eos: bool = False
+    json_schema: str | None = None
+    grammar: str | None = None
+    """A grammar in another language; wins over `json_schema`."""
+    grammar_state: GrammarState = field(default_factory=GrammarState)
+    model_name: str = ""
+    cache_salt: str = ""
+    """Requests share cached prompt prefixes only with requests of the same salt."""
+    status: GenerationStatus = GenerationStatus.ACTIVE
+    in_reasoning_phase: bool = False
+    target_endpoint: str | None = None
+    external_block_metadata: Any = None
+    dkv_hint_instance_name: str = ""
+    cached_prefix_length: int | None = None
+    index_state: IndexState = field(default_factory=IndexState)
+    progress: Progress = field(default_factory=Progress)
+    draft_state: SpecDecodingState | None = None
+    matcher: Any = field(default=None, metadata={"wire": False}, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.request_id) is not RequestID:
+            self.request_id = RequestID(self.request_id)
+        prompt, least = self._prompt_length, self.min_tokens
+        if self.max_length is not None and least + prompt > self.max_length:
+            raise ValueError(
+                f"max_length must be at least {least + prompt}, got {self.max_length}: "
+                f"the prompt has {prompt} tokens and min_new_tokens is {least}"
+            )
+        _check_endpoint(self.target_endpoint)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(self.request_id)
+
+    @property
+    def _context(self) -> Self:
+        return self
+
+    @property
+    def _prompt_length(self) -> int:
+        """Of the prompt as it was asked: without the generated tokens that a reset has added."""
+        return self.tokens.prompt_length - self.progress.absorbed
+
+    @property
+    def is_done(self) -> bool:
+        return self.status.is_done
+
+    @property
+    def min_tokens(self) -> int:
+        return self.sampling_params.min_new_tokens
+
+    @property
+    def is_initial_prompt(self) -> bool:
+        """Whether nothing was generated since construction or the last reset."""
+        return self.progress.is_initial_prompt
+
+    @property
+    def spec_decoding_state(self) -> SpecDecodingState:
+        if self.draft_state is None:
+            self.draft_state = SpecDecodingState()
+        return self.draft_state
+
+    def as_input_context(self) -> InputContext:
+        """This context by its older face, whose `tokens` are the padded array."""
+        view: Any = TextInputContext(self)
+        face: InputContext = view
+        return face
+
+    # Tokens
+
+    def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
+        """A step is done: the next chunk becomes active, and what was sampled is ignored; or `new_token` follows."""
+        if self.tokens.actively_chunked:
+            self.tokens.advance_chunk()
+            return
+        self.advance_token_buffer(new_token, log_probabilities)
+        self.advance_fsm(new_token)
+
+    def advance_token_buffer(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
+        """`update`, without the grammar."""
+        if self.tokens.actively_chunked:
+            self.tokens.advance_chunk()
+            return
+        self._refuse_pending("no token can follow it")
+        self.tokens.advance_with_token(new_token)
+        self._appended(log_probabilities)
+
+    def append_forced_token(self, token: int) -> None:
+        """A token that the grammar leaves no choice about: it follows without having been sampled."""
+        self._refuse_pending("no token can follow it")
+        self.tokens.append_active(token)
+        self._appended(None)
+
+    def update_with_future_token(self) -> None:
+        """As `update`, with a token that is not known yet. The grammar waits for the real one."""
+        self.advance_token_buffer(FUTURE_TOKEN)
+
+    def realize_future_token(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
+        """The token of `update_with_future_token` is known now; it may end the text. The grammar is not told."""
+        if not self._pending:
+            raise ValueError("no future token is pending: update_with_future_token comes first")
+        self.tokens.overwrite_last_token(new_token)
+        self._store(log_probabilities)
+        self._judge()
+
+    def drop_last_tokens(self, n: int) -> None:
+        """Forgets generated tokens; a text that had ended goes on."""
+        self.tokens.drop_last(n)
+        if n:
+            self._forget_log_probabilities()
+            if self.status in (GenerationStatus.END_OF_SEQUENCE, GenerationStatus.MAXIMUM_LENGTH):
+                self.status = GenerationStatus.ACTIVE
+
+    def reset(self) -> None:
+        """Everything is one prompt, to be encoded anew (eviction). Undelivered tokens stay to be delivered."""
+        if self._pending:
+            self.drop_last_tokens(1)
+        self.progress.absorbed += self.tokens.generated_length
+        self.tokens.reset_as_new_prompt()
+        self.progress.is_initial_prompt = True
+        self.draft_state = None
+        self.unassign_from_cache()
+
+    def compute_num_available_steps(self, max_seq_len: int) -> int:
+        """Steps until the sequence has `max_seq_len` tokens."""
+        return max_seq_len - (len(self.tokens) - self.tokens.active_length)
+
+    def get_min_token_logit_mask(self, num_steps: int) -> list[NDArray[np.int32]]:
+        """For each step the pairs (row 0, token id) of ends that come too early; none once `min_tokens` are there."""
+        generated = len(self.tokens) - self._prompt_length
+        ends = np.array([[0, token] for token in sorted(self.eos_token_ids)], np.int32).reshape(-1, 2)
+        return [ends if generated + step < self.min_tokens else ends[:0] for step in range(num_steps)]
+
+    # Delivery
+
+    def to_generation_output(self) -> TextGenerationOutput:
+        """Undelivered tokens, the one that ended the text included. ValueError while a future token is pending."""
+        pairs = self.take_outstanding()
+        found = [entry for _, entry in pairs if entry is not None]
+        return TextGenerationOutput(
+            request_id=self.request_id,
+            tokens=[token for token, _ in pairs],
+            final_status=self.status,
+            log_probabilities=found or None,
+            num_cached_tokens=self.cached_prefix_length,
+        )
+
+    def take_outstanding(self) -> list[tuple[int, LogProbabilities | None]]:
+        """Undelivered tokens and their log probabilities; they are delivered now."""
+        self._refuse_pending("it cannot be delivered")
+        first = self.tokens.delivered_length
+        if not self.tokens.has_outstanding_generated_tokens:
+            return []
+        tokens = self.tokens.consume_recently_generated_tokens().tolist()
+        stored = self.progress.log_probabilities
+        return [(token, stored.pop(i, None)) for i, token in enumerate(tokens, first)]
+
+    # Grammar
+
+    @property
+    def grammar_enforced(self) -> bool:
+        return self.grammar_state.grammar_enforced
+
+    @grammar_enforced.setter
+    def grammar_enforced(self, value: bool) -> None:
+        self.grammar_state.grammar_enforced = value
+
+    @property
+    def tools_forced(self) -> bool:
+        return self.grammar_state.tools_forced
+
+    @tools_forced.setter
+    def tools_forced(self, value: bool) -> None:
+        self.grammar_state.tools_forced = value
+
+    @property
+    def requires_structured_output_flag(self) -> bool:
+        return self.grammar_state.requires_structured_output_flag
+
+    @requires_structured_output_flag.setter
+    def requires_structured_output_flag(self, value: bool) -> None:
+        self.grammar_state.requires_structured_output_flag = value
+
+    def set_matcher(self, matcher: Any) -> None:
+        """`matcher.consume_token(token)` says whether the grammar takes a token. It is in force at once.
+
+        Unless a region set before decides when it is.
+        """
+        self.matcher = matcher
+        if not self.grammar_state.waits_for_region:
+            self.grammar_enforced = True
+
+    def advance_fsm(self, token: int) -> bool:
+        """Tells the grammar of a generated token; whether there is one.
+
+        A token it refuses switches enforcement off for the rest: the text goes on, and the log has an error.
+        """
+        if self.matcher is None:
+            return False
+        if token in self.eos_token_ids:
+            self.grammar_enforced = False
+        elif self.update_enforcement_state(token) and not self.matcher.consume_token(token):
+            log.error("request %s: its grammar refuses token %d and is off from here", self.request_id, token)
+            self.matcher = None
+            self.grammar_enforced = False
+            return True
+        return True
+
+    def set_tool_region(self, start_token_ids: list[int] | None, end_token_ids: list[int] | None) -> None:
+        self.grammar_state.set_tool_region(start_token_ids, end_token_ids)
+
+    def set_thinking_region(self, start_token_ids: list[int] | None, end_token_ids: list[int] | None) -> None:
+        self.grammar_state.set_thinking_region(start_token_ids, end_token_ids)
+
+    def update_enforcement_state(self, token: int) -> bool:
+        """Moves between regions; whether the grammar is to be fed `token`."""
+        return self.grammar_state.update(token, self.json_schema is not None or self.grammar is not None)
+
+    def snapshot_grammar_state(self) -> GrammarEnforcementSnapshot:
+        return self.grammar_state.snapshot()
+
+    def restore_grammar_state(self, snapshot: GrammarEnforcementSnapshot) -> None:
+        self.grammar_state.restore(snapshot)
+
+    # Inside
+
+    @property
+    def _pending(self) -> bool:
+        return self.tokens.generated_length > 0 and self.tokens[-1] == FUTURE_TOKEN
+
+    def _refuse_pending(self, why: str) -> None:
+        if self._pending:
+            raise ValueError(f"the last token is a future token that is not known yet: {why}")
+
+    def _appended(self, log_probabilities: LogProbabilities | None) -> None:
+        self.progress.is_initial_prompt = False
+        self._store(log_probabilities)
+        self._judge()
+
+    def _store(self, log_probabilities: LogProbabilities | None) -> None:
+        if log_probabilities is not None:
+            self.progress.log_probabilities[len(self.tokens) - 1] = log_probabilities
+
+    def _forget_log_probabilities(self) -> None:
+        stored, length = self.progress.log_probabilities, len(self.tokens)
+        self.progress.log_probabilities = {i: entry for i, entry in stored.items() if i < length}
+
+    def _judge(self) -> None:
+        """Ends the text when its last token does."""
+        if not self.ignore_eos and self.eos_tracker.is_eos_from_tokens(self.tokens.all[self._prompt_length :]):
+            self.status = GenerationStatus.END_OF_SEQUENCE
+        elif self.max_length is not None and len(self.tokens) >= self.max_length:
+            self.status = GenerationStatus.MAXIMUM_LENGTH
+
+
+def _check_endpoint(endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    scheme, separator, address = endpoint.partition("://")
+    if not separator or scheme not in ("tcp", "ipc"):
+        raise ValueError(f"target_endpoint must begin with tcp:// or ipc://, got {endpoint!r}")
+    if scheme == "tcp" and ":" not in address:
+        raise ValueError(f"target_endpoint tcp:// needs HOST:PORT, got {endpoint!r}")
+
+
+for _face in (TextContext, TextInputContext):
+    InputContext.register(_face)
