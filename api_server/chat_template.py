@@ -1,20 +1,17 @@
-"""From chat messages to the prompt's text: checks the messages, gives them the form templates expect, renders.
+"""From chat messages to the prompt's text: gives the messages the form templates expect, and renders.
 
-Knows OpenAI's message format and what Jinja templates of Hugging Face models understand. It does not know tokens.
+Knows what Jinja templates of Hugging Face models understand. It does not know dialects or tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jinja2
-import orjson
 
 from api_server.errors import ErrorKind, RequestFailed, invalid
+from interfaces.chat import TextGenerationRequestMessage
 from interfaces.requests import TextGenerationRequest
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _RESERVED = frozenset(
     {
@@ -40,11 +37,11 @@ _RESERVED = frozenset(
 
 def render(tokenizer: Any, request: TextGenerationRequest) -> str:
     """The prompt's text. Raises RequestFailed(INVALID or TEMPLATE)."""
-    options = dict(request.chat_template_options)
+    options = dict(request.chat_template_options or {})
     for name in options.keys() & _RESERVED:
         raise invalid(f"chat_template_kwargs must not contain {name!r}", "chat_template_kwargs")
     template = _template_of(tokenizer, bool(request.tools))
-    messages = [_normal(message, i, template) for i, message in enumerate(request.messages)]
+    messages = [_turn(message, i, template) for i, message in enumerate(request.messages)]
     if request.continue_final_message and not messages[-1]["content"]:
         raise invalid("continue_final_message needs a last message with content to continue", "messages")
     try:
@@ -76,61 +73,13 @@ def _template_of(tokenizer: Any, tools: bool) -> str:
     return template
 
 
-def _normal(message: Mapping[str, Any], index: int, template: str) -> dict[str, Any]:
-    path = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise invalid(f"{path} must be an object with role and content", "messages")
-    role = message.get("role")
-    if role not in ROLES:
-        raise invalid(f"{path}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{path}.role")
-    result = {key: value for key, value in message.items() if value is not None}
-    if role == "developer" and "developer" not in template:
-        result["role"] = "system"
-    result["content"] = _text(message.get("content"), f"{path}.content")
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise invalid(f"{path}.tool_calls must be a list", f"{path}.tool_calls")
-        result["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    elif message.get("content") is None and role != "assistant":
-        raise invalid(f"{path}.content is missing", f"{path}.content")
-    return result
-
-
-def _text(content: Any, path: str) -> str:
-    """Content as one text: most templates know no other form."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise invalid(f"{path} must be a text or a list of parts", path)
-    return "\n".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))
-
-
-def _part_text(part: Any, path: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("text", "refusal") and isinstance(part.get(kind), str):
-        return str(part[kind])
-    if kind == "text":
-        raise invalid(f"{path}.text must be a text", f"{path}.text")
-    raise RequestFailed(
-        ErrorKind.UNSUPPORTED, f"{path}: content of type {kind!r} is not supported by this model, only text", field=path
-    )
-
-
-def _tool_call(call: Any, path: str) -> dict[str, Any]:
-    """A call with its arguments as an object, as templates of tool models want them, if they are one."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise invalid(f"{path}.function must be an object with name and arguments", path)
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            parsed = orjson.loads(arguments or "{}")
-        except orjson.JSONDecodeError:
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+def _turn(message: TextGenerationRequestMessage, index: int, template: str) -> dict[str, Any]:
+    """A message as templates know them: absent fields are absent, and content is one text."""
+    turn = message.model_dump(exclude_none=True)
+    try:
+        turn["content"] = message.text
+    except ValueError as error:
+        raise RequestFailed(ErrorKind.UNSUPPORTED, f"messages[{index}].{error}", field="messages") from None
+    if message.role == "developer" and "developer" not in template:
+        turn["role"] = "system"
+    return turn

@@ -57,6 +57,8 @@ async def _prepare_one(server: ServerState, request: TextGenerationRequest) -> P
 
 def _sampling(server: ServerState, request: TextGenerationRequest) -> SamplingParams:
     given, tokenizer = request.sampling, server.tokenizer
+    if given is None:
+        return _with_eos(request.sampling_params, tokenizer.eos_token_ids)
     tokenizer.check_ids(given.stop_token_ids or [], "stop_token_ids")
     tokenizer.check_ids(list(given.logit_bias or ()), "logit_bias")
     defaults = tokenizer.defaults
@@ -73,9 +75,14 @@ def _sampling(server: ServerState, request: TextGenerationRequest) -> SamplingPa
         raise invalid(str(error), str(error).split(" ", 1)[0]) from None
 
 
+def _with_eos(params: SamplingParams, eos: list[int]) -> SamplingParams:
+    ids = [*([] if params.ignore_eos else eos), *(params.stop_token_ids or ())]
+    return replace(params, stop_token_ids=list(dict.fromkeys(ids)))
+
+
 def _new_tokens(request: TextGenerationRequest, sampling: SamplingParams, prompt: int, limit: int | None) -> int | None:
     """The number of tokens that may be generated. Raises RequestFailed(TOO_LONG)."""
-    asked = request.sampling.max_new_tokens
+    asked = (request.sampling or request.sampling_params).max_new_tokens
     wanted = next((n for n in (asked, request.default_max_new_tokens, sampling.max_new_tokens) if n is not None), None)
     if limit is None:
         return wanted

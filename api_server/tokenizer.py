@@ -90,6 +90,8 @@ class Tokenizer:
 
         `max_tokens` lets a text that is too long by any reckoning be refused without tokenizing it.
         """
+        if request.prompt is None and not request.messages:
+            raise invalid("exactly one of prompt and messages must be given", "prompt")
         if isinstance(request.prompt, Sequence) and not isinstance(request.prompt, str):
             return Prompt(None, _truncated(self._checked(request.prompt), request))
         return await self._in_thread(lambda: self._encode_prompt(request, max_tokens))

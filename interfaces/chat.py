@@ -141,7 +141,5 @@ def _part(item: Any, index: int) -> MessageContent:
     if kind == "video":
         return VideoContentPart()
     if kind in ("image_url", "video_url"):
-        raise ValueError(
-            f"{path} is a {kind}: load it, put its bytes into the request and a part here"
-        )
+        raise ValueError(f"{path} is a {kind}: load it, put its bytes into the request and a part here")
     raise ValueError(f"{path}.type must be text, image or video, got {kind!r}")

@@ -66,9 +66,7 @@ class AudioGenerator(Protocol[ContextT]):
         ...
 
 
-Generator = TokenGenerator[Any] | EmbeddingsGenerator[Any] | AudioGenerator[Any]
-
-Generator = TokenGenerator[Any] | EmbeddingsGenerator[Any] | AudioGenerator[Any]
-
-PipelinesFactory = Callable[[], Pipeline[Any, Any] | Generator]
+PipelinesFactory = Callable[
+    [], Pipeline[Any, Any] | TokenGenerator[Any] | EmbeddingsGenerator[Any] | AudioGenerator[Any]
+]
 """Makes the pipeline; it is called in the process that will run it."""

@@ -8,7 +8,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from api_server import chat_template
+from api_server.chat_messages import chat_messages
 from api_server.errors import ErrorKind, RequestFailed
+from interfaces.chat import ImageContentPart, TextGenerationRequestMessage
+from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 from tests.api_server.conftest import byte_level_backend
 
@@ -22,7 +25,8 @@ CALLS = (
 
 def render(template: str | None, messages: list[Any], **more: Any) -> str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), chat_template=template)
-    return chat_template.render(tokenizer, TextGenerationRequest(request_id="r", messages=messages, **more))
+    request = TextGenerationRequest(RequestID("r"), messages=chat_messages(messages), **more)
+    return chat_template.render(tokenizer, request)
 
 
 def failure(template: str | None, messages: list[Any], **more: Any) -> RequestFailed:
@@ -67,11 +71,24 @@ def test_arguments_of_calls_are_objects_when_they_can_be(arguments: Any, rendere
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages[1].content[0].text"),
         ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "messages[1].tool_calls[0]"),
         ({"role": "assistant", "tool_calls": "f"}, "messages[1].tool_calls"),
+        ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages[1].tool_call_id"),
     ],
 )
 def test_a_bad_message_is_named(message: Any, field: str) -> None:
     error = failure(PLAIN, [user("x"), message])
     assert (error.kind, error.field) == (ErrorKind.INVALID, field)
+
+
+def test_further_keys_reach_the_template() -> None:
+    assert render("{{ messages[0].name }}", [user("x") | {"name": "Ada"}]) == "Ada"
+
+
+def test_a_part_that_is_no_text_is_unsupported() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), chat_template=PLAIN)
+    message = TextGenerationRequestMessage(role="user", content=[ImageContentPart()])
+    with pytest.raises(RequestFailed) as caught:
+        chat_template.render(tokenizer, TextGenerationRequest(RequestID("r"), messages=[message]))
+    assert caught.value.kind is ErrorKind.UNSUPPORTED
 
 
 def test_other_media_are_unsupported() -> None:

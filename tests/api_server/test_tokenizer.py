@@ -13,12 +13,13 @@ import pytest
 from api_server import tokenizer as tokenizer_module
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.tokenizer import Tokenizer
+from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 from tests.api_server.conftest import CORPUS, encode
 
 
 def request(prompt: Any, **more: Any) -> TextGenerationRequest:
-    return TextGenerationRequest(request_id="r", prompt=prompt, **more)
+    return TextGenerationRequest(request_id=RequestID("r"), prompt=prompt, **more)
 
 
 async def test_text_ids_and_truncation(tokenizer: Tokenizer) -> None:

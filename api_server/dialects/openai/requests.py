@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from api_server import body
+from api_server.chat_messages import chat_messages
 from api_server.dialects.openai.schema import ChatBody, CompletionBody, TextBody
 from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
@@ -111,7 +112,7 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
         raise invalid(f"max_tokens must be at least 1, got {asked}", "max_tokens")
     return TextGenerationRequest(
         **_common(call, given, asked),
-        messages=given.messages,
+        messages=chat_messages(given.messages),
         tools=given.tools if given.tool_choice != "none" else None,
         chat_template_options=options,
         add_generation_prompt=given.add_generation_prompt is not False,

@@ -18,6 +18,7 @@ from api_server.endpoint import Call, Document
 from api_server.errors import invalid, unsupported
 from api_server.generation import Generation, generate
 from api_server.sse import DONE, EventStream, frame
+from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
 
@@ -115,7 +116,7 @@ def _internal(item: Item, call: Call) -> TextGenerationRequest:
     given = item.sampling
     try:
         return TextGenerationRequest(
-            request_id=item.rid,
+            request_id=RequestID(item.rid),
             prompt=item.prompt,
             sampling=_sampling(given, item.return_logprob),
             model_defaults=False,

@@ -8,9 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from api_server.body import Mismatch, parse
+from api_server.chat_messages import chat_messages
 from api_server.dialects.sglang.schema import ErrorResponse
 from api_server.endpoint import Call, Document
 from api_server.errors import invalid
+from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 
 MAX_PROMPTS = 1024
@@ -67,9 +69,9 @@ async def tokenize(call: Call) -> Response:
 async def _ids(prompt: str | None, body: TokenizeRequest, call: Call) -> list[int]:
     try:
         request = TextGenerationRequest(
-            request_id=call.request_id,
+            request_id=RequestID(call.request_id),
             prompt=prompt,
-            messages=body.messages or (),
+            messages=chat_messages(body.messages or ()),
             tools=body.tools,
             chat_template_options=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,

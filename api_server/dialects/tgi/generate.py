@@ -10,6 +10,7 @@ from api_server.dialects.tgi.schema import Body, GenerateParameters, GenerateReq
 from api_server.dialects.tgi.validation import Limits, first_problem
 from api_server.endpoint import Call
 from api_server.errors import invalid
+from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import LogprobMode, SamplingParamsInput
 
@@ -40,7 +41,7 @@ def internal_request(body: GenerateRequest, call: Call, streaming: bool) -> Text
     parameters = body.effective
     tokens_shown = streaming or bool(parameters.details)
     return TextGenerationRequest(
-        request_id=call.request_id,
+        request_id=RequestID(call.request_id),
         prompt=body.inputs,
         truncate_prompt_to=parameters.truncate,
         sampling=_sampling(parameters, tokens_shown),
