@@ -174,7 +174,8 @@ class TokenBuffer:
         """Leaves only the first `chunk_size` active tokens active; the others wait for `advance_chunk`."""
         if not 0 < chunk_size < self.active_length:
             raise ValueError(f"chunk_size must be between 1 and {self.active_length - 1}, got {chunk_size}")
-        self._end = self._start + self._offset + chunk_size
+        self._begin_where_active()
+        self._end = self._start + chunk_size
 
     def advance_chunk(self) -> None:
         """The chunk is processed: all that waited behind it is active now."""
@@ -186,6 +187,7 @@ class TokenBuffer:
         """The first `n` active tokens need no processing (a prefix-cache hit); one must stay active."""
         if not 0 <= n < self.active_length:
             raise ValueError(f"n must be between 0 and {self.active_length - 1}, got {n}")
+        self._begin_where_active()
         self._start += n
 
     def rewind_processing(self, n: int) -> None:
@@ -311,6 +313,10 @@ class TokenBuffer:
     @property
     def _marks(self) -> tuple[int, int, int, int, int]:
         return self._prompt_length, self._start, self._end, self._offset, self._delivered
+
+    def _begin_where_active(self) -> None:
+        # With a negative offset the beginning could otherwise pass the end.
+        self._start, self._offset = self._start + self._offset, 0
 
     def _grow(self, needed: int) -> None:
         capacity = len(self.array)
