@@ -17,15 +17,15 @@ from interfaces.request_id import RequestID
 if TYPE_CHECKING:
     from interfaces.context import TextGenerationContext
 
-TokenContextT = TypeVar("TokenContextT", bound="TextGenerationContext")
-ContextT = TypeVar("ContextT")
+_TokenContextT = TypeVar("_TokenContextT", bound="TextGenerationContext")
+_ContextT = TypeVar("_ContextT")
 
 
 @runtime_checkable
-class TokenGenerator(Protocol[TokenContextT]):
+class TokenGenerator(Protocol[_TokenContextT]):
     """Generates tokens for a batch of contexts."""
 
-    def next_token(self, inputs: TextGenerationInputs[TokenContextT]) -> dict[RequestID, TextGenerationOutput]:
+    def next_token(self, inputs: TextGenerationInputs[_TokenContextT]) -> dict[RequestID, TextGenerationOutput]:
         """Generates `inputs.num_steps` tokens for each request, fewer for those that end before."""
         ...
 
@@ -35,16 +35,16 @@ class TokenGenerator(Protocol[TokenContextT]):
 
 
 @runtime_checkable
-class EmbeddingsGenerator(Protocol[ContextT]):
+class EmbeddingsGenerator(Protocol[_ContextT]):
     """Embeds a batch of contexts."""
 
-    def encode(self, batch: dict[RequestID, ContextT]) -> dict[RequestID, EmbeddingsOutput]:
+    def encode(self, batch: dict[RequestID, _ContextT]) -> dict[RequestID, EmbeddingsOutput]:
         """The embedding of each request. Nothing is kept between calls."""
         ...
 
 
 @runtime_checkable
-class AudioGenerator(Protocol[ContextT]):
+class AudioGenerator(Protocol[_ContextT]):
     """Speaks, chunk by chunk."""
 
     @property
@@ -57,11 +57,11 @@ class AudioGenerator(Protocol[ContextT]):
         """Speech tokens that the last call of `next_chunk` generated for each request."""
         ...
 
-    def next_chunk(self, batch: dict[RequestID, ContextT]) -> dict[RequestID, AudioGenerationResponse]:
+    def next_chunk(self, batch: dict[RequestID, _ContextT]) -> dict[RequestID, AudioGenerationResponse]:
         """The next chunk of each request."""
         ...
 
-    def release(self, context: ContextT) -> None:
+    def release(self, context: _ContextT) -> None:
         """Frees what is kept for a finished context (not for its id, as elsewhere)."""
         ...
 

@@ -13,12 +13,12 @@ from interfaces.status import BatchType
 if TYPE_CHECKING:
     from interfaces.context import EmbeddingsContext, TextGenerationContext
 
-ContextT = TypeVar("ContextT")
-TextT = TypeVar("TextT", bound="TextGenerationContext")
+_ContextT = TypeVar("_ContextT")
+_TextT = TypeVar("_TextT", bound="TextGenerationContext")
 
 
 @dataclass(init=False)
-class TextGenerationInputs(PipelineInputs, Generic[TextT]):
+class TextGenerationInputs(PipelineInputs, Generic[_TextT]):
     """Contexts, and how many tokens to generate for each of them.
 
     Given as `batches`, one list for each data-parallel replica, or as one `batch`: a map from request id to context.
@@ -26,7 +26,7 @@ class TextGenerationInputs(PipelineInputs, Generic[TextT]):
     before, and `batch_type` is CE while any context has generated nothing yet.
     """
 
-    batches: list[list[TextT]]
+    batches: list[list[_TextT]]
     num_steps: int
     input_tokens: int
     context_tokens: int
@@ -34,10 +34,10 @@ class TextGenerationInputs(PipelineInputs, Generic[TextT]):
 
     def __init__(
         self,
-        batches: Sequence[Sequence[TextT]] | Mapping[Any, TextT] | None = None,
+        batches: Sequence[Sequence[_TextT]] | Mapping[Any, _TextT] | None = None,
         num_steps: int = 1,
         *,
-        batch: Mapping[Any, TextT] | None = None,
+        batch: Mapping[Any, _TextT] | None = None,
     ) -> None:
         if (batches is None) == (batch is None):
             raise ValueError("exactly one of batches and batch must be given")
@@ -60,12 +60,12 @@ class TextGenerationInputs(PipelineInputs, Generic[TextT]):
         return any(self.batches)
 
     @property
-    def batch(self) -> dict[RequestID, TextT]:
+    def batch(self) -> dict[RequestID, _TextT]:
         """All contexts by request id, replica after replica."""
         return {context.request_id: context for context in self.flat_batch}
 
     @property
-    def flat_batch(self) -> list[TextT]:
+    def flat_batch(self) -> list[_TextT]:
         return [context for replica in self.batches for context in replica]
 
     @property
@@ -102,17 +102,17 @@ class EmbeddingsGenerationInputs(PipelineInputs):
 
 
 @dataclass(frozen=True)
-class AudioGenerationInputs(PipelineInputs, Generic[ContextT]):
+class AudioGenerationInputs(PipelineInputs, Generic[_ContextT]):
     """Contexts whose next chunk of audio is wanted."""
 
-    batch: dict[RequestID, ContextT]
+    batch: dict[RequestID, _ContextT]
 
 
 @dataclass(frozen=True)
-class PixelGenerationInputs(PipelineInputs, Generic[ContextT]):
+class PixelGenerationInputs(PipelineInputs, Generic[_ContextT]):
     """Contexts to make images for."""
 
-    batch: dict[RequestID, ContextT]
+    batch: dict[RequestID, _ContextT]
 
 
 def _refuse_twins(request_ids: Iterable[Any]) -> None:

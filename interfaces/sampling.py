@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 from interfaces.codec import InProcess
 from interfaces.processors import LogitsProcessor
 
-log = logging.getLogger("tokenyard")
+_log = logging.getLogger("tokenyard")
 
 SEED_LIMIT = 1 << 64
 """Seeds are unsigned 64-bit, the widest any of the served dialects allows (TGI)."""
@@ -123,7 +123,7 @@ class SamplingParams:
     def log_sampling_info(self) -> None:
         """Logs every value at INFO."""
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        log.info("sampling: %s", ", ".join(f"{name}={value!r}" for name, value in values))
+        _log.info("sampling: %s", ", ".join(f"{name}={value!r}" for name, value in values))
 
 
 @dataclass
