@@ -37,7 +37,7 @@ from interfaces.wire import (
 _DEEPEST = 64
 """Levels of untyped data below which arrays are looked for."""
 
-_BUILD_ERRORS = (ValueError, TypeError, AssertionError, OverflowError)
+_BUILD_ERRORS = (ValueError, TypeError, AssertionError, OverflowError, RuntimeError)
 """What a constructor may say of values that have the right types."""
 
 _LISTS = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
