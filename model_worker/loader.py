@@ -6,6 +6,7 @@ will get, nor who asks for it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -21,8 +23,15 @@ from transformers.utils import logging as transformers_logging
 from model_worker import self_check
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.probe import AttentionLayers, ModelRefused, probe_attention
+from model_worker.rope import pin_longrope
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much is done, out of how much
+
+# What transformers' configs call the layers whose only state is a KV cache.
+PAGED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+# What packing many sequences into one forward pass takes.
+NEEDED_ARGUMENTS = {"position_ids", "logits_to_keep"}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,18 +52,34 @@ class LoadedModel:
     parameter_bytes: int
 
 
-def load_model(source: str | Path, dtype: str, device: str, progress: Progress) -> LoadedModel:
-    """Load a Hugging Face directory or hub name. `dtype` is "auto" (the checkpoint's) or a key of DTYPES."""
+def load_model(
+    source: str | Path, dtype: str, device: str, progress: Progress, max_model_len: int | None = None
+) -> LoadedModel:
+    """Load a Hugging Face directory or hub name.
+
+    `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
+    the longest sequence that will be served, the model's own limit by default.
+    """
     target = torch.device(device)
     weights_dtype = _weights_dtype(dtype, target)
     config = _read_config(source)
     architecture = _refuse_by_config(config)
     with _reported_weights(progress):
         model = _load_weights(source, config, architecture, weights_dtype)
-    if target.type == "cpu" and model.dtype == torch.float16:
-        nn.Module.to(model, torch.bfloat16)  # CPUs have no fast float16; bfloat16 takes the same memory
+    if target.type == "cpu":
+        _half_as_bfloat16(model)
     nn.Module.to(model, target)
+    max_position = _max_position(config)
+    if max_position is not None:
+        pin_longrope(model, min(max_position, max_model_len or max_position))
     return _prove(model.eval(), target)
+
+
+def _half_as_bfloat16(model: PreTrainedModel) -> None:
+    """CPUs have no fast float16, and bfloat16 takes the same memory. Buffers (rotary frequencies) keep their dtype."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float16:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def _weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
@@ -81,31 +106,37 @@ def _read_config(source: str | Path) -> PreTrainedConfig:
         )
         return config
     except (OSError, ValueError) as error:
-        raise ModelRefused(str(source), _first_line(error)) from error
+        reason = _first_line(error)
+        if "trust_remote_code" in str(error):
+            reason = "it needs Python code of its own (trust_remote_code), and code from a checkpoint is never run"
+        elif not path.is_dir():
+            reason = f"there is no such directory here, and as a hub name: {reason}"
+        raise ModelRefused(str(source), reason) from error
 
 
 def _refuse_by_config(config: PreTrainedConfig) -> str:
     """Refuse before any weight is read what cannot work. Returns the name of the architecture."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        unknown = (config.architectures or [config.model_type])[0]
-        raise ModelRefused(unknown, f"transformers has no decoder (causal language model) for {config.model_type!r}")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    name: str = model_class.__name__
-    text = config.get_text_config(decoder=True)
+    name: str = (config.architectures or [config.model_type])[0]
     if config.is_encoder_decoder:
         raise ModelRefused(name, "it is an encoder-decoder, and only decoders are served")
-    recurrent = sorted({kind for kind in getattr(text, "layer_types", None) or () if not _is_paged(kind)})
-    if recurrent:
-        raise ModelRefused(name, f"its layers of type {', '.join(recurrent)} keep a state that is not a KV cache")
-    if getattr(model_class, "_is_stateful", False):
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelRefused(name, f"transformers has no decoder (causal language model) for {config.model_type!r}")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    name = model_class.__name__
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
+    other = sorted(set(layer_types or ()) - PAGED_LAYERS)
+    if other:
+        raise ModelRefused(
+            name, f"its layers of type {', '.join(other)} are not full or sliding-window attention over a KV cache"
+        )
+    # A hybrid architecture may be configured without its recurrent layers; if it is, its layer types say so.
+    if getattr(model_class, "_is_stateful", False) and not layer_types:
         raise ModelRefused(name, "it keeps a recurrent state, and only attention over a KV cache is served")
     if not model_class._can_set_attn_implementation():
         raise ModelRefused(name, "its attention does not go through transformers' attention registry")
+    if lacking := NEEDED_ARGUMENTS - set(inspect.signature(model_class.forward).parameters):
+        raise ModelRefused(name, f"its forward pass takes no {' and no '.join(sorted(lacking))}")
     return name
-
-
-def _is_paged(layer_type: str) -> bool:
-    return layer_type in ("full_attention", "sliding_attention", "attention")
 
 
 def _load_weights(
@@ -122,13 +153,20 @@ def _load_weights(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise ModelRefused(architecture, _first_line(error)) from error
     # transformers fills what a checkpoint lacks with random numbers and a warning: that is not a model to serve.
-    lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if lacking:
-        raise ModelRefused(architecture, f"the checkpoint lacks {len(lacking)} of its weights, such as {lacking[0]}")
+    if missing := sorted(info["missing_keys"]):
+        raise ModelRefused(architecture, f"the checkpoint lacks {len(missing)} of its weights, such as {missing[0]}")
+    if mismatched := sorted(info["mismatched_keys"]):
+        key, stored, wanted = mismatched[0]
+        raise ModelRefused(
+            architecture,
+            f"{len(mismatched)} weights of the checkpoint do not fit its config: "
+            f"{key} is {list(stored)} and should be {list(wanted)}",
+        )
     return model
 
 
@@ -141,9 +179,15 @@ def _prove(model: PreTrainedModel, device: torch.device) -> LoadedModel:
     """Find the attention layers, then check the paged forward pass against the model's own attention."""
     architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
     tokens = self_check.tokens(config, device)
-    with torch.inference_mode():
-        expected = self_check.eager_logits(model, tokens)
-        attention = probe_attention(model, tokens[:1])
+    try:
+        with torch.inference_mode():
+            expected = self_check.eager_logits(model, tokens)
+            attention = probe_attention(model, tokens[:1])
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if isinstance(error, ModelRefused):
+            raise
+        reason = f"a forward pass over plain tokens fails: {_first_line(error)}"
+        raise ModelRefused(architecture, reason) from error
     loaded = LoadedModel(
         model=model,
         attention=attention,
@@ -151,13 +195,17 @@ def _prove(model: PreTrainedModel, device: torch.device) -> LoadedModel:
         dtype=model.dtype,
         architecture=architecture,
         vocab_size=expected.shape[-1],
-        max_position=getattr(config, "max_position_embeddings", None),
+        max_position=_max_position(config),
         eos_token_ids=_eos_token_ids(model),
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
     )
     self_check.check_paged(loaded, tokens, expected)
     return loaded
+
+
+def _max_position(config: PreTrainedConfig) -> int | None:
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -6,14 +6,13 @@ what the logits are for.
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from model_worker.attention import PAGED_ATTENTION, PagedForward, attention_backend, paged_forward
+from model_worker.attention import PAGED_ATTENTION, PagedForward, attention_backend, cpu, paged_forward
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import KVCache
 
@@ -29,7 +28,6 @@ class ModelRunner:
         self.backend = attention_backend(backend, loaded.device)
         self.backend_name = self.backend.__module__.rpartition(".")[2]
         self.cache = KVCache(loaded.attention.layout, num_blocks, block_size, loaded.device)
-        self._slices_logits = "logits_to_keep" in inspect.signature(loaded.model.forward).parameters
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     @property
@@ -42,6 +40,9 @@ class ModelRunner:
 
         What this leaves in the block is overwritten by the first sequence that gets it.
         """
+        if self.backend is cpu.attend:
+            # Its parallel kernel only runs for more work than the passes below bring.
+            cpu.warm_up(self.cache.layout.dtype)
         for length in (1, min(2 * self.cache.block_size, self.token_capacity)):
             blocks = np.zeros((1, -(-length // self.cache.block_size)), np.int32)
             lengths = np.array([length], np.int32)
@@ -61,15 +62,18 @@ class ModelRunner:
         """Write the batch's tokens into the cache and return logits [L, vocab] at `batch.logit_positions`."""
         if batch.block_size != self.cache.block_size:
             raise ValueError(f"the batch has blocks of {batch.block_size} tokens, the cache of {self.cache.block_size}")
-        attention = self.loaded.attention
-        context = PagedForward(batch, self.cache, self.backend, attention.layer_of, attention.params)
-        with torch.inference_mode(), paged_forward(context):
+        with torch.inference_mode():
             return self._logits(batch)
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
-        keep: dict[str, Any] = {"logits_to_keep": batch.logit_positions} if self._slices_logits else {}
-        output = self.loaded.model(
-            input_ids=batch.tokens.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False, **keep
-        )
+        attention = self.loaded.attention
+        context = PagedForward(batch, self.cache, self.backend, attention.layer_of, attention.params)
+        with paged_forward(context):
+            output = self.loaded.model(
+                input_ids=batch.tokens.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                logits_to_keep=batch.logit_positions,
+                use_cache=False,
+            )
         logits: Tensor = output.logits[0]
-        return logits if self._slices_logits else logits[batch.logit_positions]
+        return logits

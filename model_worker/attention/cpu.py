@@ -8,6 +8,7 @@ batch differ widely. Does not know the arithmetic, which is cpu_kernel.py's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,8 @@ _numba_config: Any = numba.config
 # numba's own pool, whose idle threads sleep: those of its OpenMP pool, a second one beside torch's, spin on their core.
 _numba_config.THREADING_LAYER = "workqueue"
 
+# That pool ends the process if two threads use it at once.
+_pool = Lock()
 _NO_WINDOW = 1 << 40
 _NO_SINKS = np.empty(0, np.float32)
 # Rows (query token x query head) of a tile: enough to reuse a block from the first-level cache, few enough to fit.
@@ -57,8 +60,9 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
     if plan.cores == 1:
         run_core(0, *arguments)
     else:
-        numba.set_num_threads(plan.cores)
-        run_cores(*arguments)
+        with _pool:
+            numba.set_num_threads(plan.cores)
+            run_cores(*arguments)
     return torch.from_numpy(out).to(q.dtype)
 
 
@@ -69,8 +73,9 @@ def warm_up(dtype: torch.dtype) -> None:
     batch = (np.zeros((1, 1), np.int32), tiles, units, np.array([0, 1]))
     arguments = (q, blocks, blocks, *batch, np.float32(1.0), _NO_WINDOW, np.float32(0.0), _NO_SINKS, q.copy())
     run_core(0, *arguments)
-    numba.set_num_threads(1)
-    run_cores(*arguments)
+    with _pool:
+        numba.set_num_threads(1)
+        run_cores(*arguments)
 
 
 def _memory(cache: Tensor) -> NDArray[Any]:

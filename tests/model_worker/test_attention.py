@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -81,9 +85,9 @@ cases = st.builds(
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Largest error of any output vector, relative to the sequence's typical vector."""
-    error = (got.float() - want.float()).norm(dim=-1).max()
-    return float(error / want.float().norm(dim=-1).mean())
+    """Largest error of any output vector, relative to its size, or to the typical size if it is smaller."""
+    error, size = (got.float() - want.float()).norm(dim=-1), want.float().norm(dim=-1)
+    return float((error / size.clamp_min(float(size.mean()))).max())
 
 
 @settings(max_examples=150, deadline=None)
@@ -149,3 +153,19 @@ def test_cpu_backend_refuses_blocks_laid_out_token_by_token() -> None:
     q, cache, batch, params = case.tensors()
     with pytest.raises(ValueError, match="head by head"):
         cpu.attend(q, cache.k[0].contiguous(), cache.v[0].contiguous(), batch, params)
+
+
+def test_no_index_leaves_its_array() -> None:
+    """Numba checks no index, so a wrong one corrupts memory in silence; compiled with checks, it spoils the result."""
+    script = """
+import torch
+from tests.model_worker.test_attention import Case, cpu, reference, relative_error
+for block_size, group, dim, window in ((8, 1, 5, None), (16, 3, 8, 9), (128, 8, 1, None), (32, 2, 7, 40)):
+    case = Case(2, group, dim, 3, block_size, ((70, 3), (1, 0), (9, 90), (1, 150)), window, 9.0, True, 1, torch.float32)
+    q, cache, batch, params = case.tensors()
+    want = reference.attend(q, cache.k[0], cache.v[0], batch, params)
+    assert relative_error(cpu.attend(q, cache.k[0], cache.v[0], batch, params), want) < 1e-5
+"""
+    with TemporaryDirectory() as compiled:
+        environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": compiled}
+        subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=150)

@@ -92,3 +92,20 @@ def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: pytest.TempPa
     for backend in BACKENDS:
         runner = ModelRunner(loaded, num_blocks=16 * 13, block_size=BLOCK_SIZE, backend=backend)
         assert Driver(runner, prompts, rng).run() == expected, f"with backend {backend}"
+
+
+def test_a_batch_of_another_block_size_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    runner = ModelRunner(load(tiny_model("llama", tmp_path_factory.getbasetemp())), num_blocks=2, block_size=8)
+    one = np.ones(1, np.int64)
+    with pytest.raises(ValueError, match="blocks of 4 tokens, the cache of 8"):
+        runner.forward(ForwardBatch.build(one, one, one, np.zeros((1, 1), np.int32), 4, one - 1))
+
+
+def test_warm_up_leaves_results_as_they_are(tmp_path_factory: pytest.TempPathFactory) -> None:
+    rng = np.random.default_rng()
+    path = tiny_model("qwen3", tmp_path_factory.getbasetemp())
+    prompts = random_prompts(rng, 3)
+    runner = ModelRunner(load(path), num_blocks=39, block_size=BLOCK_SIZE)
+    runner.warm_up()
+    assert runner.token_capacity == 39 * BLOCK_SIZE
+    assert Driver(runner, prompts, rng).run() == generate(path, prompts)

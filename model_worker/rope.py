@@ -1,0 +1,39 @@
+"""Keeps rotary position embeddings independent of who else is in the batch.
+
+With LongRoPE, transformers chooses one of two sets of frequencies for a whole forward pass by its longest sequence. In
+a packed batch a short sequence would then change with its neighbours, and a long one in the middle of its text. So one
+set is chosen when the model is loaded: the long one if sequences may outgrow the original context, else the short one.
+(Frequencies of the "dynamic" kind change only past max_position_embeddings, where no sequence gets.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+LONGROPE, PINNED = "longrope", "default"
+
+
+def pin_longrope(model: nn.Module, max_model_len: int) -> None:
+    """Fix the frequencies of every LongRoPE module for sequences of at most `max_model_len` tokens."""
+    module: Any
+    for module in model.modules():
+        rope_type: str | dict[str, str] | None = getattr(module, "rope_type", None)
+        if rope_type == LONGROPE:
+            _use(module, None, "", max_model_len)
+            module.rope_type = PINNED
+        elif isinstance(rope_type, dict):
+            pinned = [layer_type for layer_type, kind in rope_type.items() if kind == LONGROPE]
+            for layer_type in pinned:
+                _use(module, layer_type, f"{layer_type}_", max_model_len)
+            module.rope_type = {**rope_type, **dict.fromkeys(pinned, PINNED)}
+
+
+def _use(module: Any, layer_type: str | None, prefix: str, max_model_len: int) -> None:
+    """Let transformers itself choose, once, for a sequence of the greatest length."""
+    frequencies: torch.Tensor = getattr(module, f"{prefix}inv_freq")
+    last_position = torch.tensor([[max_model_len - 1]], device=frequencies.device)
+    sample = torch.zeros(1, device=frequencies.device)
+    module(sample, last_position, **({} if layer_type is None else {"layer_type": layer_type}))
