@@ -26,6 +26,10 @@ from shared.endpoints import RunDirectory
 from shared.settings import ENV_PREFIX, FIELDS, Settings, SettingsError
 
 EMBEDDED_NAME = "tokenyard-demo"
+WATERMARK_VARIABLE = ENV_PREFIX + "SHM_WATERMARK"
+"""Read by interfaces/shared_memory.py in each process."""
+
+SHARED_MEMORY = Path("/dev/shm")
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
@@ -50,8 +54,9 @@ def _supervise(settings: Settings, directory: RunDirectory) -> int:
     announcer = Announcer(settings)
     timeline = Timeline(
         on_ready=lambda: announcer.start(timeline.say),
-        on_exit=lambda pid: _forget_gauges(pid, directory),
+        on_exit=lambda pid: _forget(pid, directory),
     )
+    sweep_shared_memory()
     timeline.output(f"tokenyard: {settings.model} as {settings.public_model_name!r} on {settings.devices}")
     for name in unknown_variables(os.environ):
         timeline.say("WARNING", f"environment variable {name} is no setting and is ignored")
@@ -60,11 +65,23 @@ def _supervise(settings: Settings, directory: RunDirectory) -> int:
     finally:
         announcer.stop()
         timeline.close()
+        sweep_shared_memory()
 
 
-def _forget_gauges(pid: int, directory: RunDirectory) -> None:
-    """Takes what an ended process reported as its present state out of /metrics; what it counted stays."""
+def _forget(pid: int, directory: RunDirectory) -> None:
+    """Removes what an ended process has left: what it reported as its present state (not what it counted), and arrays
+    in shared memory."""
     mark_process_dead(pid, str(directory.metrics_directory))  # type: ignore[no-untyped-call]
+    sweep_shared_memory()
+
+
+def sweep_shared_memory() -> None:
+    """Removes the arrays of processes that were killed, of this server and of earlier ones."""
+    if any(SHARED_MEMORY.glob("tokenyard-*")):
+        # numpy comes with it, and most servers never get here.
+        from interfaces.shared_memory import sweep
+
+        sweep()
 
 
 def resolve_model(settings: Settings) -> Settings:
@@ -169,7 +186,7 @@ def cpu_share(workers: int, usable: int, visible: int, environ: Mapping[str, str
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables that look like settings and are none: a misspelt one would else be ignored in silence."""
-    known = {CONFIG_VARIABLE, *(ENV_PREFIX + name.upper() for name in FIELDS)}
+    known = {CONFIG_VARIABLE, WATERMARK_VARIABLE, *(ENV_PREFIX + name.upper() for name in FIELDS)}
     return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
 
 

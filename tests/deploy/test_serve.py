@@ -17,13 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.serve import (
+    SHARED_MEMORY,
     child_specs,
     common_environment,
     cpu_share,
     resolve_devices,
     resolve_model,
+    sweep_shared_memory,
     unknown_variables,
 )
+from interfaces.shared_memory import WATERMARK_VARIABLES
 from shared.endpoints import RunDirectory
 from shared.settings import Settings, SettingsError
 from tests.deploy.stage import is_alive, wait_until_dead
@@ -118,7 +121,20 @@ def test_kernels_are_kept_in_the_users_cache_or_for_this_run(tmp_path: Path) -> 
 
 def test_misspelt_variables_are_found() -> None:
     environ = {"TOKENYARD_PROT": "80", "TOKENYARD_PORT": "80", "TOKENYARD_CONFIG": "x", "HOME": "/"}
+    environ[WATERMARK_VARIABLES[0]] = "0.5"
     assert unknown_variables(environ) == ["TOKENYARD_PROT"]
+
+
+def test_arrays_of_killed_processes_are_swept() -> None:
+    code = (
+        "import os, numpy; from interfaces.shared_memory import Segments; book = Segments(); "
+        "print(book.share(numpy.arange(9)).name, flush=True); os.kill(os.getpid(), 9)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    left = SHARED_MEMORY / killed.stdout.strip()
+    assert left.is_file()
+    sweep_shared_memory()
+    assert not left.exists()
 
 
 STAND_IN = """
