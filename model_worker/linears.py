@@ -61,8 +61,8 @@ class PackedLinear(nn.Module):
         count, steps = -(-self.out_features // PANEL), self.num_bytes // (-(-self.out_features // PANEL) * PANEL * 4)
         if self.num_bytes != count * PANEL * 4 * steps or steps * 4 < self.in_features * self.dtype.itemsize:
             return None
-        memory = (ctypes.c_uint32 * (self.num_bytes // 4)).from_address(torch.ops.mkldnn.data_ptr(self.packed))
-        words = np.frombuffer(memory, np.uint32).reshape(count, steps, PANEL)
+        memory: Any = (ctypes.c_uint32 * (self.num_bytes // 4)).from_address(torch.ops.mkldnn.data_ptr(self.packed))
+        words = np.ctypeslib.as_array(memory).reshape(count, steps, PANEL)
         # The first and the last panel show the order; what lies between them follows it too.
         rows = [slice(0, PANEL), slice((count - 1) * PANEL, count * PANEL)]
         weight = self.weight
