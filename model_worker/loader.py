@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from model_worker import self_check
 from model_worker.attention import PAGED_ATTENTION
+from model_worker.fusion.stack import FusedStack, fused_stack
+from model_worker.linears import pack_linears
 from model_worker.probe import AttentionLayers, ModelRefused, probe_attention
 from model_worker.rope import pin_longrope
 
@@ -50,6 +52,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     parameter_count: int
     parameter_bytes: int
+    stack: FusedStack | None = None  # the same model in one compiled call, for CPUs
 
 
 def load_model(
@@ -72,7 +75,7 @@ def load_model(
     max_position = _max_position(config)
     if max_position is not None:
         pin_longrope(model, min(max_position, max_model_len or max_position))
-    return _prove(model.eval(), target)
+    return _prove(model.eval(), target, progress)
 
 
 def _half_as_bfloat16(model: PreTrainedModel) -> None:
@@ -175,8 +178,8 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _prove(model: PreTrainedModel, device: torch.device) -> LoadedModel:
-    """Find the attention layers, then check the paged forward pass against the model's own attention."""
+def _prove(model: PreTrainedModel, device: torch.device, progress: Progress) -> LoadedModel:
+    """Find the attention layers, make the model fast, then check it against the model as transformers runs it."""
     architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
     tokens = self_check.tokens(config, device)
     try:
@@ -200,7 +203,12 @@ def _prove(model: PreTrainedModel, device: torch.device) -> LoadedModel:
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
     )
+    if device.type == "cpu":
+        pack_linears(model, lambda done, total: progress("pack weights", done, total))
+        loaded = replace(loaded, stack=fused_stack(loaded))
     self_check.check_paged(loaded, tokens, expected)
+    if loaded.stack is None or self_check.stack_differs(loaded, tokens, expected):
+        return replace(loaded, stack=None)
     return loaded
 
 

@@ -28,6 +28,8 @@ class ModelRunner:
         self.backend = attention_backend(backend, loaded.device)
         self.backend_name = self.backend.__module__.rpartition(".")[2]
         self.cache = KVCache(loaded.attention.layout, num_blocks, block_size, loaded.device)
+        # The stack attends with the cpu backend's kernel; with another backend the model's own modules run.
+        self._stack = loaded.stack if self.backend_name == "cpu" else None
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     @property
@@ -40,7 +42,7 @@ class ModelRunner:
 
         What this leaves in the block is overwritten by the first sequence that gets it.
         """
-        if self.backend is cpu.attend:
+        if self.backend is cpu.attend and self._stack is None:
             # Its parallel kernel only runs for more work than the passes below bring.
             cpu.warm_up(self.cache.layout.dtype)
         for length in (1, min(2 * self.cache.block_size, self.token_capacity)):
@@ -63,7 +65,7 @@ class ModelRunner:
         if batch.block_size != self.cache.block_size:
             raise ValueError(f"the batch has blocks of {batch.block_size} tokens, the cache of {self.cache.block_size}")
         with torch.inference_mode():
-            return self._logits(batch)
+            return self._logits(batch) if self._stack is None else self._stack.forward(batch, self.cache)
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
         attention = self.loaded.attention

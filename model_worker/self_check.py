@@ -7,6 +7,7 @@ needs an argument we do not pass gives other logits, whatever its architecture c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,9 +46,9 @@ def eager_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return logits
 
 
-def check_paged(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> None:
+def check_paged(loaded: LoadedModel, tokens: Tensor, expected: Tensor, backend: str = "reference") -> None:
     """Compare the paged forward pass with `expected`; refuse the model if they differ."""
-    runner = ModelRunner(loaded, num_blocks=8, block_size=BLOCK_SIZE, backend="reference")
+    runner = ModelRunner(loaded, num_blocks=8, block_size=BLOCK_SIZE, backend=backend)
     first, second = tokens.cpu().numpy()
 
     def forward(chunks: list[np.ndarray], kv_lens: list[int], tables: np.ndarray) -> Tensor:
@@ -71,6 +72,23 @@ def check_paged(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> None:
                 f"on the paged KV cache {name} gives other logits than the model's own attention "
                 f"(relative error {error:.2g}), so some layer keeps a state or uses positions in its own way",
             )
+
+
+def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool:
+    """Whether the fused stack gives other logits than the model, near the first position or near the last."""
+    try:
+        check_paged(loaded, tokens, expected, "cpu")
+    except ModelRefused:
+        return True
+    near = np.array([PROBE_TOKENS, PROBE_TOKENS])
+    batch = ForwardBatch.build(
+        tokens.flatten().numpy(), near, near, BLOCK_TABLES, BLOCK_SIZE, np.arange(tokens.numel()), loaded.device
+    )
+    # Some models treat positions beyond those they were first trained on in a way of their own.
+    far = replace(batch, positions=batch.positions + max(0, (loaded.max_position or 0) - PROBE_TOKENS))
+    runners = (ModelRunner(loaded, 8, BLOCK_SIZE, backend) for backend in ("cpu", "reference"))
+    got, want = (runner.forward(far) for runner in runners)
+    return not _median_error(got, want) < TOLERANCE[loaded.dtype]
 
 
 def _median_error(got: Tensor, want: Tensor) -> float:

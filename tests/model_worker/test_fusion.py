@@ -1,0 +1,180 @@
+"""The fused stack computes what the model's own modules compute, and is used for models of its form only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+from transformers import AutoModelForCausalLM
+
+from model_worker.batch import ForwardBatch
+from model_worker.fusion.team import Team, meet
+from model_worker.fusion.tile import TILE_ROWS, multiply_half_panel, multiply_panel
+from model_worker.linears import PANEL, PackedLinear
+from model_worker.loader import LoadedModel, load_model
+from model_worker.runner import ModelRunner
+from tests.model_worker.tiny_models import VOCAB, tiny_model
+
+FUSED = ("llama", "qwen2", "qwen3", "mistral")
+OTHERS = ("gemma2", "granite", "ministral3", "smollm3", "olmo2", "mixtral", "gpt2")
+MINISTRAL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+
+
+def load(arch: str, dtype: str, folder: Path, **overrides: Any) -> LoadedModel:
+    extra = MINISTRAL if arch in ("ministral3", "smollm3") else {}
+    return load_model(tiny_model(arch, folder, **extra, **overrides), dtype, "cpu", lambda *_: None)
+
+
+def batches(rng: np.random.Generator, block_size: int, num_blocks: int) -> list[ForwardBatch]:
+    """A few steps of sequences that grow by random chunks, in random order, over shuffled blocks."""
+    sequences = int(rng.integers(1, 9))
+    tables = rng.permutation(num_blocks)[: sequences * (num_blocks // sequences)].reshape(sequences, -1)
+    lengths = np.zeros(sequences, np.int64)
+    steps = []
+    for _ in range(4):
+        members = rng.permutation(sequences)[: rng.integers(1, sequences + 1)]
+        room = tables.shape[1] * block_size - lengths[members]
+        chunks = np.minimum(np.where(rng.random(len(members)) < 0.5, 1, rng.integers(1, 30, len(members))), room)
+        members, chunks = members[chunks > 0], chunks[chunks > 0]
+        if not len(members):
+            continue
+        lengths[members] += chunks
+        total = int(chunks.sum())
+        logit_rows = np.flatnonzero(rng.random(total) < 0.7)
+        tokens = rng.integers(3, VOCAB, total)
+        steps.append(ForwardBatch.build(tokens, chunks, lengths[members], tables[members], block_size, logit_rows))
+    return steps
+
+
+def logits(runner: ModelRunner, steps: list[ForwardBatch]) -> torch.Tensor:
+    return torch.cat([runner.forward(step) for step in steps]).double()
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("arch", FUSED)
+@pytest.mark.parametrize("tied", [True, False])
+def test_float32_stack_gives_the_logits_of_the_modules(arch: str, tied: bool, tmp_path_factory: Any) -> None:
+    rng = np.random.default_rng()
+    loaded = load(arch, "float32", tmp_path_factory.getbasetemp(), tie_word_embeddings=tied, seed=int(tied))
+    assert loaded.stack is not None
+    for block_size in (1, 4, 16):
+        steps = batches(rng, block_size, 512 // block_size)
+        fused, reference = (ModelRunner(loaded, 512 // block_size, block_size, name) for name in ("cpu", "reference"))
+        assert relative(logits(fused, steps), logits(reference, steps)) < 1e-5
+        for ours, theirs in zip(fused.cache.k + fused.cache.v, reference.cache.k + reference.cache.v, strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", FUSED)
+def test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules(arch: str, tmp_path_factory: Any) -> None:
+    rng = np.random.default_rng()
+    folder = tmp_path_factory.getbasetemp()
+    loaded = load(arch, "bfloat16", folder, seed=3)
+    # The same rounded weights, in arithmetic that does not round.
+    exact_model = AutoModelForCausalLM.from_pretrained(
+        tiny_model(arch, folder, seed=3), dtype=torch.bfloat16, attn_implementation="eager"
+    ).float()
+    steps = batches(rng, 4, 128)
+    want = logits(ModelRunner(loaded, 128, 4, "reference"), steps)
+    got = logits(ModelRunner(loaded, 128, 4), steps)
+    exact = _truth(exact_model, steps)
+    assert relative(got, exact) < max(0.02, 1.1 * relative(want, exact))
+
+
+def _truth(model: Any, steps: list[ForwardBatch]) -> torch.Tensor:
+    """Logits of transformers' own forward pass in float32, one sequence at a time."""
+    texts: dict[int, list[int]] = {}
+    rows = []
+    with torch.no_grad():
+        for step in steps:
+            every = []
+            for s in range(step.num_sequences):
+                text = texts.setdefault(int(step.block_tables[s, 0]), [])
+                new = step.tokens[step.query_start[s] : step.query_start[s + 1]].tolist()
+                text += new
+                every.append(model(input_ids=torch.tensor([text])).logits[0, -len(new) :])
+            rows.append(torch.cat(every)[step.logit_positions])
+    return torch.cat(rows).double()
+
+
+@pytest.mark.parametrize("arch", OTHERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_forms_run_as_modules(arch: str, dtype: str, tmp_path_factory: Any) -> None:
+    assert load(arch, dtype, tmp_path_factory.getbasetemp()).stack is None
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, TILE_ROWS), st.integers(1, 130), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None:
+    packed = PackedLinear(torch.randn(2 * PANEL, inputs).to(dtype), None)
+    panels = packed.panels()
+    assert panels is not None
+    width = panels.shape[1] * 4 // dtype.itemsize
+    x = torch.zeros(rows + 3, width, dtype=dtype)
+    x[:, :inputs] = torch.randn(rows + 3, inputs)
+    array = x.view(torch.uint16).numpy() if dtype == torch.bfloat16 else x.numpy()
+    want = x[2 : 2 + rows, :inputs].double() @ packed.weight[PANEL:].double().T
+    whole, half = np.zeros((TILE_ROWS, PANEL), np.float32), np.zeros((TILE_ROWS, PANEL), np.float32)
+    address = panels.ctypes.data + panels[0].nbytes
+    multiply_panel(array, 2, rows, address, whole)
+    multiply_half_panel(array, 2, rows, address + PANEL // 2 * 4, half)
+    assert relative(torch.from_numpy(whole[:rows]).double(), want) < 1e-5
+    assert np.allclose(half[:rows, : PANEL // 2], whole[:rows, PANEL // 2 :], rtol=1e-5, atol=1e-5)
+    assert not whole[rows:].any()
+
+
+def test_tiles_multiply_on_a_cpu_without_bfloat16_instructions() -> None:
+    """The same test, compiled for a processor that knows no more than AVX2."""
+    environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        f"{__file__}::{test_tiles_multiply.__name__}",
+    ]
+    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@njit(nogil=True)
+def _count_together(core: int, cores: int, counter: Any, rounds: int, counts: Any) -> None:
+    meeting = 0
+    for _ in range(rounds):
+        counts[core] += 1
+        meeting = meet(counter, cores, meeting)
+        for other in range(cores):
+            if counts[other] != counts[core]:
+                counts[cores] += 1
+        meeting = meet(counter, cores, meeting)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 5])
+def test_a_team_meets(cores: int) -> None:
+    team, counts = Team(cores), np.zeros(cores + 1, np.int64)
+    for _ in range(3):
+        team.run(_count_together, 20, counts)
+    assert counts.tolist() == [60] * cores + [0]
