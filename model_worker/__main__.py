@@ -61,7 +61,13 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     from model_worker.sampler import SamplerRows
 
     phases.phase("load weights")
-    loaded = load_model(settings.model, settings.dtype, device, lambda _what, done, total: _progress(done, total))
+    loaded = load_model(
+        settings.model,
+        settings.dtype,
+        device,
+        lambda _what, done, total: _progress(done, total),
+        max_model_len=settings.max_model_len,
+    )
     phases.phase("allocate KV")
     layout = loaded.attention.layout
     memory = parse_memory(settings.kv_memory) or default_kv_memory(loaded.device)
