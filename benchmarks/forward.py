@@ -1,0 +1,187 @@
+"""`python -m benchmarks.forward`: what one forward pass of the worker costs, without server, scheduler and sampling.
+
+Times decode steps of several batch sizes and one prefill chunk, once with the model's modules as transformers made
+them, once with packed linear layers, once fused, all with the same attention kernel; the variants take turns, so that
+a busy machine is unfair to none. Beside the times it prints what they mean: bytes a second against the bandwidth that
+reading memory reaches here, and FLOP a second against the best matrix product. Takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from benchmarks.standard_model import SIZES, standard_model
+from model_worker.attention import PAGED_ATTENTION
+from model_worker.batch import ForwardBatch
+from model_worker.linears import PackedLinear
+from model_worker.loader import LoadedModel, load_model
+from model_worker.runner import ModelRunner
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Work:
+    """A batch, and what it asks of the machine at least: each weight and each cached K and V is read once."""
+
+    name: str
+    batch: ForwardBatch
+    flop: float
+    read_bytes: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    read_gb: float  # GB/s
+    matrix_gflop: float  # GFLOP/s in the model's dtype
+
+
+def decode(loaded: LoadedModel, rows: int, context: int) -> Work:
+    """One token for each row, whose other `context - 1` tokens are cached."""
+    lengths = np.full(rows, context)
+    batch = _batch(np.ones(rows, np.int64), lengths, np.arange(rows))
+    return Work(f"decode, {rows} x {context}", batch, *_needs(loaded, batch, rows * context, rows))
+
+
+def prefill(loaded: LoadedModel, tokens: int) -> Work:
+    """One prompt in one chunk. Each token attends to those before it: half of them on average."""
+    batch = _batch(np.array([tokens]), np.array([tokens]), np.array([tokens - 1]))
+    return Work(f"prefill, {tokens}", batch, *_needs(loaded, batch, tokens * tokens // 2, 1))
+
+
+def _batch(query_lens: np.ndarray, kv_lens: np.ndarray, logit_rows: np.ndarray) -> ForwardBatch:
+    rng = np.random.default_rng(0)
+    per_row = -(-int(kv_lens.max()) // BLOCK_SIZE)
+    tables = rng.permutation(len(kv_lens) * per_row).reshape(len(kv_lens), per_row)
+    tokens = rng.integers(100, 1000, int(query_lens.sum()))
+    return ForwardBatch.build(tokens, query_lens, kv_lens, tables, BLOCK_SIZE, logit_rows)
+
+
+def _needs(loaded: LoadedModel, batch: ForwardBatch, pairs: int, logit_rows: int) -> tuple[float, float]:
+    """FLOP, and bytes read. `pairs` are those of query and key."""
+    linears = [m for m in loaded.model.modules() if isinstance(m, PackedLinear)]
+    head = loaded.model.lm_head
+    sizes = {m: m.in_features * m.out_features for m in linears}
+    products = sum(size * (logit_rows if m is head else batch.num_tokens) for m, size in sizes.items())
+    layout = loaded.attention.layout
+    # A group of query heads shares K and V in memory, but not in arithmetic.
+    heads = loaded.model.config.num_attention_heads / layout.layers[0].kv_heads
+    elements = layout.bytes_per_token / layout.dtype.itemsize
+    kv_bytes = int(batch.kv_len.sum()) * layout.bytes_per_token
+    return 2 * products + 2 * pairs * elements * heads, sum(m.num_bytes for m in linears) + kv_bytes
+
+
+def variants(path: Path, loaded: LoadedModel, num_blocks: int) -> dict[str, ModelRunner]:
+    auto: Any = AutoModelForCausalLM
+    unpacked = auto.from_pretrained(path, dtype=loaded.dtype, attn_implementation=PAGED_ATTENTION).eval()
+    layers = dict(zip(loaded.model.modules(), unpacked.modules(), strict=True))
+    attention = replace(
+        loaded.attention, layer_of={layers[module]: index for module, index in loaded.attention.layer_of.items()}
+    )
+    made = {
+        "modules": replace(loaded, model=unpacked, attention=attention, stack=None),
+        "+ packed linears": replace(loaded, stack=None),
+        "fused stack": loaded,
+    }
+    if loaded.stack is None:
+        del made["fused stack"]
+    return {name: ModelRunner(variant, num_blocks, BLOCK_SIZE) for name, variant in made.items()}
+
+
+def machine(dtype: torch.dtype) -> Machine:
+    memory = torch.ones(1 << 28)
+    a = torch.randn(2048, 2048).to(dtype)
+    product = PackedLinear(a, None)
+    with torch.inference_mode():
+        reading, multiplying = _best(lambda: memory.sum()), _best(lambda: product(a))
+    return Machine(memory.nbytes / reading / 1e9, 2 * 2048**3 / multiplying / 1e9)
+
+
+def _best(action: Callable[[], object], seconds: float = 1.5) -> float:
+    return min(_times([action], seconds)[0])
+
+
+def _times(actions: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
+    """Durations of each action, in turns for about so many seconds each, five turns at least."""
+    for action in actions:
+        action()
+    durations: list[list[float]] = [[] for _ in actions]
+    end = time.perf_counter() + seconds * len(actions)
+    while time.perf_counter() < end or len(durations[0]) < 5:
+        for action, own in zip(actions, durations, strict=True):
+            start = time.perf_counter()
+            action()
+            own.append(time.perf_counter() - start)
+    return durations
+
+
+def measure(runners: Mapping[str, ModelRunner], work: Work, seconds: float) -> dict[str, list[float]]:
+    def action(runner: ModelRunner) -> Callable[[], object]:
+        # A new batch each time, as in service: plans that belong to it are made anew.
+        return lambda: runner.forward(replace(work.batch))
+
+    times = _times([action(runner) for runner in runners.values()], seconds)
+    return dict(zip(runners, times, strict=True))
+
+
+def table(works: Sequence[Work], results: Sequence[Mapping[str, list[float]]], machine: Machine) -> Table:
+    out = Table("work", "variant", "ms (median)", "min", "max", "GB/s", "of read", "GFLOP/s", "of product")
+    for work, result in zip(works, results, strict=True):
+        for variant, times in result.items():
+            median = statistics.median(times)
+            gb, gflop = work.read_bytes / median / 1e9, work.flop / median / 1e9
+            shares = f"{gb / machine.read_gb:.0%}", f"{gflop / machine.matrix_gflop:.0%}"
+            ms = (f"{1000 * value:.2f}" for value in (median, min(times), max(times)))
+            out.add_row(work.name, variant, *ms, f"{gb:.1f}", shares[0], f"{gflop:.0f}", shares[1])
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.forward", description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, help="a Hugging Face directory; without it the standard model is made for the occasion")
+    add("--size", choices=sorted(SIZES), default="135m", help="of the standard model")
+    add("--dtype", default="auto")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--rows", type=int, nargs="+", default=[1, 4, 16, 32], help="rows of the decode steps")
+    add("--context", type=int, default=256, help="tokens of each decode row")
+    add("--prefill", type=int, default=512, help="tokens of the prefill chunk")
+    add("--seconds", type=float, default=2.0, help="for each figure")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.model or standard_model(Path(folder) / "model", options.size)
+        started = time.perf_counter()
+        loaded = load_model(path, options.dtype, "cpu", lambda *_: None)
+        loading = time.perf_counter() - started
+        works = [*(decode(loaded, rows, options.context) for rows in options.rows), prefill(loaded, options.prefill)]
+        num_blocks = max(int(work.batch.block_tables.max()) + 1 for work in works)
+        runners = variants(path, loaded, num_blocks)
+    best = machine(loaded.dtype)
+    results = [measure(runners, work, options.seconds) for work in works]
+    console = Console(width=130)
+    console.print(
+        f"{loaded.architecture}, {loaded.parameter_count / 1e6:.0f}M parameters, {loaded.dtype}, "
+        f"{options.threads} threads, loaded in {loading:.1f} s; "
+        f"reads {best.read_gb:.1f} GB/s, multiplies {best.matrix_gflop:.0f} GFLOP/s; "
+        f"load average {os.getloadavg()[0]:.1f}"
+    )
+    console.print(table(works, results, best))
+
+
+if __name__ == "__main__":
+    main()
