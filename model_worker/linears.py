@@ -37,6 +37,10 @@ class PackedLinear(nn.Module):
         self.dtype = weight.dtype
         self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
         self.bias = None if bias is None else bias.detach()
+        # The packed memory as words [panel, step, PANEL], or None if oneDNN chose another order on this machine. A word
+        # is what one output feature takes from the input at one step: one float32, or two bfloat16 of neighbouring
+        # input features, the first in the lower half. Both dimensions are padded with zeros.
+        self.panels: NDArray[np.uint32] | None = self._find_panels(weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -51,23 +55,15 @@ class PackedLinear(nn.Module):
     def num_bytes(self) -> int:
         return int(torch.ops.mkldnn._nbytes(self.packed))
 
-    def panels(self) -> NDArray[np.uint32] | None:
-        """The packed memory as words [panel, step, PANEL], or None if oneDNN chose another order on this machine.
-
-        A word is what one output feature takes from the input at one step: one float32, or two bfloat16 of
-        neighbouring input features, the first in the lower half. Both dimensions are padded with zeros.
-        The array is a view: it lives as long as the module.
-        """
+    def _find_panels(self, weight: Tensor) -> NDArray[np.uint32] | None:
         count, steps = -(-self.out_features // PANEL), self.num_bytes // (-(-self.out_features // PANEL) * PANEL * 4)
         if self.num_bytes != count * PANEL * 4 * steps or steps * 4 < self.in_features * self.dtype.itemsize:
             return None
         memory: Any = (ctypes.c_uint32 * (self.num_bytes // 4)).from_address(torch.ops.mkldnn.data_ptr(self.packed))
         words = np.ctypeslib.as_array(memory).reshape(count, steps, PANEL)
         # The first and the last panel show the order; what lies between them follows it too.
-        rows = [slice(0, PANEL), slice((count - 1) * PANEL, count * PANEL)]
-        weight = self.weight
-        same = (np.array_equal(words[i], _panel(weight[rows[i]], steps)) for i in (0, -1))
-        return words if all(same) else None
+        ends = ((words[0], weight[:PANEL]), (words[-1], weight[(count - 1) * PANEL :]))
+        return words if all(np.array_equal(got, _panel(rows, steps)) for got, rows in ends) else None
 
 
 def _panel(weight: Tensor, steps: int) -> NDArray[np.uint32]:

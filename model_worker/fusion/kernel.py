@@ -45,6 +45,14 @@ class Weights(NamedTuple):
     epsilon: np.float32
 
 
+class Rotary(NamedTuple):
+    """Angles of rotary positions, and which of them each token has."""
+
+    cos: NDArray[np.float32]  # [n, rotated elements]
+    sin: NDArray[np.float32]
+    rows: NDArray[np.int64]  # [T]
+
+
 class Cache(NamedTuple):
     """The KV cache, and where this step's tokens go."""
 
@@ -215,11 +223,11 @@ def _normalise_head(x: Any, row: int, at: int, weight: Any, epsilon: Any) -> Non
 
 @njit(fastmath=_MATH, nogil=True, cache=True)
 def _rotate(x: Any, row: int, at: int, cos: Any, sin: Any) -> None:
-    half = cos.shape[1] // 2
+    half = len(cos) // 2
     for d in range(half):
         a, b = x[row, at + d], x[row, at + half + d]
-        x[row, at + d] = a * cos[row, d] - b * sin[row, d]
-        x[row, at + half + d] = b * cos[row, half + d] + a * sin[row, half + d]
+        x[row, at + d] = a * cos[d] - b * sin[d]
+        x[row, at + half + d] = b * cos[half + d] + a * sin[half + d]
 
 
 @njit(fastmath=_MATH, nogil=True, cache=True)
@@ -279,8 +287,7 @@ def run_stack(
     cores: int,
     counter: Any,
     x: Any,
-    cos: Any,
-    sin: Any,
+    rotary: Any,
     weights: Any,
     cache: Any,
     attention: Any,
@@ -308,7 +315,10 @@ def run_stack(
         meeting = meet(counter, cores, meeting)
         for row in range(first, end):
             to = (cache.blocks[row], cache.offsets[row])
-            _place(row, qkv, cos, sin, weights.head_norms[layer], weights.epsilon, q, k, v, to)
+            angle = rotary.rows[row]
+            _place(
+                row, qkv, rotary.cos[angle], rotary.sin[angle], weights.head_norms[layer], weights.epsilon, q, k, v, to
+            )
         meeting = meet(counter, cores, meeting)
         _attend(core, layer, q, k, v, attention, buffers.mixed)
         meeting = meet(counter, cores, meeting)

@@ -6,18 +6,17 @@ that the packed modules hold. loader.py uses a stack only after it has given the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from model_worker.attention import cpu
-from model_worker.attention.params import AttentionParams
 from model_worker.batch import ForwardBatch
 from model_worker.fusion.form import OtherForm, Parts
-from model_worker.fusion.kernel import Attention, Buffers, Cache, run_stack
+from model_worker.fusion.kernel import Attention, Buffers, Cache, Rotary, run_stack
 from model_worker.fusion.team import team
 from model_worker.kv_cache import KVCache
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 _NO_WINDOW = 1 << 40
 _NOTHING = np.empty(0, np.float32)
+# Angles of positions below this are computed once and kept; beyond, they are computed anew in each pass.
+_KEPT_POSITIONS = 1 << 15
 
 
 def fused_stack(loaded: LoadedModel) -> FusedStack | None:
@@ -41,26 +42,29 @@ class FusedStack:
 
     def __init__(self, loaded: LoadedModel) -> None:
         parts = Parts(loaded)
-        self._embedding, self._rotary, self._modules = parts.embedding, parts.rotary, parts.linears
-        self._vocab_size, self._head_dim = loaded.vocab_size, parts.head_dim
+        # The modules own the memory that the addresses in `weights` point to.
+        self._embedding, self._rotary, self._modules = parts.embedding, parts.rotary, parts
+        self._vocab_size, self._order = loaded.vocab_size, parts.order
+        self._layout = loaded.attention.layout.layers[0]
+        self._q_heads = parts.q_heads
         self._cores = torch.get_num_threads()
-        self._params: Sequence[AttentionParams] = [loaded.attention.params[layer] for layer in parts.order]
-        self._order, self._layout = parts.order, loaded.attention.layout
-        self._weights = parts.weights()
+        params = [loaded.attention.params[layer] for layer in parts.order]
+        self._scales = np.array([layer.scale for layer in params], np.float32)
+        self._windows = np.array([layer.sliding_window or _NO_WINDOW for layer in params], np.int64)
+        self._weights, self._widths = parts.weights(), parts.operand_widths()
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
-        self._widths = parts.operand_widths()
         self._room = self._make_room(1)
+        self._angles = self._compute_angles(torch.arange(1))
+        self._caches: WeakKeyDictionary[KVCache, Cache] = WeakKeyDictionary()
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Write the batch's tokens into the cache and return float32 logits [L, vocab] at `batch.logit_positions`."""
-        x = self._embedding(batch.tokens).to(torch.float32).contiguous()
-        cos, sin = self._rotary(x.unsqueeze(0), batch.positions.unsqueeze(0))
+        x = self._embedding(batch.tokens).to(torch.float32)
         logits = torch.empty(len(batch.logit_positions), self._vocab_size)
         team(self._cores).run(
             run_stack,
             x.numpy(),
-            cos[0].contiguous().numpy(),
-            sin[0].contiguous().numpy(),
+            self._angles_of(batch),
             self._weights,
             self._cache(batch, cache),
             self._attention(batch),
@@ -70,24 +74,32 @@ class FusedStack:
         )
         return logits
 
+    def _angles_of(self, batch: ForwardBatch) -> Rotary:
+        positions = batch.positions.numpy()
+        most = int(positions.max()) + 1
+        if most > _KEPT_POSITIONS:
+            return self._compute_angles(batch.positions)
+        if most > len(self._angles.cos):
+            self._angles = self._compute_angles(torch.arange(min(_KEPT_POSITIONS, 2 * most)))
+        return self._angles._replace(rows=positions)
+
+    def _compute_angles(self, positions: Tensor) -> Rotary:
+        cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32), positions.unsqueeze(0))
+        return Rotary(cos[0].contiguous().numpy(), sin[0].contiguous().numpy(), np.arange(len(positions)))
+
     def _cache(self, batch: ForwardBatch, cache: KVCache) -> Cache:
-        k, v = ([cpu._memory(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
-        addresses = [np.array([array.ctypes.data for array in arrays]) for arrays in (k, v)]
-        return Cache(addresses[0], addresses[1], k[0], v[0], batch.slot_block.numpy(), batch.slot_offset.numpy())
+        if cache not in self._caches:
+            k, v = ([cpu._memory(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
+            addresses = [np.array([array.ctypes.data for array in arrays]) for arrays in (k, v)]
+            nothing = np.empty(0, np.int64)
+            self._caches[cache] = Cache(addresses[0], addresses[1], k[0], v[0], nothing, nothing)
+        return self._caches[cache]._replace(blocks=batch.slot_block.numpy(), offsets=batch.slot_offset.numpy())
 
     def _attention(self, batch: ForwardBatch) -> Attention:
-        kv_heads, dim = self._layout.layers[0].kv_heads, self._head_dim
-        group = self._room.q.shape[1] // kv_heads
-        plan = cpu._plan(batch, kv_heads, group, 4 * dim, None)
-        return Attention(
-            batch.block_tables.numpy(),
-            plan.tiles,
-            plan.units,
-            plan.bounds,
-            np.array([params.scale for params in self._params], np.float32),
-            np.array([params.sliding_window or _NO_WINDOW for params in self._params], np.int64),
-            _NOTHING,
-        )
+        layer = self._layout
+        plan = cpu._plan(batch, layer.kv_heads, self._q_heads // layer.kv_heads, 2 * (layer.k_dim + layer.v_dim), None)
+        tables = batch.block_tables.numpy()
+        return Attention(tables, plan.tiles, plan.units, plan.bounds, self._scales, self._windows, _NOTHING)
 
     def _buffers(self, tokens: int) -> Buffers:
         if tokens > len(self._room.q):
@@ -95,13 +107,12 @@ class FusedStack:
         return Buffers(*(array[:tokens] for array in self._room))
 
     def _make_room(self, tokens: int) -> Buffers:
-        layer, hidden, heads, inner = self._layout.layers[0], *self._widths
-        q_heads = (self._weights.biases.shape[1] - layer.kv_heads * (layer.k_dim + layer.v_dim)) // layer.k_dim
+        layer, (hidden, heads, inner) = self._layout, self._widths
         return Buffers(
             hidden=np.zeros((tokens, hidden), self._element),
             qkv=np.zeros((tokens, self._weights.biases.shape[1]), np.float32),
-            q=np.zeros((tokens, q_heads, layer.k_dim), np.float32),
-            mixed=np.zeros((tokens, q_heads, layer.v_dim), np.float32),
+            q=np.zeros((tokens, self._q_heads, layer.k_dim), np.float32),
+            mixed=np.zeros((tokens, self._q_heads, layer.v_dim), np.float32),
             heads=np.zeros((tokens, heads), self._element),
             inner=np.zeros((tokens, inner), self._element),
         )

@@ -45,7 +45,7 @@ def test_equals_the_module_it_replaces(shape: tuple[int, int], rows: int, dtype:
 def test_panels_are_the_weight_in_another_order(shape: tuple[int, int], dtype: torch.dtype) -> None:
     linear = random_linear(*shape, dtype, bias=False)
     packed = PackedLinear(linear.weight, None)
-    panels = packed.panels()
+    panels = packed.panels
     if panels is None:
         # Only another machine's oneDNN may choose another order; the module's own forward never needs panels.
         assert torch.equal(packed.weight, linear.weight)
