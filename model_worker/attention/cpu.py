@@ -45,8 +45,8 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
     out = np.empty((q.shape[0], q.shape[1], v_cache.shape[3]), np.float32)
     arguments = (
         q.float().contiguous().numpy(),
-        _memory(k_cache),
-        _memory(v_cache),
+        memory_of(k_cache),
+        memory_of(v_cache),
         batch.block_tables.numpy(),
         plan.tiles,
         plan.units,
@@ -68,7 +68,7 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernels for a cache of `dtype`, or load them from numba's cache of compiled code."""
-    q, blocks = np.zeros((1, 1, 1), np.float32), _memory(torch.zeros(1, 1, 1, 1, dtype=dtype))
+    q, blocks = np.zeros((1, 1, 1), np.float32), memory_of(torch.zeros(1, 1, 1, 1, dtype=dtype))
     tiles, units = np.array([[0, 0, 1, 0]]), np.array([[0, 0, 1]])
     batch = (np.zeros((1, 1), np.int32), tiles, units, np.array([0, 1]))
     arguments = (q, blocks, blocks, *batch, np.float32(1.0), _NO_WINDOW, np.float32(0.0), _NO_SINKS, q.copy())
@@ -78,7 +78,7 @@ def warm_up(dtype: torch.dtype) -> None:
         run_cores(*arguments)
 
 
-def _memory(cache: Tensor) -> NDArray[Any]:
+def memory_of(cache: Tensor) -> NDArray[Any]:
     """The blocks as they lie in memory, [num_blocks, kv_heads, block_size, head_dim]; bfloat16 as its bits."""
     blocks = cache.transpose(1, 2)
     if not blocks.is_contiguous():
@@ -87,7 +87,7 @@ def _memory(cache: Tensor) -> NDArray[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class Plan:
     """How a batch is cut up: tiles of queries, units of work (a tile and a range of KV heads), units per core."""
 
     tiles: NDArray[np.int64]  # [n, 4]: sequence, first token, number of tokens, position of the first token
@@ -100,21 +100,35 @@ class _Plan:
 
 
 # All layers of a forward pass share their plans; the batch itself stays free of any backend's matters.
-_plans: WeakKeyDictionary[ForwardBatch, dict[tuple[int | None, ...], _Plan]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[ForwardBatch, dict[tuple[int | None, ...], Plan]] = WeakKeyDictionary()
 
 
-def _plan(batch: ForwardBatch, kv_heads: int, group: int, flops: int, window: int | None) -> _Plan:
+def _plan(batch: ForwardBatch, kv_heads: int, group: int, flops: int, window: int | None) -> Plan:
     """Cut a batch up. `flops` are those of one query head and one key."""
     plans, key = _plans.setdefault(batch, {}), (kv_heads, group, flops, window)
     if key not in plans:
         tiles = _tiles(batch, max(1, _TILE_ROWS // group))
-        tokens, past = tiles[:, 2], tiles[:, 3]
-        cost = tokens * (tokens + (past if window is None else np.minimum(past, window)))
         available = min(torch.get_num_threads(), _numba_config.NUMBA_NUM_THREADS)
-        cores = int(np.clip(cost.sum() * kv_heads * group * flops // _FLOPS_PER_CORE, 1, available))
-        units = _units(tiles, kv_heads, group, cores)
-        plans[key] = _Plan(tiles, units, _bounds(cost, units, cores))
+        worth = _cost(tiles, window).sum() * kv_heads * group * flops // _FLOPS_PER_CORE
+        plans[key] = _share_out(tiles, kv_heads, group, window, int(np.clip(worth, 1, available)))
     return plans[key]
+
+
+def plan_for(batch: ForwardBatch, kv_heads: int, group: int, cores: int) -> Plan:
+    """Cut a batch up for so many cores, which are awake already. `group` query heads share a KV head."""
+    return _share_out(_tiles(batch, max(1, _TILE_ROWS // group)), kv_heads, group, None, cores)
+
+
+def _share_out(tiles: NDArray[np.int64], kv_heads: int, group: int, window: int | None, cores: int) -> Plan:
+    units = _units(tiles, kv_heads, group, cores)
+    return Plan(tiles, units, _bounds(_cost(tiles, window), units, cores))
+
+
+def _cost(tiles: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
+    """Products of a query and a key, for each tile."""
+    tokens, past = tiles[:, 2], tiles[:, 3]
+    pairs: NDArray[np.int64] = tokens * (tokens + (past if window is None else np.minimum(past, window)))
+    return pairs
 
 
 def _tiles(batch: ForwardBatch, tile_tokens: int) -> NDArray[np.int64]:

@@ -89,7 +89,7 @@ class FusedStack:
 
     def _cache(self, batch: ForwardBatch, cache: KVCache) -> Cache:
         if cache not in self._caches:
-            k, v = ([cpu._memory(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
+            k, v = ([cpu.memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
             addresses = [np.array([array.ctypes.data for array in arrays]) for arrays in (k, v)]
             nothing = np.empty(0, np.int64)
             self._caches[cache] = Cache(addresses[0], addresses[1], k[0], v[0], nothing, nothing)
@@ -97,7 +97,7 @@ class FusedStack:
 
     def _attention(self, batch: ForwardBatch) -> Attention:
         layer = self._layout
-        plan = cpu._plan(batch, layer.kv_heads, self._q_heads // layer.kv_heads, 2 * (layer.k_dim + layer.v_dim), None)
+        plan = cpu.plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
         tables = batch.block_tables.numpy()
         return Attention(tables, plan.tiles, plan.units, plan.bounds, self._scales, self._windows, _NOTHING)
 
