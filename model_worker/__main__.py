@@ -53,8 +53,8 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     # torch takes over a second to import: only now, so that the supervisor sees the phase.
     import torch
 
+    from model_worker.capacity import capacity_for
     from model_worker.engine import Engine, WorkerIdentity
-    from model_worker.kv_cache import default_kv_memory
     from model_worker.loader import load_model
     from model_worker.rows import WorkerRows
     from model_worker.runner import ModelRunner
@@ -69,29 +69,24 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
         max_model_len=settings.max_model_len,
     )
     phases.phase("allocate KV")
-    layout = loaded.attention.layout
-    memory = parse_memory(settings.kv_memory) or default_kv_memory(loaded.device)
-    wanted = settings.max_model_len or loaded.max_position or sys.maxsize
-    useful = -(-wanted // BLOCK_SIZE) * settings.max_running
-    num_blocks = min(layout.blocks_for(memory, BLOCK_SIZE), useful)
-    max_model_len = min(wanted, loaded.max_position or wanted, num_blocks * BLOCK_SIZE)
-    check_length(settings, loaded.max_position, num_blocks * BLOCK_SIZE)
-    runner = ModelRunner(loaded, num_blocks, BLOCK_SIZE)
+    memory = parse_memory(settings.kv_memory)
+    capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, BLOCK_SIZE)
+    runner = ModelRunner(loaded, capacity.num_blocks, BLOCK_SIZE)
     phases.phase("compile kernels")
     sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device)
     runner.warm_up()
     sampler.warm_up()
-    rows = WorkerRows(settings.max_running, max_model_len, BLOCK_SIZE, num_blocks)
+    rows = WorkerRows(settings.max_running, capacity.max_model_len, BLOCK_SIZE, capacity.num_blocks)
     engine = Engine(runner.forward, rows, sampler, loaded.device, WorkerIdentity(index, epoch))
     hello = WorkerHello(
         device=device,
         index=index,
         epoch=epoch,
         pid=os.getpid(),
-        num_blocks=num_blocks,
+        num_blocks=capacity.num_blocks,
         block_size=BLOCK_SIZE,
         max_rows=settings.max_running,
-        max_model_len=max_model_len,
+        max_model_len=capacity.max_model_len,
         vocab_size=loaded.vocab_size,
         architecture=loaded.architecture,
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -99,19 +94,6 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     )
     torch.set_grad_enabled(False)
     return engine, hello
-
-
-def check_length(settings: Settings, max_position: int | None, capacity: int) -> None:
-    """Refuses a `max_model_len` that the model or the KV memory cannot hold."""
-    wanted = settings.max_model_len
-    if wanted is None:
-        return
-    if max_position is not None and wanted > max_position:
-        raise ValueError(f"max_model_len must be at most the model's {max_position} positions, got {wanted}")
-    if wanted > capacity:
-        raise ValueError(
-            f"max_model_len {wanted} does not fit the KV memory, which holds {capacity} tokens; raise kv_memory"
-        )
 
 
 def serve(engine: Engine, hello: WorkerHello, run_directory: RunDirectory) -> None:

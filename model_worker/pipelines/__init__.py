@@ -1,0 +1,1 @@
+"""Pipelines for use within one process, on the same engine as the worker's loop."""

@@ -1,0 +1,302 @@
+"""Text generation within one process: a pipeline over the same `Engine.step` that the worker's loop runs.
+
+It keeps a row and KV blocks for every request from its first batch to `release`. What it knows of a request is in the
+request's context, which callers may also change between steps (reset, roll back, jump ahead): the row follows it. It
+does not know text, and it neither queues nor evicts: a batch that does not fit is refused as a whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces.inputs import TextGenerationInputs
+from interfaces.log_probabilities import LogProbabilities
+from interfaces.messages import Join, Step, StepResult
+from interfaces.outputs import TextGenerationOutput
+from interfaces.pipeline import Pipeline
+from interfaces.processors import BatchLogitsProcessor, BatchProcessorInputs, ProcessorInputs
+from interfaces.request_id import RequestID
+from interfaces.sampling import LogprobMode, SamplingParams
+from interfaces.status import GenerationStatus
+from interfaces.text_context import TextContext
+from model_worker.batch import ForwardBatch
+from model_worker.capacity import Capacity, capacity_for
+from model_worker.engine import Engine, WorkerIdentity
+from model_worker.loader import load_model
+from model_worker.rows import WorkerRows
+from model_worker.runner import ModelRunner
+from model_worker.sampler import SamplerRows
+
+
+@dataclass(slots=True)
+class _Row:
+    """What the engine holds of one request: the first `computed` of `tokens` are in the blocks."""
+
+    index: int
+    blocks: list[int] = field(default_factory=list)
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    computed: int = 0
+
+
+class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOutput]):
+    """Also a `TokenGenerator`. Not to be used from two threads at once."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        capacity: Capacity,
+        max_batch_tokens: int = 512,
+        batch_processors: Sequence[BatchLogitsProcessor] = (),
+    ) -> None:
+        rows = WorkerRows(capacity.max_rows, capacity.max_model_len, capacity.block_size, capacity.num_blocks)
+        sampler = SamplerRows(capacity.max_rows, runner.loaded.vocab_size, runner.loaded.device)
+        self._runner = runner
+        self._engine = Engine(self._forward, rows, sampler, runner.loaded.device, WorkerIdentity(0, 0))
+        self._capacity = capacity
+        self._max_batch_tokens = max_batch_tokens
+        self._batch_processors = tuple(batch_processors)
+        self._rows: dict[RequestID, _Row] = {}
+        self._free_rows = deque(range(capacity.max_rows))
+        self._free_blocks = deque(range(capacity.num_blocks))
+        self._dropped: list[int] = []
+        self._steps = 0
+        self._sampling: list[TextContext] = []
+        """Whose logits the step in progress samples from, in the order of its rows."""
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "auto",
+        max_batch_size: int = 16,
+        max_length: int | None = None,
+        kv_memory: int | None = None,
+        max_batch_tokens: int = 512,
+        batch_processors: Sequence[BatchLogitsProcessor] = (),
+    ) -> TextPipeline:
+        """From a Hugging Face directory or hub name. ValueError says why a model cannot be served.
+
+        `max_length` bounds prompt and answer of one request in tokens, `kv_memory` is in bytes, and `max_batch_tokens`
+        are what one forward pass takes: longer prompts take several.
+        """
+        loaded = load_model(model, dtype, device, lambda *_: None, max_length)
+        capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, block_size=16)
+        return cls(ModelRunner(loaded, capacity.num_blocks, 16), capacity, max_batch_tokens, batch_processors)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Requests that can be held at once."""
+        return self._capacity.max_rows
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that one request can have, prompt and answer."""
+        return self._capacity.max_model_len
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks that no request holds."""
+        return len(self._free_blocks)
+
+    def execute(self, inputs: TextGenerationInputs[TextContext]) -> dict[RequestID, TextGenerationOutput]:
+        """Up to `num_steps` tokens for each request; none for one that has ended.
+
+        A context that its caller has chunked takes a chunk in a step, and gets no token for it. ValueError when the
+        batch cannot be held (nothing has changed then), or when a request failed (it is cancelled and released then,
+        the others keep their new tokens for the next call).
+        """
+        contexts = inputs.flat_batch
+        for context in contexts:
+            self._check(context)
+        self._check_room([context for context in contexts if not context.is_done], inputs.num_steps)
+        for _ in range(inputs.num_steps):
+            self._advance([context for context in contexts if not context.is_done])
+        return {context.request_id: context.to_generation_output() for context in contexts}
+
+    def next_token(self, inputs: TextGenerationInputs[TextContext]) -> dict[RequestID, TextGenerationOutput]:
+        """`execute`, under its name of old."""
+        return self.execute(inputs)
+
+    def release(self, request_id: RequestID) -> None:
+        """Idempotent. A context that is used again afterwards is computed anew."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free_rows.append(row.index)
+            self._free_blocks.extend(row.blocks)
+            self._dropped.append(row.index)
+
+    def _check(self, context: TextContext) -> None:
+        name, tokens, vocab_size = str(context.request_id), context.tokens.all, self._runner.loaded.vocab_size
+        if not context.is_done and len(tokens) >= self.max_length:
+            raise ValueError(
+                f"request {name} has {len(tokens)} tokens: at most {self.max_length - 1} leave room for more"
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"request {name} has token ids from {low} to {high}: the model has 0 to {vocab_size - 1}")
+        if context.json_schema is not None or context.grammar is not None:
+            raise ValueError(f"request {name} asks for a grammar: this pipeline generates free text only")
+        if context.log_probabilities > 1 or context.log_probabilities_echo:
+            raise ValueError(f"request {name}: log_probabilities must be 0 or 1 (the chosen token's), without echo")
+
+    def _check_room(self, contexts: Sequence[TextContext], num_steps: int) -> None:
+        new, free = sum(context.request_id not in self._rows for context in contexts), len(self._free_rows)
+        if new > free:
+            raise ValueError(
+                f"{new} new requests, and {free} of {self.max_batch_size} rows are free: release finished requests, or "
+                "load the pipeline with a larger max_batch_size"
+            )
+        need = sum(self._blocks_short(context, self._length_after(context, num_steps)) for context in contexts)
+        free, most = self.free_blocks, self._capacity.num_blocks
+        if need > free:
+            raise ValueError(
+                f"the batch needs {need} more KV blocks, and {free} of {most} are free: "
+                "release finished requests, or load the pipeline with more kv_memory"
+            )
+
+    def _length_after(self, context: TextContext, num_steps: int) -> int:
+        """Tokens that `num_steps` steps compute at most: the last sampled one is not among them."""
+        most = self.max_length if context.max_length is None else min(context.max_length, self.max_length)
+        return max(len(context.tokens), min(len(context.tokens) + num_steps - 1, most - 1))
+
+    def _blocks_short(self, context: TextContext, length: int) -> int:
+        row = self._rows.get(context.request_id)
+        return max(0, -(-length // self._capacity.block_size) - (len(row.blocks) if row else 0))
+
+    def _advance(self, contexts: Sequence[TextContext]) -> None:
+        """One token, or its caller's chunk, for each."""
+        waiting = deque(contexts)
+        while waiting:
+            batch, joins, cut = self._next_batch(waiting)
+            self._step(batch, joins)
+            if cut is not None:
+                waiting.appendleft(cut)
+
+    def _next_batch(self, waiting: deque[TextContext]) -> tuple[list[TextContext], list[Join], TextContext | None]:
+        """Takes what one forward can hold; the last context may be cut to a chunk for that, and comes back."""
+        batch: list[TextContext] = []
+        joins: list[Join] = []
+        budget = self._max_batch_tokens
+        while waiting and budget > 0:
+            context = waiting.popleft()
+            joins += self._follow(context)
+            batch.append(context)
+            if context.tokens.active_length > budget and not context.tokens.actively_chunked:
+                context.tokens.chunk(budget)
+                return batch, joins, context
+            budget -= context.tokens.active_length
+        return batch, joins, None
+
+    def _follow(self, context: TextContext) -> list[Join]:
+        """Makes row and context agree on what is computed; a join if the engine must be told."""
+        row, tokens = self._rows.get(context.request_id), context.tokens
+        if row is None:
+            row = self._rows[context.request_id] = _Row(self._free_rows.popleft())
+        elif row.computed == tokens.processed_length and np.array_equal(row.tokens, tokens.all):
+            return []
+        processed = tokens.processed_length
+        if processed > row.computed or not np.array_equal(row.tokens[:processed], tokens.all[:processed]):
+            tokens.rewind_processing(processed)
+        self._dropped.append(row.index)
+        row.computed, row.tokens = tokens.processed_length, tokens.all.copy()
+        return [
+            Join(
+                row=row.index,
+                tokens=tokens.all.astype(np.int32),
+                prompt_len=tokens.prompt_length - context.progress.absorbed,
+                start=row.computed,
+                sampling=_values(context),
+            )
+        ]
+
+    def _step(self, batch: Sequence[TextContext], joins: list[Join]) -> None:
+        rows = [self._rows[context.request_id] for context in batch]
+        self._steps += 1
+        step = Step(
+            incarnation=1,
+            epoch=0,
+            step=self._steps,
+            rows=np.array([row.index for row in rows], np.int32),
+            ntok=np.array([context.tokens.active_length for context in batch], np.int32),
+            new_blocks=np.array([new for context in batch for new in self._allocate(context)], np.int32).reshape(-1, 3),
+            drop=np.array(self._dropped, np.int32),
+            joins=joins,
+        )
+        self._dropped.clear()
+        self._sampling = [context for context in batch if not context.tokens.actively_chunked]
+        self._book(batch, self._engine.step(step))
+
+    def _allocate(self, context: TextContext) -> list[tuple[int, int, int]]:
+        """Blocks for what is computed next, as `Step.new_blocks` has them."""
+        row = self._rows[context.request_id]
+        new = []
+        for _ in range(self._blocks_short(context, context.tokens.current_position)):
+            block = self._free_blocks.popleft()
+            new.append((row.index, len(row.blocks), block))
+            row.blocks.append(block)
+        return new
+
+    def _book(self, batch: Sequence[TextContext], result: StepResult) -> None:
+        logprobs = [None] * len(result.rows) if result.logprobs is None else result.logprobs.tolist()
+        sampled = {
+            row: (token, logprob)
+            for row, token, logprob in zip(result.rows.tolist(), result.tokens.tolist(), logprobs, strict=True)
+        }
+        failures = []
+        for context in batch:
+            row = self._rows[context.request_id]
+            if row.index in result.errors:
+                failures.append(f"request {context.request_id}: {result.errors[row.index]}")
+                context.status = GenerationStatus.CANCELLED
+                self.release(context.request_id)
+                continue
+            row.computed = context.tokens.current_position
+            if context.tokens.actively_chunked:
+                context.tokens.advance_chunk()
+                continue
+            token, logprob = sampled[row.index]
+            context.update(token, LogProbabilities([logprob], [{token: logprob}]) if _wants_logprobs(context) else None)
+            row.tokens = np.append(row.tokens, token)
+            if not context.is_done and len(context.tokens) >= self.max_length:
+                context.status = GenerationStatus.MAXIMUM_LENGTH
+        if failures:
+            raise ValueError("; ".join(failures))
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """The model's logits, after the processors: those of the pipeline, then each request's own."""
+        logits = self._runner.forward(batch)
+        contexts = self._sampling
+        own = [context.sampling_params.logits_processors or () for context in contexts]
+        if not contexts or not (self._batch_processors or any(own)):
+            return logits
+        with torch.inference_mode():
+            logits = logits.float()
+            for process_batch in self._batch_processors:
+                process_batch(BatchProcessorInputs(logits, None, contexts))
+            for i, context in enumerate(contexts):
+                for process in own[i]:
+                    process(ProcessorInputs(logits[i : i + 1], context))
+        return logits
+
+
+def _wants_logprobs(context: TextContext) -> bool:
+    return context.log_probabilities > 0 or context.sampling_params.logprobs != LogprobMode.NONE
+
+
+def _values(context: TextContext) -> SamplingParams:
+    """The context's values as the engine takes them: its own end rules, and processors left out (they run here)."""
+    params = context.sampling_params
+    mode = params.logprobs
+    if context.log_probabilities and mode == LogprobMode.NONE:
+        mode = LogprobMode.TEMPERED
+    ends = sorted(context.eos_tracker.eos_token_ids)
+    return replace(params, stop=None, stop_token_ids=ends, logprobs=mode, logits_processors=None)
