@@ -17,16 +17,14 @@ from typing import Any
 
 import numpy as np
 import zmq
-from numpy.typing import NDArray
 
 from interfaces.codec import WireError, decode, encode
 from interfaces.log_probabilities import LogProbabilities
 from interfaces.messages import Cancel, Finish, Goodbye, Hello, Results, Status, Submit
 from interfaces.outputs import TextGenerationOutput
-from interfaces.request_id import RequestID
 from interfaces.results import ErrorCode, RequestError, SchedulerResult
-from interfaces.sampling import LogprobMode, SamplingParams
 from interfaces.status import GenerationStatus, SchedulerStatus
+from interfaces.text_context import TextContext
 from shared.sockets import connect_dealer
 
 log = logging.getLogger("tokenyard")
@@ -42,15 +40,13 @@ _BURST = 64
 """Messages handled before other callbacks of the loop get their turn."""
 
 _STATUS_OF_CODE = {
-    Finish.ACTIVE: GenerationStatus.ACTIVE,
     Finish.STOP: GenerationStatus.END_OF_SEQUENCE,
     Finish.LENGTH: GenerationStatus.MAXIMUM_LENGTH,
     Finish.CANCELLED: GenerationStatus.CANCELLED,
-    Finish.FAILED: GenerationStatus.CANCELLED,
 }
 
 
-# Looking up a member in an enum costs more than the rest of `Submission.add`.
+# Looking up a member in an enum costs more than comparing with it.
 _UNFINISHED = GenerationStatus.ACTIVE
 _CANCELLED = GenerationStatus.CANCELLED
 _ACTIVE, _COMPLETE = SchedulerStatus.ACTIVE, SchedulerStatus.COMPLETE
@@ -85,41 +81,44 @@ class Inbox:
 class Submission:
     """One request in the scheduler's hands, from `EngineClient.submit` to its last result or `cancel`."""
 
-    __slots__ = ("_error", "_request_id", "_unread", "_wants_logprobs", "emitted", "handle", "inbox", "message")
+    __slots__ = ("_announced", "_error", "_wants_logprobs", "context", "handle", "inbox")
 
-    def __init__(self, message: Submit, inbox: Inbox) -> None:
-        self.message = message
-        self.handle = message.handle
+    def __init__(self, handle: int, context: TextContext, inbox: Inbox) -> None:
+        self.handle = handle
+        self.context = context
+        """Has every token received, read or not: a restarted scheduler is told all of it."""
         self.inbox = inbox
-        self.emitted: list[int] = []
-        """Every token received, read or not: what a restarted scheduler must be told."""
-        self._request_id = RequestID(message.request_id)
-        self._wants_logprobs = message.sampling.logprobs != LogprobMode.NONE
-        self._unread: TextGenerationOutput | None = None
+        self._wants_logprobs = context.log_probabilities > 0
+        self._announced = False
         self._error: RequestError | None = None
 
-    def add(self, token: int, logprob: float | None) -> TextGenerationOutput:
-        """Appends to the unread news (token -1: none) and wakes the reader when they are the first."""
-        output = self._unread
-        if output is None:
-            output = self._unread = TextGenerationOutput(self._request_id, [], _UNFINISHED)
-            self.inbox.put(self)
+    def add(self, token: int, logprob: float | None) -> None:
+        """A token has arrived (-1: none, other news)."""
         if token >= 0:
-            output.tokens.append(token)
-            self.emitted.append(token)
-            if self._wants_logprobs and logprob is not None:
-                output.log_probabilities = output.log_probabilities or []
-                output.log_probabilities.append(LogProbabilities([logprob], [{}]))
-        return output
+            wanted = None if logprob is None or not self._wants_logprobs else LogProbabilities([logprob], [{}])
+            self.context.receive_token(token, wanted)
+        self.announce()
+
+    def announce(self) -> None:
+        """Wakes the reader, unless it has news to read already."""
+        if not self._announced:
+            self._announced = True
+            self.inbox.put(self)
+
+    def end(self, status: GenerationStatus) -> None:
+        self.context.status = status
+        self.announce()
 
     def fail(self, error: RequestError) -> None:
         """Ends the request with its own error."""
         self._error = error
-        self.add(-1, None).final_status = _CANCELLED
+        self.end(_CANCELLED)
 
     def take(self) -> News:
-        output, self._unread = self._unread, None
-        if output is None or output.final_status is _UNFINISHED:
+        """What has arrived since the last call."""
+        self._announced = False
+        output = self.context.to_generation_output()
+        if output.final_status is _UNFINISHED:
             return SchedulerResult(_ACTIVE, output)
         if output.final_status is _CANCELLED:
             return SchedulerResult(SchedulerStatus.CANCELLED, output, self._error)
@@ -205,23 +204,15 @@ class EngineClient:
             )
         return Health(self._was_ready, status.ready, status.reason if not status.ready else "")
 
-    def submit(
-        self,
-        request_id: str,
-        tokens: NDArray[np.int32],
-        sampling: SamplingParams,
-        cache_salt: str = "",
-        inbox: Inbox | None = None,
-    ) -> Submission:
+    def submit(self, context: TextContext, inbox: Inbox | None = None) -> Submission:
         """Sends a request; its news come to `inbox`. A refusal comes as a result with an `error`."""
-        message = Submit(self._new_handle(), request_id, tokens, sampling, cache_salt=cache_salt)
-        submission = Submission(message, inbox or Inbox())
+        submission = Submission(self._new_handle(), context, inbox or Inbox())
         reason = self._cannot_serve()
         if reason:
             submission.fail(RequestError(ErrorCode.UNAVAILABLE, reason))
             return submission
         self._open[submission.handle] = submission
-        if not self._send(message):
+        if not self._send(Submit(submission.handle, context)):
             del self._open[submission.handle]
             submission.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
         return submission
@@ -318,12 +309,9 @@ class EngineClient:
         log.warning("the scheduler restarted: submitting %d open requests again", len(orphans))
         self.cancel(orphans)
         for orphan in orphans:
-            old = orphan.message
-            emitted = np.array(orphan.emitted, np.int32)
             orphan.handle = self._new_handle()
-            orphan.message = Submit(orphan.handle, old.request_id, old.tokens, old.sampling, emitted, old.cache_salt)
             self._open[orphan.handle] = orphan
-            if not self._send(orphan.message):
+            if not self._send(Submit(orphan.handle, orphan.context)):
                 del self._open[orphan.handle]
                 orphan.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
 
@@ -337,14 +325,15 @@ class EngineClient:
         )
         for handle, count in results.cached.items():
             if handle in self._open:
-                self._open[handle].add(-1, None).num_cached_tokens = count
+                self._open[handle].context.cached_prefix_length = count
         for handle, token, finished, logprob in columns:
             submission = self._open.get(handle)
             if submission is None:
                 continue  # cancelled here while its token was on the way
-            output = submission.add(token, logprob)
+            submission.add(token, logprob)
             if finished != Finish.ACTIVE:
                 del self._open[handle]
-                output.final_status = _STATUS_OF_CODE.get(finished, _CANCELLED)
                 if finished == Finish.FAILED:
                     submission.fail(results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given")))
+                else:
+                    submission.end(_STATUS_OF_CODE.get(finished, _CANCELLED))

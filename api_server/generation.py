@@ -23,12 +23,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
-
-import numpy as np
-from numpy.typing import NDArray
 
 from api_server import preparation
 from api_server.engine_client import Inbox, Submission
@@ -40,6 +37,8 @@ from interfaces.outputs import TextGenerationOutput
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SamplingParams
 from interfaces.status import GenerationStatus
+from interfaces.text_context import TextContext
+from interfaces.tokens import TokenSlice
 
 SILENCE_BEFORE_HEADERS = 10.0
 
@@ -91,14 +90,12 @@ class Choice:
     """Position of `request` in the batch."""
     prompt_text: str | None
     """The prompt as text (after the chat template, before truncation); None when it came as token ids."""
-    prompt_token_ids: NDArray[np.int32]
-    sampling: SamplingParams
-    """The values in force: `max_new_tokens` is the limit and `seed` the seed that is used."""
+    context: TextContext
 
-    token_ids: list[int] = field(default_factory=list)
-    """Generated so far, with the stop token, up to the token that completed a stop string."""
+    completion_tokens: int = 0
+    """Generated so far, with the stop token, up to the token that completed a stop string; more may have arrived."""
     tokens: list[TokenDelta] = field(default_factory=list)
-    """Details of the same tokens, when `token_details` was asked for."""
+    """Details of these tokens, when `token_details` was asked for."""
     pieces: list[str] = field(default_factory=list)
     cached_tokens: int = 0
     logprob_sum: float = 0.0
@@ -115,11 +112,22 @@ class Choice:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return self.context.prompt_length
 
     @property
-    def completion_tokens(self) -> int:
-        return len(self.token_ids)
+    def prompt_token_ids(self) -> TokenSlice:
+        return self.context.tokens.prompt
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The `completion_tokens` generated ones."""
+        ids: list[int] = self.context.tokens.generated[: self.completion_tokens].tolist()
+        return ids
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The values in force: `max_new_tokens` is the limit and `seed` the seed that is used."""
+        return self.context.sampling_params
 
 
 async def generate(
@@ -197,22 +205,16 @@ class Generation:
             raise
 
     def _start(self, item: Prepared, request_index: int, k: int) -> None:
-        sampling = replace(item.sampling, seed=preparation.seed_of(item.sampling.seed, k))
-        choice = Choice(len(self.choices), item.request, request_index, item.prompt.text, item.prompt.tokens, sampling)
+        context = item.context(k)
+        choice = Choice(len(self.choices), item.request, request_index, item.prompt.text, context)
         choice.submitted = time.monotonic()
         self.choices.append(choice)
         for observer in self._server.observers:
             observer.started(choice)
-        if sampling.max_new_tokens == 0:
+        if choice.sampling.max_new_tokens == 0:
             self._ready.append(self._finished(choice, Finish("length")))
             return
-        submission = self._server.engine.submit(
-            item.request.request_id,
-            item.prompt.tokens,
-            replace(sampling, stop=[]),  # stop strings are found here, not there
-            item.request.cache_salt,
-            self._inbox,
-        )
+        submission = self._server.engine.submit(context, self._inbox)
         self._running[submission] = _Answer(choice, self._server)
 
     async def _next(self) -> TextDelta:
@@ -267,13 +269,13 @@ class _Answer:
 
     def absorb(self, output: TextGenerationOutput) -> TextDelta:
         choice = self.choice
-        before = len(choice.token_ids)
+        before = choice.completion_tokens
         pieces: list[str] = []
         last = len(output.tokens) - 1
         at_stop_token = output.final_status is GenerationStatus.END_OF_SEQUENCE
         logprobs = output.log_probabilities
         for i, token in enumerate(output.tokens):
-            choice.token_ids.append(token)
+            choice.completion_tokens += 1
             logprob = logprobs[i].token_log_probabilities[0] if logprobs and i < len(logprobs) else None
             if logprob is not None:
                 choice.logprob_sum += logprob
@@ -287,11 +289,11 @@ class _Answer:
         finish = self._end(output.final_status, pieces)
         text = "".join(pieces)
         choice.pieces.append(text)
-        return TextDelta(choice.index, text, len(choice.token_ids) - before, choice.tokens[before:], finish)
+        return TextDelta(choice.index, text, choice.completion_tokens - before, choice.tokens[before:], finish)
 
     def _cut(self, piece: str) -> str:
         # As with EOS and stop ids, stop strings count only after the minimum length.
-        return piece if len(self.choice.token_ids) <= self._min_tokens else self._stops.add(piece)
+        return piece if self.choice.completion_tokens <= self._min_tokens else self._stops.add(piece)
 
     def _detail(self, text: str, token: int, logprob: float | None) -> None:
         self.choice.tokens.append(TokenDelta(token, text, logprob, self._is_special(token)))
@@ -305,5 +307,5 @@ class _Answer:
             return None
         pieces.append(self._stops.flush())
         if status is GenerationStatus.END_OF_SEQUENCE:
-            return Finish("stop_token", self.choice.token_ids[-1] if self.choice.token_ids else None)
+            return Finish("stop_token", self.choice.token_ids[-1] if self.choice.completion_tokens else None)
         return Finish("length" if status is GenerationStatus.MAXIMUM_LENGTH else "cancelled")

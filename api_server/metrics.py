@@ -124,7 +124,7 @@ class Metrics:
 
     def tokens(self, choice: Choice, count: int, since_last: float) -> None:
         self._generated += count
-        if choice.token_ids:  # else these are the first ones: their wait is the TTFT
+        if choice.completion_tokens:  # else these are the first ones: their wait is the TTFT
             self._gaps[bisect_left(TOKEN_SECONDS, since_last / count)] += count
             self._gap_seconds += since_last
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
 from api_server.tokenizer import Prompt
+from interfaces.request_id import DUMMY_REQUEST_ID
 from interfaces.requests import TextGenerationRequest
-from interfaces.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults, combine
+from interfaces.sampling import LogprobMode, SamplingParams, SamplingParamsGenerationConfigDefaults, combine
+from interfaces.text_context import TextContext
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,17 @@ class Prepared:
     request: TextGenerationRequest
     prompt: Prompt
     sampling: SamplingParams
+
+    def context(self, k: int) -> TextContext:
+        """Of the k-th answer. Everybody who holds this answer, here and in the scheduler, holds such a context."""
+        return TextContext.from_prompt(
+            self.prompt.tokens,
+            replace(self.sampling, seed=seed_of(self.sampling.seed, k)),
+            request_id=self.request.request_id,
+            model_name=self.request.model_name,
+            cache_salt=self.request.cache_salt,
+            log_probabilities=int(self.sampling.logprobs != LogprobMode.NONE),
+        )
 
 
 async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -> list[Prepared]:
@@ -42,6 +55,8 @@ def seed_of(seed: int, k: int) -> int:
 
 
 async def _prepare_one(server: ServerState, request: TextGenerationRequest) -> Prepared:
+    if request.request_id == DUMMY_REQUEST_ID:
+        raise invalid(f"the request id {DUMMY_REQUEST_ID} is reserved: choose another", "request_id")
     sampling = _sampling(server, request)
     prompt = await server.tokenizer.prompt(request, server.max_model_len)
     if not len(prompt.tokens):

@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from interfaces import SamplingParams, Step, StepResult, Submit, WireError, decode, encode
+from interfaces import SamplingParams, Step, StepResult, Submit, TextContext, WireError, decode, encode
 from interfaces.codec import msgpack_numpy_decoder, msgpack_numpy_encoder
 from interfaces.shared_memory import DIRECTORY, PREFIX, sweep
 
@@ -45,7 +45,8 @@ def _table(rounds: int) -> Table:
     rows = np.arange(ROWS, dtype=np.int32)
     step = Step(1, 0, 5, rows, None, np.zeros((16, 3), np.int32), np.empty(0, np.int32), [])
     result = StepResult(1, 0, 0, 5, rows, rows, None, {}, 100)
-    submit = Submit(1, "request", np.arange(PROMPT_TOKENS, dtype=np.int32), SamplingParams(stop_token_ids=[1, 2]))
+    sampling = SamplingParams(stop_token_ids=[1, 2], max_new_tokens=100)
+    submit = Submit(1, TextContext.from_prompt(range(PROMPT_TOKENS), sampling))
     for name, message in (
         (f"Step, {ROWS} rows", step),
         (f"StepResult, {ROWS} rows", result),

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from interfaces.codec import F32, I8, I32, I32x3, message
 from interfaces.results import RequestError
 from interfaces.sampling import SamplingParams
+from interfaces.text_context import TextContext
 
 
 @message(1)
@@ -30,20 +29,15 @@ class Hello:
 @message(2)
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A new request. `emitted` is what the client already has, when a replica resubmits after a restart of the
-    scheduler.
+    """A request: its whole context. The generated tokens in it are those that the client has already, when a replica
+    resubmits after a restart of the scheduler.
 
-    `sampling.stop_token_ids` already contains the EOS ids that apply; `sampling.max_new_tokens` counts from the
-    prompt's end, emitted tokens included. Stop strings stay in the API process, which cancels the request when one is
-    found.
+    `context.eos_tracker` has the EOS ids that apply. Stop strings are found in the API process, which then cancels the
+    request.
     """
 
     handle: int
-    request_id: str
-    tokens: I32
-    sampling: SamplingParams
-    emitted: I32 = field(default_factory=lambda: np.empty(0, np.int32))
-    cache_salt: str = ""
+    context: TextContext
 
 
 @message(3)

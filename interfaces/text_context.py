@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from interfaces.context import InputContext, SpecDecodingState
 from interfaces.equality import EqualByValue
@@ -49,7 +49,6 @@ class Progress:
     those not delivered yet.
     """
 
-    is_initial_prompt: bool = True
     absorbed: int = 0
     log_probabilities: dict[int, LogProbabilities] = field(default_factory=dict)
 
@@ -90,13 +89,22 @@ class TextContext(IndexFace, EqualByValue):
     def __post_init__(self) -> None:
         if type(self.request_id) is not RequestID:
             self.request_id = RequestID(self.request_id)
-        prompt, least = self._prompt_length, self.min_tokens
+        prompt, least = self.prompt_length, self.min_tokens
         if self.max_length is not None and least + prompt > self.max_length:
             raise ValueError(
                 f"max_length must be at least {least + prompt}, got {self.max_length}: "
                 f"the prompt has {prompt} tokens and min_new_tokens is {least}"
             )
         _check_endpoint(self.target_endpoint)
+
+    @classmethod
+    def from_prompt(cls, prompt: ArrayLike, sampling_params: SamplingParams, **fields: Any) -> Self:
+        """A fresh context that ends where `sampling_params` say: at its stop ids and length."""
+        tokens = TokenBuffer(np.asarray(prompt, np.int64))
+        length, stop_ids = sampling_params.max_new_tokens, sampling_params.stop_token_ids
+        fields.setdefault("max_length", None if length is None else len(tokens) + length)
+        tracker = EOSTracker(eos_token_ids=set(stop_ids or ()), eos_stop_strings=sampling_params.stop or ())
+        return cls(tokens=tokens, sampling_params=sampling_params, eos_tracker=tracker, **fields)
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(self.request_id)
@@ -106,8 +114,8 @@ class TextContext(IndexFace, EqualByValue):
         return self
 
     @property
-    def _prompt_length(self) -> int:
-        """Of the prompt as it was asked: without the generated tokens that a reset has added."""
+    def prompt_length(self) -> int:
+        """Tokens of the prompt as it was asked: without the generated tokens that a reset has added."""
         return self.tokens.prompt_length - self.progress.absorbed
 
     @property
@@ -121,7 +129,7 @@ class TextContext(IndexFace, EqualByValue):
     @property
     def is_initial_prompt(self) -> bool:
         """Whether nothing was generated since construction or the last reset."""
-        return self.progress.is_initial_prompt
+        return self.tokens.generated_length == 0
 
     @property
     def spec_decoding_state(self) -> SpecDecodingState:
@@ -152,13 +160,19 @@ class TextContext(IndexFace, EqualByValue):
             return
         self._refuse_pending("no token can follow it")
         self.tokens.advance_with_token(new_token)
-        self._appended(log_probabilities)
+        self._store(log_probabilities)
+        self._judge()
+
+    def receive_token(self, token: int, log_probabilities: LogProbabilities | None = None) -> None:
+        """A token that was sampled and judged elsewhere follows; who judged it also says when the text has ended."""
+        self.tokens.advance_with_token(token)
+        self._store(log_probabilities)
 
     def append_forced_token(self, token: int) -> None:
         """A token that the grammar leaves no choice about: it follows without having been sampled."""
         self._refuse_pending("no token can follow it")
         self.tokens.append_active(token)
-        self._appended(None)
+        self._judge()
 
     def update_with_future_token(self) -> None:
         """As `update`, with a token that is not known yet. The grammar waits for the real one."""
@@ -186,7 +200,6 @@ class TextContext(IndexFace, EqualByValue):
             self.drop_last_tokens(1)
         self.progress.absorbed += self.tokens.generated_length
         self.tokens.reset_as_new_prompt()
-        self.progress.is_initial_prompt = True
         self.draft_state = None
         self.unassign_from_cache()
 
@@ -196,7 +209,7 @@ class TextContext(IndexFace, EqualByValue):
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[NDArray[np.int32]]:
         """For each step the pairs (row 0, token id) of ends that come too early; none once `min_tokens` are there."""
-        generated = len(self.tokens) - self._prompt_length
+        generated = len(self.tokens) - self.prompt_length
         ends = np.array([[0, token] for token in sorted(self.eos_token_ids)], np.int32).reshape(-1, 2)
         return [ends if generated + step < self.min_tokens else ends[:0] for step in range(num_steps)]
 
@@ -301,11 +314,6 @@ class TextContext(IndexFace, EqualByValue):
         if self._pending:
             raise ValueError(f"the last token is a future token that is not known yet: {why}")
 
-    def _appended(self, log_probabilities: LogProbabilities | None) -> None:
-        self.progress.is_initial_prompt = False
-        self._store(log_probabilities)
-        self._judge()
-
     def _store(self, log_probabilities: LogProbabilities | None) -> None:
         if log_probabilities is not None:
             self.progress.log_probabilities[len(self.tokens) - 1] = log_probabilities
@@ -316,7 +324,7 @@ class TextContext(IndexFace, EqualByValue):
 
     def _judge(self) -> None:
         """Ends the text when its last token does."""
-        if not self.ignore_eos and self.eos_tracker.is_eos_from_tokens(self.tokens.all[self._prompt_length :]):
+        if not self.ignore_eos and self.eos_tracker.is_eos_from_tokens(self.tokens.all[self.prompt_length :]):
             self.status = GenerationStatus.END_OF_SEQUENCE
         elif self.max_length is not None and len(self.tokens) >= self.max_length:
             self.status = GenerationStatus.MAXIMUM_LENGTH

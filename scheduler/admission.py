@@ -5,8 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from interfaces import ErrorCode, RequestError, Submit
 from scheduler.sequence import Sequence
 
@@ -47,15 +45,13 @@ def refusal(submit: Submit, max_model_len: int, vocab_size: int) -> RequestError
 
     A stranger's message may not have.
     """
-    if len(submit.tokens) == 0:
-        return RequestError(ErrorCode.INVALID, "the prompt has no tokens")
-    tokens = np.concatenate([submit.tokens, submit.emitted])
+    tokens, prompt = submit.context.tokens.all, submit.context.prompt_length
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         return RequestError(ErrorCode.INVALID, f"token ids must be between 0 and {vocab_size - 1}")
-    if len(submit.tokens) >= max_model_len:
+    if prompt >= max_model_len:
         return RequestError(
             ErrorCode.TOO_LONG,
-            f"the prompt has {len(submit.tokens)} tokens; prompt and answer together may have {max_model_len}",
+            f"the prompt has {prompt} tokens; prompt and answer together may have {max_model_len}",
         )
     return None
 

@@ -252,7 +252,7 @@ class Scheduler:
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
             sequence = table.sequences[row]
             assert sequence is not None
-            sequence.tokens.append(token)
+            sequence.context.tokens.advance_with_token(token)
             if sequence.cached_tokens:
                 self.outbox.cached(int(table.replica[row]), sequence.handle, sequence.cached_tokens)
                 sequence.cached_tokens = 0
@@ -272,7 +272,7 @@ class Scheduler:
         self.counters["finished"] += 1
 
     def _fail(self, sequence: Sequence, error: RequestError) -> None:
-        log.warning("request %s failed: %s", sequence.request_id, error.message)
+        log.warning("request %s failed: %s", sequence.context.request_id, error.message)
         self.counters["failed"] += 1
         self.outbox.fail(self.replicas[sequence.replica].number, sequence.handle, error)
         self._forget(sequence)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 _DIGEST_BYTES = 16
 
 
-def extend_hashes(hashes: list[bytes], tokens: NDArray[np.int32], block_size: int, salt: str) -> None:
+def extend_hashes(hashes: list[bytes], tokens: NDArray[np.int64], block_size: int, salt: str) -> None:
     """Appends the digests of the full blocks of `tokens` that `hashes` does not have yet."""
     parent = hashes[-1] if hashes else blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest()
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):

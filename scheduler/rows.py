@@ -66,7 +66,7 @@ class RowTable:
         self.num_blocks[row] = len(sequence.blocks)
         self.handle[row] = sequence.handle
         self.replica[row] = replica
-        self._set_stop_ids(row, sequence.sampling.stop_token_ids or [])
+        self._set_stop_ids(row, [] if sequence.context.ignore_eos else list(sequence.context.eos_token_ids))
         return row
 
     def give_back(self, row: int) -> Sequence:

@@ -1,33 +1,29 @@
-"""One request as the scheduler holds it: enough to run it, to run it again elsewhere, and to answer for it."""
+"""One request as the scheduler holds it: its context, and what scheduling adds to it."""
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import SamplingParams, Submit
+from interfaces import SamplingParams, Submit, TextContext, TokenBuffer
 from scheduler.prefix_cache import extend_hashes
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Prompt and emitted tokens of a request, and where it runs.
+    """Where the request of `context` stands and runs.
 
-    `order` is its place in the line: lower came first, and keeps it through preemptions. `tokens` holds the prompt and
-    then every token the client has been sent. `row` is -1 while it waits.
+    `order` is its place in the line: lower came first, and keeps it through preemptions. The context's tokens are the
+    prompt and then every token the client has been sent. `row` is -1 while it waits. `cached_tokens` is news that the
+    next token carries.
     """
 
     replica: bytes
     handle: int
-    request_id: str
     order: int
-    tokens: array[int]
-    prompt_len: int
-    sampling: SamplingParams
-    salt: str
+    context: TextContext
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
@@ -36,18 +32,19 @@ class Sequence:
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int) -> Sequence:
-        tokens = array("i", submit.tokens.tobytes())
-        tokens.frombytes(submit.emitted.tobytes())
-        return cls(
-            replica=replica,
-            handle=submit.handle,
-            request_id=submit.request_id,
-            order=order,
-            tokens=tokens,
-            prompt_len=len(submit.tokens),
-            sampling=submit.sampling,
-            salt=submit.cache_salt,
-        )
+        return cls(replica, submit.handle, order, submit.context)
+
+    @property
+    def tokens(self) -> TokenBuffer:
+        return self.context.tokens
+
+    @property
+    def prompt_len(self) -> int:
+        return self.context.prompt_length
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.context.sampling_params
 
     @property
     def waiting(self) -> bool:
@@ -59,15 +56,15 @@ class Sequence:
 
     def limit(self, max_model_len: int) -> int:
         """Length in tokens, prompt included, at which the sequence ends."""
-        wanted = self.sampling.max_new_tokens
-        return max_model_len if wanted is None else min(max_model_len, self.prompt_len + wanted)
+        wanted = self.context.max_length
+        return max_model_len if wanted is None else min(max_model_len, wanted)
 
     def array(self) -> NDArray[np.int32]:
-        """The tokens as a copy that later growth does not touch."""
-        return np.array(self.tokens, dtype=np.int32)
+        """The tokens in the workers' form: a copy that later growth does not touch."""
+        return self.tokens.all.astype(np.int32)
 
     def prefix_hashes(self, block_size: int) -> list[bytes]:
         """Digests of all full blocks of the tokens known so far."""
         if len(self.tokens) // block_size > len(self.hashes):
-            extend_hashes(self.hashes, self.array(), block_size, self.salt)
+            extend_hashes(self.hashes, self.tokens.all, block_size, self.context.cache_salt)
         return self.hashes

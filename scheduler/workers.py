@@ -72,7 +72,8 @@ class Worker:
         sequence.blocks = shared + self.pool.allocate(fresh)
         cached = len(shared) * self.block_size
         if sequence.emitted == 0 and sequence.preemptions == 0:
-            sequence.cached_tokens = cached
+            sequence.cached_tokens = sequence.context.cached_prefix_length = cached
+        sequence.tokens.set_window(cached, len(sequence.tokens), len(sequence.tokens))
         row = self.rows.take(sequence, replica, limit, cached)
         self.joined.append(sequence)
         self.new_blocks += [(row, index, block) for index, block in enumerate(sequence.blocks)]

@@ -215,7 +215,7 @@ class SchedulerDouble:
                 send_to(router, replica, self._refusal(message, self.refuse))
                 return
             key = (replica, message.handle)
-            self.running[key] = Running(replica, message, self.answer(message), len(message.emitted))
+            self.running[key] = Running(replica, message, self.answer(message), message.context.tokens.generated_length)
 
     def _refusal(self, submit: Submit, error: RequestError) -> Results:
         return Results(
@@ -246,11 +246,11 @@ class SchedulerDouble:
                     del self.running[replica, handle]
 
     def _logprobs(self, tokens: list[int], keys: list[tuple[bytes, int]]) -> np.ndarray[Any, Any] | None:
-        wanted = any(self.running[key].submit.sampling.logprobs for key in keys)
+        wanted = any(self.running[key].submit.context.sampling_params.logprobs for key in keys)
         return np.array([logprob_of(token) for token in tokens], np.float32) if wanted else None
 
     def _next(self, running: Running) -> tuple[int, int]:
-        sampling = running.submit.sampling
+        sampling = running.submit.context.sampling_params
         token = running.tokens[running.done % len(running.tokens)]
         running.done += 1
         if token in (sampling.stop_token_ids or ()) and running.done > sampling.min_new_tokens:

@@ -99,10 +99,10 @@ def test_request_ids_go_in_and_out(live: LiveServer) -> None:
         return response.headers["x-request-id"]
 
     assert answered(**{"x-request-id": "mine-1"}) == "mine-1"
-    assert live.double.submits[-1].request_id == "mine-1"
+    assert live.double.submits[-1].context.request_id == "mine-1"
     fresh = answered()
     assert fresh != answered()
-    assert live.double.submits[-2].request_id == fresh
+    assert live.double.submits[-2].context.request_id == fresh
     assert answered(**{"x-request-id": "x" * 500}) != "x" * 500
     assert httpx.get(f"{live.url}/nothing", headers={"x-request-id": "a"}).headers["x-request-id"] == "a"
 

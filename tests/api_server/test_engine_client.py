@@ -17,6 +17,7 @@ from interfaces.messages import Finish, Results, WorkerHello
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult, SchedulerStatus
 from interfaces.sampling import SamplingParams
+from interfaces.text_context import TextContext
 from shared.endpoints import RunDirectory
 from tests.api_server.conftest import SchedulerDouble
 
@@ -41,6 +42,10 @@ async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
 
 def sampling(tokens: int = 6) -> SamplingParams:
     return SamplingParams(max_new_tokens=tokens)
+
+
+def asking(request_id: str, params: SamplingParams, cache_salt: str = "") -> TextContext:
+    return TextContext.from_prompt(PROMPT, params, request_id=request_id, cache_salt=cache_salt)
 
 
 News = SchedulerResult[TextGenerationOutput]
@@ -68,25 +73,25 @@ def tokens_of(results: list[News]) -> list[int]:
 
 
 async def test_tokens_arrive_in_order_and_end(engine: EngineClient, double: SchedulerDouble) -> None:
-    results = await read_all(engine.submit("r", PROMPT, sampling()))
+    results = await read_all(engine.submit(asking("r", sampling())))
     assert tokens_of(results) == [7, 8, 9, 10, 11, 12]
     assert all(news.status is SchedulerStatus.ACTIVE for news in results[:-1])
     assert results[-1].status is SchedulerStatus.COMPLETE
     assert output_of(results[-1]).final_status is GenerationStatus.MAXIMUM_LENGTH
     assert output_of(results[0]).request_id == "r"
-    assert double.submits[0].tokens.tolist() == PROMPT.tolist()
+    assert double.submits[0].context.tokens.prompt.tolist() == PROMPT.tolist()
     assert engine.running == 0
 
 
 async def test_news_of_a_slow_reader_coalesce(engine: EngineClient, double: SchedulerDouble) -> None:
-    submission = engine.submit("r", PROMPT, sampling(50))
-    await until(lambda: len(submission.emitted) == 50)
+    submission = engine.submit(asking("r", sampling(50)))
+    await until(lambda: submission.context.tokens.generated_length == 50)
     assert len(await read_all(submission)) == 1
 
 
 async def test_one_inbox_serves_many_submissions(engine: EngineClient) -> None:
     inbox = Inbox()
-    open_ = {engine.submit(str(i), PROMPT, sampling(3 + i), inbox=inbox): 3 + i for i in range(10)}
+    open_ = {engine.submit(asking(str(i), sampling(3 + i)), inbox=inbox): 3 + i for i in range(10)}
     counts = dict.fromkeys(open_, 0)
     async with asyncio.timeout(5):
         while open_:
@@ -97,7 +102,7 @@ async def test_one_inbox_serves_many_submissions(engine: EngineClient) -> None:
 
 
 async def test_cancel_reaches_the_scheduler_once(engine: EngineClient, double: SchedulerDouble) -> None:
-    submission = engine.submit("r", PROMPT, sampling(10**6))
+    submission = engine.submit(asking("r", sampling(10**6)))
     await submission.inbox.next()
     engine.cancel([submission])
     engine.cancel([submission])
@@ -110,22 +115,24 @@ async def test_a_restarted_scheduler_gets_open_requests_with_what_was_emitted(
     engine: EngineClient, double: SchedulerDouble
 ) -> None:
     double.step_seconds = 0.01
-    submission = engine.submit("r", PROMPT, sampling(60), cache_salt="s")
+    submission = engine.submit(asking("r", sampling(60), "s"))
     first = (await submission.inbox.next())[1]
     await asyncio.to_thread(double.restart)
     rest = await read_all(submission)
     assert tokens_of([first, *rest]) == [7, 8, 9, 10, 11, 12] * 10
     before, after = double.submits
-    assert 1 <= len(after.emitted) < 60
+    assert 1 <= after.context.tokens.generated_length < 60
+    assert after.context.tokens.prompt.tolist() == PROMPT.tolist()
     assert after.handle != before.handle
     assert before.handle in double.cancelled
-    assert (after.request_id, after.cache_salt, after.sampling) == ("r", "s", before.sampling)
+    assert (after.context.request_id, after.context.cache_salt) == ("r", "s")
+    assert after.context.sampling_params == before.context.sampling_params
 
 
 async def test_results_of_a_past_incarnation_are_ignored(engine: EngineClient, double: SchedulerDouble) -> None:
     double.hold.set()
     old = double.incarnation
-    submission = engine.submit("r", PROMPT, sampling())
+    submission = engine.submit(asking("r", sampling()))
     await until(lambda: double.running)
     await asyncio.to_thread(double.restart)
     await until(lambda: len(double.submits) == 2)
@@ -151,18 +158,18 @@ async def test_malformed_messages_are_logged_and_dropped(
     with caplog.at_level(logging.ERROR):
         double.send_raw(message(double.incarnation))
         await until(lambda: any("dropped" in record.message for record in caplog.records))
-    assert tokens_of(await read_all(engine.submit("r", PROMPT, sampling(2)))) == [7, 8]
+    assert tokens_of(await read_all(engine.submit(asking("r", sampling(2))))) == [7, 8]
 
 
 async def test_a_refusal_comes_as_a_result(engine: EngineClient, double: SchedulerDouble) -> None:
     double.refuse = RequestError(ErrorCode.OVERLOADED, "the queue is full")
-    results = await read_all(engine.submit("r", PROMPT, sampling()))
+    results = await read_all(engine.submit(asking("r", sampling())))
     assert results[-1].error == double.refuse
 
 
 async def test_a_failure_without_reason_still_has_an_error(engine: EngineClient, double: SchedulerDouble) -> None:
     double.hold.set()
-    submission = engine.submit("r", PROMPT, sampling())
+    submission = engine.submit(asking("r", sampling()))
     await until(lambda: double.running)
     failed = np.array([Finish.FAILED], np.int8)
     failure = Results(double.incarnation, int32(submission.handle), int32(-1), failed)
@@ -178,10 +185,10 @@ async def test_silence_makes_unhealthy_then_refuses_then_fails_what_is_open(
     monkeypatch.setattr(engine_client, "STALE_SECONDS", 0.3)
     monkeypatch.setattr(engine_client, "GIVE_UP_SECONDS", 0.6)
     double.hold.set()
-    waiting = engine.submit("r", PROMPT, sampling())
+    waiting = engine.submit(asking("r", sampling()))
     double.silent.set()
     await until(lambda: not engine.health().alive)
-    refused = (await read_all(engine.submit("late", PROMPT, sampling())))[-1].error
+    refused = (await read_all(engine.submit(asking("late", sampling()))))[-1].error
     failed = (await read_all(waiting))[-1].error
     assert refused is not None
     assert failed is not None
@@ -201,7 +208,7 @@ async def test_handles_stay_within_32_bits_and_skip_those_in_flight(
 ) -> None:
     double.hold.set()
     engine._last_handle = 0
-    first = engine.submit("a", PROMPT, sampling())
+    first = engine.submit(asking("a", sampling()))
     engine._last_handle = 0x7FFFFFFF
-    second = engine.submit("b", PROMPT, sampling())
+    second = engine.submit(asking("b", sampling()))
     assert (first.handle, second.handle) == (1, 2)

@@ -150,12 +150,12 @@ from api_server.metrics import Metrics
 metrics = Metrics("m", ["/generate"])
 request = SimpleNamespace(request_path="/generate", received=1.0)
 for i in range(int(sys.argv[1])):
-    choice = SimpleNamespace(request=request, prompt_tokens=3, completion_tokens=3, cached_tokens=1, token_ids=[],
+    choice = SimpleNamespace(request=request, prompt_tokens=3, completion_tokens=0, cached_tokens=1,
                              submitted=1.5, first_token=2.0, last_token=4.0)
     metrics.received("/generate")
     metrics.started(choice)
     metrics.tokens(choice, 1, 0.5)
-    choice.token_ids = [1]
+    choice.completion_tokens = 3
     metrics.tokens(choice, 2, 2.0)
     metrics.finished(choice)
 sys.stdout.write(metrics.exposition(None).decode())

@@ -26,6 +26,7 @@ from interfaces import (
     Step,
     StepResult,
     Submit,
+    TextContext,
     WireError,
     WorkerHello,
     WorkerStatus,
@@ -54,12 +55,20 @@ sampling = st.builds(
     seed=st.integers(0, 2**64 - 1),
 )
 joins = st.builds(Join, row=i31, tokens=column(np.int32), prompt_len=i31, start=i31, sampling=sampling)
+contexts = st.builds(
+    TextContext.from_prompt,
+    st.lists(i31, min_size=1, max_size=9),
+    sampling,
+    max_length=st.none(),
+    request_id=text,
+    cache_salt=text,
+)
 worker_status = st.builds(WorkerStatus, text, i31, i31, i31, i31, i31, i31, i31, st.floats(0, 1e6))
 messages = st.one_of(
     st.builds(Hello, text),
     st.builds(Goodbye, text),
     st.builds(Cancel, column(np.int32)),
-    st.builds(Submit, i31, text, column(np.int32), sampling, column(np.int32), text),
+    st.builds(Submit, i31, contexts),
     st.builds(
         Results,
         incarnation=i31,

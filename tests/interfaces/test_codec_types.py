@@ -107,7 +107,7 @@ context_fields: dict[str, st.SearchStrategy[Any]] = {
     "external_block_metadata": st.none() | st.dictionaries(text, ids, max_size=2),
     "cached_prefix_length": st.none() | i31,
     "index_state": st.builds(IndexState, st.none() | i31, i31, st.integers(-3, 3)),
-    "progress": st.builds(Progress, st.booleans(), st.just(0), st.dictionaries(i31, logprobs, max_size=2)),
+    "progress": st.builds(Progress, st.just(0), st.dictionaries(i31, logprobs, max_size=2)),
     "draft_state": st.none() | st.builds(SpecDecodingState, ids, ids),
 }
 contexts = st.builds(TextContext, **context_fields)

@@ -7,7 +7,6 @@ import logging
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from interfaces.sampling import (
     SamplingParamsInput,
     combine,
 )
+from interfaces.text_context import TextContext
 
 REFUSED = [
     ("top_k", -2),
@@ -115,13 +115,13 @@ def test_the_log_has_every_value(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_processors_do_not_cross_a_process_boundary() -> None:
     def submit(params: SamplingParams) -> Submit:
-        return Submit(1, "r", np.array([1, 2], np.int32), params)
+        return Submit(1, TextContext.from_prompt([1, 2], params))
 
     params = SamplingParams(seed=3, logits_processors=[lambda inputs: None])
     with pytest.raises(TypeError, match="logits processors and other callables work only within the process"):
         encode(submit(params))
     plain = submit(dataclasses.replace(params, logits_processors=None))
-    assert decode(encode(plain)).sampling == plain.sampling
+    assert decode(encode(plain)).context == plain.context
 
 
 def test_greedy_and_penalties_are_derived() -> None:

@@ -50,7 +50,6 @@ class Walk(RuleBasedStateMachine):
         self.delivered = len(prompt)
         self.status = ACTIVE
         self.logprobs: dict[int, LogProbabilities] = {}
-        self.initial = True
 
     @property
     def old(self) -> InputContext:
@@ -65,7 +64,7 @@ class Walk(RuleBasedStateMachine):
         return len(self.tokens) > self.prompt and self.tokens[-1] == FUTURE_TOKEN
 
     def appended(self, logprob: LogProbabilities | None) -> None:
-        self.end, self.initial = len(self.tokens), False
+        self.end = len(self.tokens)
         if logprob is not None:
             self.logprobs[len(self.tokens) - 1] = logprob
         self.judge()
@@ -151,7 +150,7 @@ class Walk(RuleBasedStateMachine):
         if self.pending:
             self.forget(1)
         self.prompt = self.end = len(self.tokens)
-        self.start, self.initial = 0, True
+        self.start = 0
 
     @rule(size=st.integers(1, 8), by_old_face=st.booleans())
     def chunk(self, size: int, by_old_face: bool) -> None:
@@ -232,7 +231,7 @@ class Walk(RuleBasedStateMachine):
         assert old.status == context.status == self.status
         assert old.is_done == context.is_done == (self.status is not ACTIVE)
         assert old.is_ce == (self.end - self.start > 1)
-        assert old.is_initial_prompt == context.is_initial_prompt == self.initial
+        assert old.is_initial_prompt == context.is_initial_prompt == (n == self.prompt)
         assert context.compute_num_available_steps(50) == 50 - (n - (self.end - self.start))
         masks = context.get_min_token_logit_mask(3)
         assert [bool(len(mask)) for mask in masks] == [n - self.asked + i < MIN_TOKENS for i in range(3)]

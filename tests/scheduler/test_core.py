@@ -6,12 +6,11 @@ import random
 from collections import defaultdict, deque
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import Finish, SamplingParams, Step, Submit, encode
+from interfaces import Finish, SamplingParams, Step, Submit, TextContext, decode, encode
 from scheduler.core import Limits, Scheduler
 from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate
 
@@ -46,7 +45,7 @@ class Yard:
     def submit(self, handle: int, prompt: list[int], max_new_tokens: int, stop_token_ids: list[int]) -> None:
         self.max_new[handle] = max_new_tokens
         params = SamplingParams(seed=handle, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
-        self.scheduler.submit(REPLICA, Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params))
+        self.scheduler.submit(REPLICA, Submit(handle, TextContext.from_prompt(prompt, params)))
 
     def cancel(self, handle: int) -> None:
         self.scheduler.cancel(REPLICA, [handle])
@@ -193,15 +192,15 @@ def test_salted_prompts_share_nothing_with_others() -> None:
     yard.submit(0, list(range(21)), 3, [])
     yard.drain()
     params = SamplingParams(seed=1, max_new_tokens=3)
-    tokens = np.arange(21, dtype=np.int32)
-    yard.scheduler.submit(REPLICA, Submit(1, "salted", tokens, params, cache_salt="tenant"))
+    salted = TextContext.from_prompt(range(21), params, cache_salt="tenant")
+    yard.scheduler.submit(REPLICA, Submit(1, salted))
     yard.drain()
     assert yard.cached == {}
 
 
 @pytest.mark.parametrize(
     ("prompt", "reason"),
-    [([], "no tokens"), ([VOCAB], "between 0 and"), ([-1], "between 0 and"), (list(range(80)), "80 tokens")],
+    [([VOCAB], "between 0 and"), ([-1], "between 0 and"), (list(range(80)), "80 tokens")],
 )
 def test_what_can_never_run_is_refused_with_a_reason(prompt: list[int], reason: str) -> None:
     yard = Yard()
@@ -260,8 +259,11 @@ def test_resubmission_goes_on_from_the_emitted_tokens() -> None:
     yard = Yard()
     whole = naive_generate([5, 6, 7], 9, [], 20)
     params = SamplingParams(seed=9, max_new_tokens=17)
-    prompt, emitted = np.array([5, 6, 7], np.int32), np.array(whole[:6], np.int32)
-    yard.scheduler.submit(REPLICA, Submit(0, "resumed", prompt, params, emitted))
+    context = TextContext.from_prompt([5, 6, 7], params)
+    for token in whole[:6]:
+        context.receive_token(token)
+    resumed = decode(encode(Submit(0, context)))
+    yard.scheduler.submit(REPLICA, resumed)
     yard.drain()
     assert yard.tokens[0] == whole[6:]
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from interfaces import Finish, SamplingParams, Step, Submit, WorkerHello, decode, encode
+from interfaces import Finish, SamplingParams, Step, Submit, TextContext, WorkerHello, decode, encode
 from model_worker.engine import Engine, WorkerIdentity
 from model_worker.loader import LoadedModel, load_model
 from model_worker.rows import WorkerRows
@@ -74,7 +73,7 @@ class InProcessServer:
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
         handle = len(self.answers)
         self.answers[handle] = Answer()
-        submit = Submit(handle, f"request-{handle}", np.array(prompt, np.int32), params)
+        submit = Submit(handle, TextContext.from_prompt(prompt, params))
         message = decode(encode(submit))
         assert isinstance(message, Submit)
         self.scheduler.submit(REPLICA, message)
