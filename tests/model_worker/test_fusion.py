@@ -162,6 +162,15 @@ def test_tiles_multiply_on_a_cpu_without_bfloat16_instructions() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_no_index_leaves_its_array(tmp_path: Path) -> None:
+    """Numba checks no index, so a wrong one corrupts memory in silence; compiled with checks, it ends the test."""
+    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    chosen = f"{__file__}::{test_float32_stack_gives_the_logits_of_the_modules.__name__}[True-qwen3]"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen]
+    done = subprocess.run(command, env=environment, timeout=150, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 @njit(nogil=True)
 def _count_together(core: int, cores: int, counter: Any, rounds: int, counts: Any) -> None:
     meeting = 0
