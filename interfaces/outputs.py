@@ -37,11 +37,11 @@ class TextGenerationOutput:
         """Consecutive outputs of one request as one. ValueError when there are none, or only some have logprobs."""
         if not outputs:
             raise ValueError("merge needs at least one output")
+        lists = [output.log_probabilities for output in outputs if output.log_probabilities is not None]
         # An output without tokens has no logprobs to lack.
-        listed = [output.log_probabilities for output in outputs if output.tokens or output.log_probabilities]
-        lists = [each for each in listed if each is not None]
-        if lists and len(lists) < len(listed):
-            raise ValueError(f"{len(lists)} of {len(listed)} outputs have log_probabilities: it must be all or none")
+        lacking = sum(output.log_probabilities is None and bool(output.tokens) for output in outputs)
+        if lists and lacking:
+            raise ValueError(f"{lacking} of {len(outputs)} outputs have no log_probabilities: it must be all or none")
         return cls(
             request_id=outputs[0].request_id,
             tokens=[token for output in outputs for token in output.tokens],
