@@ -17,6 +17,8 @@ from interfaces.results import RequestError
 from interfaces.sampling import SamplingParams
 from interfaces.text_context import TextContext
 
+_LARGEST_INT32 = 2**31 - 1
+
 
 @message(1)
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,12 @@ class Submit:
 
     handle: int
     context: TextContext
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.handle <= _LARGEST_INT32:
+            raise ValueError(f"handle must fit 31 bits, got {self.handle}")
+        if any(not 0 <= token <= _LARGEST_INT32 for token in self.context.eos_token_ids):
+            raise ValueError("eos_token_ids must be token ids: 31 bits")
 
 
 @message(3)

@@ -89,6 +89,8 @@ class TextContext(IndexFace, EqualByValue):
     def __post_init__(self) -> None:
         if type(self.request_id) is not RequestID:
             self.request_id = RequestID(self.request_id)
+        if not 0 <= self.progress.absorbed < self.tokens.prompt_length:
+            raise ValueError(f"progress.absorbed must leave a prompt, got {self.progress.absorbed}")
         prompt, least = self.prompt_length, self.min_tokens
         if self.max_length is not None and least + prompt > self.max_length:
             raise ValueError(

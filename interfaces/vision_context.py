@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces.equality import EqualByValue
-from interfaces.log_probabilities import LogProbabilities
 from interfaces.text_context import TextContext
 
 
@@ -42,7 +41,11 @@ class ImageMetadata(EqualByValue):
 
 @dataclass(kw_only=True, eq=False)
 class TextAndVisionContext(TextContext):
-    """`images` in the order of the prompt, with tokens between them; each begins and ends with a vision token."""
+    """`images` in the order of the prompt, with tokens between them; each begins and ends with a vision token.
+
+    Without a chunk the position is behind all tokens, so it can be inside an image only where `tokens` itself was
+    chunked there.
+    """
 
     vision_token_ids: list[int]
     images: list[ImageMetadata] = field(default_factory=list)
@@ -59,7 +62,6 @@ class TextAndVisionContext(TextContext):
                 )
         for image in self.images:
             self._check_image(image)
-        self._check_position()
 
     def _check_image(self, image: ImageMetadata) -> None:
         if image.end_idx > len(self.tokens):
@@ -110,15 +112,5 @@ class TextAndVisionContext(TextContext):
         if end < self.tokens.current_position:
             self.tokens.chunk(end - start)
 
-    def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        super().update(new_token, log_probabilities)
-        self._check_position()
-
     def _image_at(self, position: int) -> ImageMetadata | None:
         return next((image for image in self.images if image.start_idx <= position < image.end_idx), None)
-
-    def _check_position(self) -> None:
-        position = self.tokens.current_position
-        image = self._image_at(position)
-        if image is not None and position > image.start_idx and not self.tokens.actively_chunked:
-            raise ValueError(f"position {position} is inside the image at {image.start_idx}..{image.end_idx}")

@@ -24,14 +24,18 @@ from interfaces.audio import (
     AudioGenerationResponse,
     AudioGeneratorOutput,
 )
+from interfaces.chat import TextContentPart, TextGenerationRequestMessage, TextGenerationResponseFormat
 from interfaces.codec import WireError, decode, msgpack_numpy_decoder, msgpack_numpy_encoder
 from interfaces.context import SpecDecodingState
+from interfaces.generation_output import GenerationOutput, OutputTextContent, OutputVideoContent, RefusalContent
 from interfaces.grammar_state import GrammarEnforcementSnapshot, GrammarState
 from interfaces.log_probabilities import LogProbabilities
 from interfaces.lora import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
 from interfaces.media_contexts import PixelContext, SpeechContext
+from interfaces.open_responses import OpenResponsesRequest, OpenResponsesRequestBody
 from interfaces.outputs import EmbeddingsOutput, TextGenerationOutput
 from interfaces.request_id import RequestID
+from interfaces.requests import EmbeddingsGenerationRequest, PixelGenerationRequest, TextGenerationRequest
 from interfaces.results import RequestError, SchedulerResult
 from interfaces.sampling import SamplingParams, SamplingParamsInput
 from interfaces.shared_memory import SharedMemoryArray
@@ -127,6 +131,12 @@ metadata = st.builds(
     echo=st.none() | text,
 )
 speech = st.none() | int64s
+chat_messages = st.builds(
+    TextGenerationRequestMessage,
+    role=st.sampled_from(["user", "assistant", "tool"]),
+    content=text | st.lists(st.builds(TextContentPart, text=text), max_size=2),
+    tool_call_id=st.none() | text,
+)
 outputs = st.builds(
     TextGenerationOutput, request_id, ids, status, st.none() | st.lists(logprobs, max_size=2), st.none() | i31
 )
@@ -174,6 +184,45 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (LoRAResponse, st.builds(LoRAResponse, st.sampled_from(LoRAStatus), text | st.lists(text))),
     *((kind, st.sampled_from(kind)) for kind in (BatchType, InputModality, PipelineTask)),
     (list[NDArray[np.float32]], st.lists(floats, max_size=2)),
+    (
+        TextGenerationRequest,
+        st.builds(
+            TextGenerationRequest,
+            request_id,
+            text,
+            messages=st.lists(chat_messages, max_size=2),
+            tools=st.none() | st.just([{"type": "function", "function": {"name": "f", "parameters": {}}}]),
+            response_format=st.none() | st.builds(TextGenerationResponseFormat, text, st.dictionaries(text, i31)),
+            sampling_params=sampling,
+            sampling=st.none() | st.builds(SamplingParamsInput, seed=i31),
+        ),
+    ),
+    (EmbeddingsGenerationRequest, st.builds(EmbeddingsGenerationRequest, request_id, text, st.text(min_size=1))),
+    (
+        PixelGenerationRequest,
+        st.builds(PixelGenerationRequest, request_id, text, st.text(min_size=1), images=st.lists(st.binary())),
+    ),
+    (
+        OpenResponsesRequest,
+        st.builds(
+            OpenResponsesRequest,
+            request_id=request_id,
+            body=st.builds(
+                OpenResponsesRequestBody, model=text, input=text, stop=st.none() | text, seed=st.none() | i31
+            ),
+        ),
+    ),
+    (
+        GenerationOutput,
+        st.builds(
+            GenerationOutput,
+            request_id=request_id,
+            final_status=status,
+            output=st.lists(
+                st.builds(OutputTextContent, text=text) | st.builds(RefusalContent, refusal=text), max_size=2
+            ),
+        ),
+    ),
 ]
 
 
@@ -305,6 +354,19 @@ def test_pydantic_objects_are_tagged_and_only_what_is_declared_is_built() -> Non
         with pytest.raises(WireError, match="EOSTracker"):
             msgpack_numpy_decoder(EOSTracker)(msgpack.packb(form | change))
     assert msgpack_numpy_decoder(Any)(msgpack.packb(form)) == form, "undeclared, it stays a map"
+
+
+def test_arrays_inside_pydantic_objects_come_back_as_arrays() -> None:
+    frames = np.arange(24, dtype=np.uint8).reshape(1, 2, 4, 3)
+    sent = GenerationOutput(
+        request_id=RequestID("r"),
+        final_status=GenerationStatus.END_OF_SEQUENCE,
+        output=[OutputVideoContent.from_numpy_frames(frames)],
+    )
+    received = msgpack_numpy_decoder(GenerationOutput)(encode(sent))
+    assert isinstance(received.output[0], OutputVideoContent)
+    assert received.output[0].frames is not None
+    np.testing.assert_array_equal(received.output[0].frames, frames)
 
 
 class Unknown:
