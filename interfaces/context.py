@@ -243,6 +243,10 @@ class InputContext(Protocol):
     def get_min_token_logit_mask(self, num_steps: int) -> list[NDArray[np.int32]]: ...
 
 
+AudioGeneratorContext = AudioGenerationContext
+EmbeddingsGeneratorContext = EmbeddingsContext
+"""Names of the older interface."""
+
 BaseContextType = TypeVar("BaseContextType", bound=BaseContext)
 TextGenerationContextType = TypeVar("TextGenerationContextType", bound=TextGenerationContext)
 VLMContextType = TypeVar("VLMContextType", bound=VLMTextGenerationContext)
