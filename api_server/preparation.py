@@ -6,12 +6,13 @@ Every refusal that needs no scheduler happens here. Knows the model's defaults a
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
-from api_server.tokenizer import Prompt
+from api_server.tokenizer import Prompt, Tokenizer
 from interfaces.request_id import DUMMY_REQUEST_ID
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import LogprobMode, SamplingParams, SamplingParamsGenerationConfigDefaults, combine
@@ -28,13 +29,18 @@ class Prepared:
 
     def context(self, k: int) -> TextContext:
         """Of the k-th answer. Everybody who holds this answer, here and in the scheduler, holds such a context."""
+        form = self.request.response_format
         return TextContext.from_prompt(
             self.prompt.tokens,
             replace(self.sampling, seed=seed_of(self.sampling.seed, k)),
             request_id=self.request.request_id,
             model_name=self.request.model_name,
             cache_salt=self.request.cache_salt,
-            log_probabilities=int(self.sampling.logprobs != LogprobMode.NONE),
+            log_probabilities=self.request.logprobs or int(self.sampling.logprobs != LogprobMode.NONE),
+            log_probabilities_echo=self.request.echo and self.request.logprobs > 0,
+            json_schema=json.dumps(form.json_schema) if form and form.json_schema else None,
+            grammar=form.grammar if form else None,
+            target_endpoint=self.request.target_endpoint,
         )
 
 
@@ -43,7 +49,8 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
     total, most = sum(request.n for request in batch), server.settings.max_queued
     if total > most:
         raise invalid(f"the request asks for {total} answers at once; at most {most} are possible", "n")
-    return [await _prepare_one(server, request) for request in batch]
+    limit, vocab_size = server.max_model_len, server.engine.vocab_size
+    return [await prepare_one(server.tokenizer, request, limit, vocab_size) for request in batch]
 
 
 def seed_of(seed: int, k: int) -> int:
@@ -54,26 +61,28 @@ def seed_of(seed: int, k: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-async def _prepare_one(server: ServerState, request: TextGenerationRequest) -> Prepared:
+async def prepare_one(
+    tokenizer: Tokenizer, request: TextGenerationRequest, max_model_len: int | None, vocab_size: int | None
+) -> Prepared:
+    """Raises RequestFailed. A limit that is None is not known, and not checked."""
     if request.request_id == DUMMY_REQUEST_ID:
         raise invalid(f"the request id {DUMMY_REQUEST_ID} is reserved: choose another", "request_id")
-    sampling = _sampling(server, request)
-    prompt = await server.tokenizer.prompt(request, server.max_model_len)
+    sampling = _sampling(tokenizer, request)
+    prompt = await tokenizer.prompt(request, max_model_len)
     if not len(prompt.tokens):
         raise invalid("the prompt is empty: it must have at least one token", "prompt")
-    vocab_size = server.engine.vocab_size
     if vocab_size is not None and prompt.tokens.max() >= vocab_size:
         raise invalid(
             f"the prompt contains token id {prompt.tokens.max()}; this model knows 0 to {vocab_size - 1}", "prompt"
         )
-    length = _new_tokens(request, sampling, len(prompt.tokens), server.max_model_len)
-    return Prepared(request, prompt, _within_reach(sampling, length, server.tokenizer.vocab_size))
+    length = _new_tokens(request, sampling, len(prompt.tokens), max_model_len)
+    return Prepared(request, prompt, _within_reach(sampling, length, tokenizer.vocab_size))
 
 
-def _sampling(server: ServerState, request: TextGenerationRequest) -> SamplingParams:
-    given, tokenizer = request.sampling, server.tokenizer
+def _sampling(tokenizer: Tokenizer, request: TextGenerationRequest) -> SamplingParams:
+    given = request.sampling
     if given is None:
-        return _with_eos(request.sampling_params, tokenizer.eos_token_ids)
+        return _final(request, tokenizer)
     tokenizer.check_ids(given.stop_token_ids or [], "stop_token_ids")
     tokenizer.check_ids(list(given.logit_bias or ()), "logit_bias")
     defaults = tokenizer.defaults
@@ -90,9 +99,13 @@ def _sampling(server: ServerState, request: TextGenerationRequest) -> SamplingPa
         raise invalid(str(error), str(error).split(" ", 1)[0]) from None
 
 
-def _with_eos(params: SamplingParams, eos: list[int]) -> SamplingParams:
-    ids = [*([] if params.ignore_eos else eos), *(params.stop_token_ids or ())]
-    return replace(params, stop_token_ids=list(dict.fromkeys(ids)))
+def _final(request: TextGenerationRequest, tokenizer: Tokenizer) -> SamplingParams:
+    """Values that are not to be laid over the model's defaults: only its end tokens apply."""
+    params = request.sampling_params
+    ids = [*([] if params.ignore_eos else tokenizer.eos_token_ids), *(params.stop_token_ids or ())]
+    tokenizer.check_ids(ids, "stop_token_ids")
+    mode = params.logprobs or (LogprobMode.TEMPERED if request.logprobs else LogprobMode.NONE)
+    return replace(params, stop_token_ids=list(dict.fromkeys(ids)), logprobs=mode)
 
 
 def _new_tokens(request: TextGenerationRequest, sampling: SamplingParams, prompt: int, limit: int | None) -> int | None:

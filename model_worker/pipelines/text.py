@@ -212,7 +212,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             Join(
                 row=row.index,
                 tokens=tokens.all.astype(np.int32),
-                prompt_len=tokens.prompt_length - context.progress.absorbed,
+                prompt_len=context.prompt_length,
                 start=row.computed,
                 sampling=_values(context),
             )

@@ -1,0 +1,159 @@
+"""docs/offline.md, run as it stands; and the offline tokenizer with the offline pipeline."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from api_server.pipeline_tokenizer import TextTokenizer
+from interfaces import (
+    GenerationStatus,
+    PipelineTokenizer,
+    RequestID,
+    SamplingParams,
+    SamplingParamsInput,
+    TextGenerationInputs,
+    TextGenerationRequest,
+    TextGenerationResponseFormat,
+)
+from model_worker.pipelines.text import TextPipeline
+from tests.model_worker.tiny_models import tiny_model
+from tests.system.in_process import InProcessServer, Shape, load
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "offline.md"
+CHAT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MAX_LENGTH = 512
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose tokens are bytes; 256 ends a text."""
+    backend = Backend(
+        models.BPE({symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", chat_template=CHAT)
+    path = tiny_model("llama", tmp_path_factory.mktemp("models"), vocab_size=257, eos_token_id=256)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> TextTokenizer:
+    return TextTokenizer.load(str(model), MAX_LENGTH)
+
+
+def test_the_documents_example_runs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    script, changed = re.subn(r'^MODEL = ".*"', f"MODEL = {str(model)!r}", example, flags=re.MULTILINE)
+    assert changed == 1
+    path = tmp_path / "offline.py"
+    path.write_text(script)
+    runpy.run_path(str(path), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["capital", "story"]
+
+
+async def test_a_request_becomes_a_context(tokenizer: TextTokenizer) -> None:
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert isinstance(tokenizer, PipelineTokenizer)
+    assert (tokenizer.eos, tokenizer.eos_token_ids, tokenizer.expects_content_wrapping) == (256, {256}, False)
+    request = TextGenerationRequest(
+        RequestID("r"),
+        "tiny",
+        messages=messages,
+        sampling=SamplingParamsInput(temperature=0, max_new_tokens=9, stop=["END"], stop_token_ids=[7]),
+        cache_salt="pepper",
+        logprobs=1,
+    )
+    context = await tokenizer.new_context(request)
+    prompt = "<user>hi<assistant>"
+    assert await tokenizer.decode(context.tokens.prompt) == prompt
+    assert context.tokens.prompt.tolist() == (await tokenizer.encode(prompt, True)).tolist()
+    assert (context.request_id, context.model_name, context.cache_salt) == ("r", "tiny", "pepper")
+    assert context.max_length == len(prompt) + 9
+    assert context.eos_tracker.eos_token_ids == {7, 256}
+    assert list(context.eos_tracker.eos_stop_strings) == ["END"]
+    assert context.log_probabilities == 1
+
+
+async def test_final_values_are_final(tokenizer: TextTokenizer) -> None:
+    params = SamplingParams(seed=0, top_k=5, temperature=0.5, ignore_eos=True, stop_token_ids=[3])
+    form = TextGenerationResponseFormat("json_schema", {"type": "object"})
+    request = TextGenerationRequest(
+        RequestID("r"), prompt=[1, 2], sampling_params=params, response_format=form, logprobs=2
+    )
+    context = await tokenizer.new_context(request)
+    values = context.sampling_params
+    assert (values.seed, values.top_k, values.temperature, values.stop_token_ids) == (0, 5, 0.5, [3])
+    assert context.max_length == MAX_LENGTH
+    assert context.json_schema == '{"type": "object"}'
+    assert context.log_probabilities == 2
+
+
+async def test_no_new_tokens_are_an_answer(tokenizer: TextTokenizer) -> None:
+    request = TextGenerationRequest(RequestID("r"), prompt="hi", sampling=SamplingParamsInput(max_new_tokens=0))
+    assert (await tokenizer.new_context(request)).status is GenerationStatus.MAXIMUM_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (TextGenerationRequest(RequestID("r")), "exactly one of prompt and messages"),
+        (TextGenerationRequest(RequestID("r"), prompt=""), "the prompt is empty"),
+        (TextGenerationRequest(RequestID("r"), prompt=[257]), "token id 257"),
+        (TextGenerationRequest(RequestID("r"), prompt="x", n=2), "n must be 1, got 2"),
+        (TextGenerationRequest(RequestID("r"), prompt="x" * (MAX_LENGTH + 1)), "context holds 512 tokens"),
+        (
+            TextGenerationRequest(RequestID("r"), prompt="x", sampling=SamplingParamsInput(temperature=3)),
+            "temperature must be between 0 and 2, got 3",
+        ),
+    ],
+)
+async def test_a_bad_request_is_a_value_error(
+    tokenizer: TextTokenizer, request_: TextGenerationRequest, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        await tokenizer.new_context(request_)
+
+
+async def test_texts_that_are_too_long_and_ids_that_are_none(tokenizer: TextTokenizer) -> None:
+    assert (await tokenizer.encode("é", True)).dtype == np.int64
+    with pytest.raises(ValueError, match="the prompt has 600 tokens; at most 512 fit"):
+        await tokenizer.encode("x" * 600, True)
+    with pytest.raises(ValueError, match="token id 999"):
+        await tokenizer.decode([999])
+    assert await tokenizer.decode([0, 256]) != await tokenizer.decode([0, 256], skip_special_tokens=False)
+
+
+async def test_the_offline_pair_has_the_tokens_of_the_server(model: Path, tokenizer: TextTokenizer) -> None:
+    texts = ["Once upon a time", "To be, or not to be", "x", "What is it? " * 3]
+    values = [
+        SamplingParamsInput(temperature=0.0, max_new_tokens=12),
+        SamplingParamsInput(temperature=1.0, seed=5, max_new_tokens=12),
+    ]
+    requests = [
+        TextGenerationRequest(RequestID(f"{i}.{k}"), prompt=text, sampling=sampling)
+        for i, text in enumerate(texts)
+        for k, sampling in enumerate(values)
+    ]
+    contexts = [await tokenizer.new_context(request) for request in requests]
+    server = InProcessServer(load(model), Shape())
+    for context in contexts:
+        server.submit(context.tokens.prompt.tolist(), context.sampling_params)
+    answers = [answer.tokens for answer in server.run()]
+    pipeline = TextPipeline.load(model, dtype="float32", max_length=MAX_LENGTH)
+    outputs = pipeline.execute(TextGenerationInputs([contexts], num_steps=12))
+    assert [outputs[request.request_id].tokens for request in requests] == answers
