@@ -75,6 +75,17 @@ class OutputVideoContent(_Part):
     num_frames: int | None = None
     frames: NDArray[np.uint8] | None = None
 
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OutputVideoContent):
+            return NotImplemented
+        if self.model_dump(exclude={"frames"}) != other.model_dump(exclude={"frames"}):
+            return False
+        if self.frames is None or other.frames is None:
+            return self.frames is other.frames
+        return np.array_equal(self.frames, other.frames)
+
     @classmethod
     def from_numpy_frames(cls, frames: NDArray[np.uint8], frames_per_second: float | None = None) -> Self:
         """From uint8 frames `(frames, height, width, channels)`, kept as they are."""

@@ -158,6 +158,16 @@ def test_an_answer_is_made_of_a_generation() -> None:
     assert answer.usage == usage
 
 
+def test_videos_are_equal_by_value() -> None:
+    frames = np.random.default_rng().integers(0, 256, (2, 3, 3, 3), np.uint8)
+    video = OutputVideoContent.from_numpy_frames(frames)
+    assert video == OutputVideoContent.from_numpy_frames(frames.copy())
+    assert video != OutputVideoContent.from_numpy_frames(255 - frames)
+    assert video != OutputVideoContent.from_numpy_frames(frames, frames_per_second=3)
+    assert video != OutputVideoContent(num_frames=2)
+    assert OutputVideoContent(video_url="x") == OutputVideoContent(video_url="x")
+
+
 def test_raw_frames_must_not_leave() -> None:
     video = OutputVideoContent.from_numpy_frames(np.zeros((4, 2, 2, 3), np.uint8), frames_per_second=8)
     assert (video.num_frames, video.frames_per_second) == (4, 8)

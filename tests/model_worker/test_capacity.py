@@ -1,0 +1,39 @@
+"""How many blocks and which length a device gets, by what the memory and the model allow."""
+
+from __future__ import annotations
+
+import pytest
+
+from model_worker.capacity import Capacity, capacity_for
+from model_worker.loader import LoadedModel
+from tests.model_worker.tiny_models import tiny_model
+from tests.system.in_process import load
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(tiny_model("llama", tmp_path_factory.mktemp("models")))
+
+
+def memory_for(loaded: LoadedModel, blocks: int) -> int:
+    return loaded.attention.layout.bytes_per_block(BLOCK) * blocks
+
+
+def test_memory_that_no_request_could_fill_is_not_taken(loaded: LoadedModel) -> None:
+    plenty = memory_for(loaded, 10_000)
+    assert capacity_for(loaded, plenty, 40, 3, BLOCK) == Capacity(9, BLOCK, 3, 40)
+    # The model has 512 positions.
+    assert capacity_for(loaded, plenty, None, 2, BLOCK) == Capacity(64, BLOCK, 2, 512)
+
+
+def test_little_memory_bounds_the_length(loaded: LoadedModel) -> None:
+    assert capacity_for(loaded, memory_for(loaded, 5), None, 8, BLOCK) == Capacity(5, BLOCK, 8, 80)
+
+
+def test_a_length_that_does_not_fit_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(ValueError, match="max_model_len must be at most the model's 512 positions, got 513"):
+        capacity_for(loaded, None, 513, 1, BLOCK)
+    with pytest.raises(ValueError, match="max_model_len 100 does not fit the KV memory, which holds 80 tokens; raise"):
+        capacity_for(loaded, memory_for(loaded, 5), 100, 1, BLOCK)
