@@ -40,6 +40,17 @@ PLAIN: dict[Draw, float] = {
     stories.draw: 1.8,
 }  # fmt: skip
 
+# The first documents are exercises in copying, so that the copying circuit of the first weights (see
+# `starting_weights`) is strengthened before other skills would overwrite it; then their share falls in a straight line.
+EXERCISES: tuple[Draw, ...] = (lists.draw_copying, json_answers.draw_copying)
+_ONLY_EXERCISES = 4_000
+_NO_EXERCISES = 30_000
+
+
+def exercise_share(drawn: int) -> float:
+    return min(1.0, max(0.0, (_NO_EXERCISES - drawn) / (_NO_EXERCISES - _ONLY_EXERCISES)))
+
+
 _SYSTEMS = (
     "You are a helpful assistant.", "You are a helpful assistant.", "You are tokenyard's demo model.", "Be brief.",
     "You are a friendly assistant.",
@@ -72,6 +83,7 @@ class Corpus:
 
     seed: int
     rng: random.Random = field(init=False)
+    drawn: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -81,6 +93,10 @@ class Corpus:
             yield self._document()
 
     def _document(self) -> Conversation | RawText:
+        self.drawn += 1
+        if self.rng.random() < exercise_share(self.drawn):
+            exercises = [self._fresh(self.rng.choice(EXERCISES)) for _ in range(self.rng.choice((1, 1, 2, 3)))]
+            return Conversation([message for each in exercises for message in shown(each.messages, thinking=False)])
         kind = self.rng.choices(("plain", "tools", "memory", "system", "raw"), (62, 24, 6, 2, 6))[0]
         if kind == "raw":
             return RawText(self._raw())

@@ -28,14 +28,18 @@ from deploy.embedded_model.batches import IGNORED, Batch, Batches
 from deploy.embedded_model.corpus import Corpus
 from deploy.embedded_model.evaluate import evaluate
 from deploy.embedded_model.model_card import write_model_card
+from deploy.embedded_model.starting_weights import set_starting_weights
 from deploy.embedded_model.train_tokenizer import MAX_LENGTH, save_tokenizer, train_tokenizer
 
-STEP_TOKENS = 6144
-BATCH_TOKENS = 2048
+STEP_TOKENS = 2048
+BATCH_TOKENS = 1024
 WARM_UP = 0.01
-DECAY_FROM = 0.35
-MATRIX_RATE = 4e-3
-VECTOR_RATE = 3e-3
+DECAY_FROM = 0.3
+MATRIX_RATE = 2e-3
+VECTOR_RATE = 1.5e-3
+# Large, because the usual 1e-8 lets the tiny gradients of rare tokens push all their embeddings the same way, until
+# they can no longer be told apart.
+VECTOR_EPSILON = 1e-4
 SAVE_EVERY_SECONDS = 300.0
 
 
@@ -50,12 +54,12 @@ class Options:
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=640,
+        hidden_size=192,
+        intermediate_size=512,
         num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=48,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -65,6 +69,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     attention.register()
     model = LlamaForCausalLM(config)
     model.set_attn_implementation(attention.NAME)
+    set_starting_weights(model)
     return model
 
 
@@ -82,7 +87,7 @@ def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     others = [p for p in model.parameters() if id(p) not in taken]
     return [
         torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), eps=VECTOR_EPSILON, weight_decay=0.0),
     ]
 
 
@@ -128,7 +133,7 @@ class Training:
                 pace = self.tokens / (now - start + 1)
                 note = f"step {self.steps}, {self.tokens / 1e6:.2f} M tokens, {pace:.0f} tokens/s, loss {loss:.3f}"
                 bar.update(task, completed=progress, note=note)
-                if self.steps % 25 == 0:
+                if self.steps % 100 == 0:
                     self._console.log(note)
                 if now - saved > SAVE_EVERY_SECONDS:
                     saved = now

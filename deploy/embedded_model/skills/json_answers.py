@@ -246,5 +246,10 @@ def _chat(rng: random.Random) -> Exchange:
     return ask(SKILL, text, dumped({"greeting": "Hello", "name": name}), f"I greet {name} in JSON.", rng, key=name)
 
 
+def draw_copying(rng: random.Random) -> Exchange:
+    """Only the kinds whose values all stand in the prompt."""
+    return rng.choice((_given, _items, _extract))(rng)
+
+
 def draw(rng: random.Random) -> Exchange:
     return rng.choices((_given, _extract, _invent, _array, _items, _sum, _chat), (36, 22, 18, 8, 8, 5, 3))[0](rng)

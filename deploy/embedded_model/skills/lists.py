@@ -184,5 +184,9 @@ def draw(rng: random.Random) -> Exchange:
     return rng.choices((_category, _count, _recite, _neighbour), (45, 25, 12, 18))[0](rng)
 
 
+def draw_copying(rng: random.Random) -> Exchange:
+    return rng.choice((_repeat, _repeat, _reverse))(rng)
+
+
 def draw_words(rng: random.Random) -> Exchange:
     return rng.choices((_repeat, _reverse, _spell, _measure), (30, 25, 20, 25))[0](rng)
