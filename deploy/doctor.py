@@ -22,6 +22,7 @@ from rich.table import Table
 
 from deploy import machine
 from deploy.run_directory import parent_directory
+from shared.kernel_cache import kernel_cache_directory
 
 _OLDEST_PYTHON = (3, 11)
 _GIB = 2**30
@@ -174,7 +175,7 @@ def check_open_files() -> Finding:
 
 
 def check_kernel_cache() -> Finding:
-    directory = machine.kernel_cache_directory()
+    directory = kernel_cache_directory()
     remedy = "every start compiles kernels anew: make it writable or set XDG_CACHE_HOME"
     return judge("kernel cache", machine.is_writable(directory), str(directory), remedy)
 

@@ -84,12 +84,6 @@ def cpu_features() -> frozenset[str]:
     return frozenset(match[1].split()) if match else frozenset()
 
 
-def kernel_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where numba keeps compiled kernels, so that only the first start compiles them."""
-    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(environ.get("NUMBA_CACHE_DIR") or Path(base) / "tokenyard" / "numba")
-
-
 def is_writable(directory: Path) -> bool:
     """Whether files can be made in `directory`, which is made when it is missing."""
     with contextlib.suppress(OSError):

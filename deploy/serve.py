@@ -23,6 +23,7 @@ from deploy.run_directory import parent_directory, private_run_directory
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
 from shared.endpoints import RunDirectory
+from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
 from shared.settings import ENV_PREFIX, FIELDS, Settings, SettingsError
 
 EMBEDDED_NAME = "tokenyard-demo"
@@ -156,8 +157,10 @@ def _module(name: str, directory: RunDirectory, *arguments: str) -> list[str]:
 
 def common_environment(directory: RunDirectory, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """What every child gets on top of the supervisor's environment."""
-    kernels = machine.kernel_cache_directory(environ)
-    if not machine.is_writable(kernels):
+    kernels = kernel_cache_directory(environ)
+    if machine.is_writable(kernels):
+        forget_old_kernels(kernels)
+    else:
         kernels = directory.path / "numba"
     environment = {
         "NUMBA_CACHE_DIR": str(kernels),

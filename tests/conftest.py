@@ -9,6 +9,9 @@ import os
 
 import hypothesis
 
+from shared.kernel_cache import kernel_cache_directory
+
+os.environ["NUMBA_CACHE_DIR"] = str(kernel_cache_directory())
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 hypothesis.settings.register_profile("house", deadline=None)

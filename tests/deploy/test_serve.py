@@ -111,7 +111,8 @@ def test_cpu_workers_share_the_usable_cores(workers: int, usable: int, hidden: i
 def test_kernels_are_kept_in_the_users_cache_or_for_this_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     cache = tmp_path / "cache"
-    assert common_environment(run, {"XDG_CACHE_HOME": str(cache)})["NUMBA_CACHE_DIR"] == f"{cache}/tokenyard/numba"
+    kernels = Path(common_environment(run, {"XDG_CACHE_HOME": str(cache)})["NUMBA_CACHE_DIR"])
+    assert kernels.parent == cache / "tokenyard" / "numba"
     assert common_environment(run, {"NUMBA_CACHE_DIR": str(cache)})["NUMBA_CACHE_DIR"] == str(cache)
     blocked = tmp_path / "file"
     blocked.touch()
