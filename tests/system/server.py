@@ -30,9 +30,12 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """`with Server(model, ["--flag", ...], log) as server`: ready inside, gone afterwards."""
+    """`with Server(model, ["--flag", ...], log) as server`: ready inside, gone afterwards.
 
-    model: Path
+    No model: the embedded one.
+    """
+
+    model: Path | None
     flags: list[str]
     log: Path
     port: int = field(default_factory=free_port)
@@ -43,7 +46,8 @@ class Server:
 
     def __enter__(self) -> Self:
         self._file = self.log.open("w")
-        command = [sys.executable, "-m", "deploy.cli", "serve", str(self.model), "--port", str(self.port), *self.flags]
+        model = [] if self.model is None else [str(self.model)]
+        command = [sys.executable, "-m", "deploy.cli", "serve", *model, "--port", str(self.port), *self.flags]
         self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=os.environ.copy())
         self.wait_until_ready()
         return self
