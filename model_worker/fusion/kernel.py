@@ -121,7 +121,7 @@ def _panel_address(operand: Any, panels: int, unit: int) -> Any:
     return panels + (unit // 2) * steps * PANEL * LANE_BYTES + (unit % 2) * HALF * LANE_BYTES
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def _project(
     core: int, cores: int, operand: Any, rows: int, panels: int, width: int, out: Any, column: int, bias: Any, tile: Any
 ) -> None:
@@ -145,16 +145,18 @@ def _project(
             else:
                 multiply_half_panel(operand, first, count, address, tile)
             for r in range(count):
+                to, sums = out[first + r, at : at + lanes], tile[r]
                 if len(bias):
-                    for lane in range(lanes):
-                        out[first + r, at + lane] = tile[r, lane] + bias[at + lane]
+                    added = bias[at : at + lanes]
+                    for lane in range(len(to)):
+                        to[lane] = sums[lane] + added[lane]
                 else:
-                    for lane in range(lanes):
-                        out[first + r, at + lane] += tile[r, lane]
+                    for lane in range(len(to)):
+                        to[lane] += sums[lane]
         unit += 2 if whole else 1
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def _logits(core: int, cores: int, operand: Any, rows: int, panels: int, out: Any, tile: Any) -> None:
     """out = operand . weights."""
     width = out.shape[1]
@@ -168,11 +170,12 @@ def _logits(core: int, cores: int, operand: Any, rows: int, panels: int, out: An
             height = rows * (piece + 1) // pieces - first
             multiply_panel(operand, first, height, address, tile)
             for r in range(height):
-                for lane in range(min(PANEL, width - at)):
-                    out[first + r, at + lane] = tile[r, lane]
+                to, sums = out[first + r, at : at + PANEL], tile[r]
+                for lane in range(len(to)):
+                    to[lane] = sums[lane]
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def _gated(
     core: int, cores: int, operand: Any, rows: int, gate: int, up: int, width: int, out: Any, tile: Any, other: Any
 ) -> None:
@@ -195,65 +198,71 @@ def _gated(
                 multiply_half_panel(operand, first, count, _panel_address(operand, gate, unit), tile)
                 multiply_half_panel(operand, first, count, _panel_address(operand, up, unit), other)
             for r in range(count):
-                for lane in range(lanes):
-                    x = tile[r, lane]
-                    out[first + r, at + lane] = _element(x / (one + _exp(-x)) * other[r, lane], out)
+                to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
+                for lane in range(len(to)):
+                    x = gates[lane]
+                    to[lane] = _element(x / (one + _exp(-x)) * values[lane], out)
         unit += 2 if whole else 1
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def _normalise(x: Any, row: int, weight: Any, epsilon: Any, out: Any, to: int) -> None:
-    total = np.float32(0.0)
+    total, values, normed = np.float32(0.0), x[row], out[to]
     for c in range(len(weight)):
-        total += x[row, c] * x[row, c]
+        total += values[c] * values[c]
     share = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + epsilon)
     for c in range(len(weight)):
-        out[to, c] = _element(x[row, c] * share * weight[c], out)
+        normed[c] = _element(values[c] * share * weight[c], out)
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
-def _normalise_head(x: Any, row: int, at: int, weight: Any, epsilon: Any) -> None:
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+def _normalise_head(head: Any, weight: Any, epsilon: Any) -> None:
     total = np.float32(0.0)
     for d in range(len(weight)):
-        total += x[row, at + d] * x[row, at + d]
+        total += head[d] * head[d]
     share = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + epsilon)
     for d in range(len(weight)):
-        x[row, at + d] *= share * weight[d]
+        head[d] *= share * weight[d]
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
-def _rotate(x: Any, row: int, at: int, cos: Any, sin: Any) -> None:
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+def _rotate(head: Any, cos: Any, sin: Any, to: Any) -> None:
+    """Write a head to `to`, its first elements rotated: element d with element d + half."""
     half = len(cos) // 2
+    low, high, to_low, to_high = head[:half], head[half : 2 * half], to[:half], to[half : 2 * half]
+    cos_low, cos_high, sin_low, sin_high = cos[:half], cos[half:], sin[:half], sin[half:]
     for d in range(half):
-        a, b = x[row, at + d], x[row, at + half + d]
-        x[row, at + d] = a * cos[d] - b * sin[d]
-        x[row, at + half + d] = b * cos[half + d] + a * sin[half + d]
+        to_low[d] = _element(low[d] * cos_low[d] - high[d] * sin_low[d], to)
+        to_high[d] = _element(high[d] * cos_high[d] + low[d] * sin_high[d], to)
+    for d in range(2 * half, len(head)):
+        to[d] = _element(head[d], to)
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def _place(
     row: int, qkv: Any, cos: Any, sin: Any, head_norms: Any, epsilon: Any, q: Any, k: Any, v: Any, to: Any
 ) -> None:
     """Turn one token's projections: Q into `q`, K and V into the slot `to` of the cache."""
     block, offset = to
     heads, dim, kv_heads = q.shape[1], q.shape[2], k.shape[1]
-    for head in range(heads + kv_heads):
-        at = head * dim
+    for head in range(heads):
+        part = qkv[row, head * dim : (head + 1) * dim]
         if head_norms.shape[1]:
-            _normalise_head(qkv, row, at, head_norms[0 if head < heads else 1], epsilon)
-        _rotate(qkv, row, at, cos, sin)
-        for d in range(dim):
-            if head < heads:
-                q[row, head, d] = qkv[row, at + d]
-            else:
-                k[block, head - heads, offset, d] = _element(qkv[row, at + d], k)
-    first = (heads + kv_heads) * dim
+            _normalise_head(part, head_norms[0], epsilon)
+        _rotate(part, cos, sin, q[row, head])
     for head in range(kv_heads):
-        for d in range(v.shape[3]):
-            v[block, head, offset, d] = _element(qkv[row, first + head * v.shape[3] + d], v)
+        part = qkv[row, (heads + head) * dim : (heads + head + 1) * dim]
+        if head_norms.shape[1]:
+            _normalise_head(part, head_norms[1], epsilon)
+        _rotate(part, cos, sin, k[block, head, offset])
+    values = qkv[row, (heads + kv_heads) * dim :]
+    for head in range(kv_heads):
+        part, slot = values[head * v.shape[3] : (head + 1) * v.shape[3]], v[block, head, offset]
+        for d in range(len(slot)):
+            slot[d] = _element(part[d], v)
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def _attend(core: int, layer: int, q: Any, k: Any, v: Any, attention: Any, out: Any) -> None:
     if core < len(attention.bounds) - 1:
         run_core(
@@ -273,12 +282,13 @@ def _attend(core: int, layer: int, q: Any, k: Any, v: Any, attention: Any, out: 
         )
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def _narrow(mixed: Any, row: int, out: Any) -> None:
     width = mixed.shape[2]
     for head in range(mixed.shape[1]):
+        part, to = mixed[row, head], out[row, head * width : (head + 1) * width]
         for d in range(width):
-            out[row, head * width + d] = _element(mixed[row, head, d], out)
+            to[d] = _element(part[d], out)
 
 
 @njit(nogil=True, cache=True)
