@@ -28,8 +28,9 @@ class ModelRunner:
         self.backend = attention_backend(backend, loaded.device)
         self.backend_name = self.backend.__module__.rpartition(".")[2]
         self.cache = KVCache(loaded.attention.layout, num_blocks, block_size, loaded.device)
-        # The stack attends with the cpu backend's kernel; with another backend the model's own modules run.
-        self._stack = loaded.stack if self.backend_name == "cpu" else None
+        # The stack is the fast way of the cpu backend; with another one the model's own modules run.
+        fits = loaded.stack is not None and self.backend_name == "cpu" and loaded.stack.fits(block_size)
+        self._stack = loaded.stack if fits else None
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     @property

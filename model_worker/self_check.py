@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # The second chunk of the first sequence is short, so that a state lost at the chunk's edge shows in most of its logits.
 FIRST_CHUNK = PROBE_TOKENS - 4
 BLOCK_SIZE = 4
+STACK_BLOCK_SIZE = 16  # the least that the fused stack takes
 BLOCK_TABLES = np.array([[5, 0, 3], [2, 6, 1]], np.int32)
 # Relative error of a logits row. Rounding differs with the shape of a batch, and in half precision it may send a token
 # to another expert, so the rows' median counts; a real defect moves it by far more.
@@ -46,15 +47,17 @@ def eager_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return logits
 
 
-def check_paged(loaded: LoadedModel, tokens: Tensor, expected: Tensor, backend: str = "reference") -> None:
+def check_paged(
+    loaded: LoadedModel, tokens: Tensor, expected: Tensor, backend: str = "reference", block_size: int = BLOCK_SIZE
+) -> None:
     """Compare the paged forward pass with `expected`; refuse the model if they differ."""
-    runner = ModelRunner(loaded, num_blocks=8, block_size=BLOCK_SIZE, backend=backend)
+    runner = ModelRunner(loaded, num_blocks=8, block_size=block_size, backend=backend)
     first, second = tokens.cpu().numpy()
 
     def forward(chunks: list[np.ndarray], kv_lens: list[int], tables: np.ndarray) -> Tensor:
         packed, lens = np.concatenate(chunks), np.array([len(chunk) for chunk in chunks])
         every = np.arange(len(packed))
-        batch = ForwardBatch.build(packed, lens, np.array(kv_lens), tables, BLOCK_SIZE, every, loaded.device)
+        batch = ForwardBatch.build(packed, lens, np.array(kv_lens), tables, block_size, every, loaded.device)
         return runner.forward(batch)
 
     head = forward([first[:FIRST_CHUNK]], [FIRST_CHUNK], BLOCK_TABLES[:1])
@@ -77,16 +80,16 @@ def check_paged(loaded: LoadedModel, tokens: Tensor, expected: Tensor, backend: 
 def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool:
     """Whether the fused stack gives other logits than the model, near the first position or near the last."""
     try:
-        check_paged(loaded, tokens, expected, "cpu")
+        check_paged(loaded, tokens, expected, "cpu", STACK_BLOCK_SIZE)
     except ModelRefused:
         return True
     near = np.array([PROBE_TOKENS, PROBE_TOKENS])
     batch = ForwardBatch.build(
-        tokens.flatten().numpy(), near, near, BLOCK_TABLES, BLOCK_SIZE, np.arange(tokens.numel()), loaded.device
+        tokens.flatten().numpy(), near, near, BLOCK_TABLES, STACK_BLOCK_SIZE, np.arange(tokens.numel())
     )
     # Some models treat positions beyond those they were first trained on in a way of their own.
     far = replace(batch, positions=batch.positions + max(0, (loaded.max_position or 0) - PROBE_TOKENS))
-    runners = (ModelRunner(loaded, 8, BLOCK_SIZE, backend) for backend in ("cpu", "reference"))
+    runners = (ModelRunner(loaded, 8, STACK_BLOCK_SIZE, backend) for backend in ("cpu", "reference"))
     got, want = (runner.forward(far) for runner in runners)
     return not _median_error(got, want) < TOLERANCE[loaded.dtype]
 

@@ -20,6 +20,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model_worker.fusion.kernel import Weights
+from model_worker.fusion.tile import LANES
 from model_worker.kv_cache import LayerShape
 from model_worker.linears import PANEL, PackedLinear
 
@@ -120,6 +121,7 @@ class Parts:
         _require(all(p.linear.dtype == self._loaded.dtype and p.first % PANEL == 0 for p in used))
         _require(all(p.linear.bias is None for p in (*(p for row in self.projections for p in row[3:]), self.head)))
         q, k, v, *_ = (p.width for p in self.projections[0])
+        _require(shape.k_dim % LANES == 0 and shape.v_dim % LANES == 0)
         _require((k, v) == (shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim) and q % k == 0)
 
     def operand_widths(self) -> tuple[int, int, int]:

@@ -17,7 +17,9 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 from numpy.typing import NDArray
 
-from model_worker.attention.cpu_kernel import _exp, run_core
+from model_worker.attention.cpu_kernel import _exp
+from model_worker.fusion.attention import attend, key_group, value_group
+from model_worker.fusion.elements import element
 from model_worker.fusion.team import meet
 from model_worker.fusion.tile import TILE_ROWS, multiply_half_panel, multiply_panel
 
@@ -53,57 +55,14 @@ class Rotary(NamedTuple):
     rows: NDArray[np.int64]  # [T]
 
 
-class Cache(NamedTuple):
-    """The KV cache, and where this step's tokens go."""
-
-    k: NDArray[np.int64]  # [L] addresses of arrays like `k_like`
-    v: NDArray[np.int64]
-    k_like: NDArray[Any]  # [block, kv_head, offset, element]
-    v_like: NDArray[Any]
-    blocks: NDArray[np.int64]  # [T]
-    offsets: NDArray[np.int64]  # [T]
-
-
-class Attention(NamedTuple):
-    """How the batch attends: the plan of cpu.py, and each layer's scale and window."""
-
-    tables: NDArray[np.int32]
-    tiles: NDArray[np.int64]
-    units: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-    scales: NDArray[np.float32]  # [L]
-    windows: NDArray[np.int64]  # [L]
-    no_sinks: NDArray[np.float32]
-
-
 class Buffers(NamedTuple):
     """Room for T tokens. The operands of products are as wide as panels have steps, and zero beyond their contents."""
 
     hidden: NDArray[Any]  # operand [T, >= hidden]
     qkv: NDArray[np.float32]  # [T, q + k + v outputs]
-    q: NDArray[np.float32]  # [T, heads, head_dim]
-    mixed: NDArray[np.float32]  # [T, heads, v's head_dim]
+    q: NDArray[Any]  # operand [T, heads, head_dim]
     heads: NDArray[Any]  # operand [T, >= heads * v's head_dim]
     inner: NDArray[Any]  # operand [T, >= mlp_width]
-
-
-@intrinsic
-def _element(typing: Any, value: Any, like: Any) -> Any:
-    """A float32 as an element of the array `like`: itself, or the bits of the nearest bfloat16 (even among two)."""
-
-    def bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        bits = builder.bitcast(args[0], word)
-        sixteen, one = ir.Constant(word, 16), ir.Constant(word, 1)
-        odd = builder.and_(builder.lshr(bits, sixteen), one)
-        # A NaN stays one: those that arithmetic makes have no bits set that this sum could carry over.
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
-        return builder.trunc(builder.lshr(rounded, sixteen), ir.IntType(16))
-
-    def float32(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return args[0]
-
-    return like.dtype(types.float32, like), bfloat16 if like.dtype == types.uint16 else float32
 
 
 @intrinsic
@@ -201,7 +160,7 @@ def _gated(
                 to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
                 for lane in range(len(to)):
                     x = gates[lane]
-                    to[lane] = _element(x / (one + _exp(-x)) * values[lane], out)
+                    to[lane] = element(x / (one + _exp(-x)) * values[lane], out)
         unit += 2 if whole else 1
 
 
@@ -212,7 +171,7 @@ def _normalise(x: Any, row: int, weight: Any, epsilon: Any, out: Any, to: int) -
         total += values[c] * values[c]
     share = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + epsilon)
     for c in range(len(weight)):
-        normed[c] = _element(values[c] * share * weight[c], out)
+        normed[c] = element(values[c] * share * weight[c], out)
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
@@ -226,69 +185,59 @@ def _normalise_head(head: Any, weight: Any, epsilon: Any) -> None:
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _rotate(head: Any, cos: Any, sin: Any, to: Any) -> None:
-    """Write a head to `to`, its first elements rotated: element d with element d + half."""
+def _rotate(head: Any, cos: Any, sin: Any) -> None:
+    """Rotate the first elements: element d with element d + half."""
     half = len(cos) // 2
-    low, high, to_low, to_high = head[:half], head[half : 2 * half], to[:half], to[half : 2 * half]
+    low, high = head[:half], head[half : 2 * half]
     cos_low, cos_high, sin_low, sin_high = cos[:half], cos[half:], sin[:half], sin[half:]
     for d in range(half):
-        to_low[d] = _element(low[d] * cos_low[d] - high[d] * sin_low[d], to)
-        to_high[d] = _element(high[d] * cos_high[d] + low[d] * sin_high[d], to)
-    for d in range(2 * half, len(head)):
-        to[d] = _element(head[d], to)
+        a, b = low[d], high[d]
+        low[d] = a * cos_low[d] - b * sin_low[d]
+        high[d] = b * cos_high[d] + a * sin_high[d]
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _place(
-    row: int, qkv: Any, cos: Any, sin: Any, head_norms: Any, epsilon: Any, q: Any, k: Any, v: Any, to: Any
-) -> None:
-    """Turn one token's projections: Q into `q`, K and V into the slot `to` of the cache."""
-    block, offset = to
-    heads, dim, kv_heads = q.shape[1], q.shape[2], k.shape[1]
-    for head in range(heads):
+@njit(nogil=True, cache=True)
+def _keep_key(cache: Any, layer: int, head: int, block: int, offset: int, values: Any) -> None:
+    """Put one token's K where cache_tile.py expects it."""
+    part, dim, size = LANE_BYTES // cache.like.itemsize, cache.k_dim, cache.block_size
+    memory = carray(_pointer(key_group(cache, layer, head, block, 0)), (dim * size,), cache.like.dtype)
+    for d in range(dim):
+        memory[((d // part) * size + offset) * part + d % part] = element(values[d], memory)
+
+
+@njit(nogil=True, cache=True)
+def _keep_value(cache: Any, layer: int, head: int, block: int, offset: int, values: Any, unused: int) -> None:
+    """Put one token's V there, and zeros after it: their weight is 0, but 0 times what is no number is no number."""
+    part, dim, size = LANE_BYTES // cache.like.itemsize, cache.v_dim, cache.block_size
+    memory = carray(_pointer(value_group(cache, layer, head, block, 0)), (dim * size,), cache.like.dtype)
+    for d in range(dim):
+        memory[((offset // part) * dim + d) * part + offset % part] = element(values[d], memory)
+    for after in range(offset + 1, offset + 1 + unused):
+        for d in range(dim):
+            memory[((after // part) * dim + d) * part + after % part] = element(np.float32(0.0), memory)
+
+
+@njit(nogil=True, cache=True)
+def _place(layer: int, row: int, qkv: Any, rotary: Any, head_norms: Any, epsilon: Any, q: Any, cache: Any) -> None:
+    """Turn one token's projections: Q into `q`, K and V into its slot of the cache."""
+    block, offset, angle = cache.blocks[row], cache.offsets[row], rotary.rows[row]
+    cos, sin = rotary.cos[angle], rotary.sin[angle]
+    heads, dim, v_dim = q.shape[1], q.shape[2], cache.v_dim
+    values = qkv[row, (heads + cache.kv_heads) * dim :]
+    for head in range(heads + cache.kv_heads):
         part = qkv[row, head * dim : (head + 1) * dim]
         if head_norms.shape[1]:
-            _normalise_head(part, head_norms[0], epsilon)
-        _rotate(part, cos, sin, q[row, head])
-    for head in range(kv_heads):
-        part = qkv[row, (heads + head) * dim : (heads + head + 1) * dim]
-        if head_norms.shape[1]:
-            _normalise_head(part, head_norms[1], epsilon)
-        _rotate(part, cos, sin, k[block, head, offset])
-    values = qkv[row, (heads + kv_heads) * dim :]
-    for head in range(kv_heads):
-        part, slot = values[head * v.shape[3] : (head + 1) * v.shape[3]], v[block, head, offset]
-        for d in range(len(slot)):
-            slot[d] = _element(part[d], v)
-
-
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _attend(core: int, layer: int, q: Any, k: Any, v: Any, attention: Any, out: Any) -> None:
-    if core < len(attention.bounds) - 1:
-        run_core(
-            core,
-            q,
-            k,
-            v,
-            attention.tables,
-            attention.tiles,
-            attention.units,
-            attention.bounds,
-            attention.scales[layer],
-            attention.windows[layer],
-            np.float32(0.0),
-            attention.no_sinks,
-            out,
-        )
-
-
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _narrow(mixed: Any, row: int, out: Any) -> None:
-    width = mixed.shape[2]
-    for head in range(mixed.shape[1]):
-        part, to = mixed[row, head], out[row, head * width : (head + 1) * width]
-        for d in range(width):
-            to[d] = _element(part[d], out)
+            _normalise_head(part, head_norms[0 if head < heads else 1], epsilon)
+        _rotate(part, cos, sin)
+        if head < heads:
+            to = q[row, head]
+            for d in range(dim):
+                to[d] = element(part[d], q)
+        else:
+            kv = head - heads
+            _keep_key(cache, layer, kv, block, offset, part)
+            value = values[kv * v_dim : (kv + 1) * v_dim]
+            _keep_value(cache, layer, kv, block, offset, value, cache.unused[row])
 
 
 @njit(nogil=True, cache=True)
@@ -310,12 +259,10 @@ def run_stack(
     first, end = rows * core // cores, rows * (core + 1) // cores
     tile, other = np.empty((TILE_ROWS, PANEL), np.float32), np.empty((TILE_ROWS, PANEL), np.float32)
     hidden, qkv, q, inner = buffers.hidden, buffers.qkv, buffers.q, buffers.inner
-    q_width, no_bias = q.shape[1] * q.shape[2], attention.no_sinks
-    k_width, v_width = cache.k_like.shape[1] * cache.k_like.shape[3], cache.v_like.shape[1] * cache.v_like.shape[3]
+    q_width, no_bias = q.shape[1] * q.shape[2], weights.final_norm[:0]
+    k_width, v_width = cache.kv_heads * cache.k_dim, cache.kv_heads * cache.v_dim
     for layer in range(len(weights.panels)):
         panels, bias = weights.panels[layer], weights.biases[layer]
-        k = carray(_pointer(cache.k[layer]), cache.k_like.shape, cache.k_like.dtype)
-        v = carray(_pointer(cache.v[layer]), cache.v_like.shape, cache.v_like.dtype)
         for row in range(first, end):
             _normalise(x, row, weights.norms[layer, BEFORE_ATTENTION], weights.epsilon, hidden, row)
         meeting = meet(counter, cores, meeting)
@@ -324,16 +271,9 @@ def run_stack(
         _project(core, cores, hidden, rows, panels[V], v_width, qkv, q_width + k_width, bias, tile)
         meeting = meet(counter, cores, meeting)
         for row in range(first, end):
-            to = (cache.blocks[row], cache.offsets[row])
-            angle = rotary.rows[row]
-            _place(
-                row, qkv, rotary.cos[angle], rotary.sin[angle], weights.head_norms[layer], weights.epsilon, q, k, v, to
-            )
+            _place(layer, row, qkv, rotary, weights.head_norms[layer], weights.epsilon, q, cache)
         meeting = meet(counter, cores, meeting)
-        _attend(core, layer, q, k, v, attention, buffers.mixed)
-        meeting = meet(counter, cores, meeting)
-        for row in range(first, end):
-            _narrow(buffers.mixed, row, buffers.heads)
+        attend(core, layer, q, cache, attention, buffers.heads)
         meeting = meet(counter, cores, meeting)
         _project(core, cores, buffers.heads, rows, panels[O], x.shape[1], x, 0, no_bias, tile)
         meeting = meet(counter, cores, meeting)

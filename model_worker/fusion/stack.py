@@ -11,12 +11,15 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.attention import cpu
 from model_worker.batch import ForwardBatch
+from model_worker.fusion.attention import Attention, Cache
+from model_worker.fusion.cache_tile import GROUP
 from model_worker.fusion.form import OtherForm, Parts
-from model_worker.fusion.kernel import Attention, Buffers, Cache, Rotary, run_stack
+from model_worker.fusion.kernel import Buffers, Rotary, run_stack
 from model_worker.fusion.team import team
 from model_worker.kv_cache import KVCache
 
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     from model_worker.loader import LoadedModel
 
 _NO_WINDOW = 1 << 40
-_NOTHING = np.empty(0, np.float32)
 # Angles of positions below this are computed once and kept; beyond, they are computed anew in each pass.
 _KEPT_POSITIONS = 1 << 15
 
@@ -56,6 +58,10 @@ class FusedStack:
         self._room = self._make_room(1)
         self._angles = self._compute_angles(torch.arange(1))
         self._caches: WeakKeyDictionary[KVCache, Cache] = WeakKeyDictionary()
+
+    def fits(self, block_size: int) -> bool:
+        """Whether blocks of this size can be laid out as the kernels read them."""
+        return block_size % GROUP == 0
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Write the batch's tokens into the cache and return float32 logits [L, vocab] at `batch.logit_positions`."""
@@ -90,16 +96,28 @@ class FusedStack:
     def _cache(self, batch: ForwardBatch, cache: KVCache) -> Cache:
         if cache not in self._caches:
             k, v = ([cpu.memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
-            addresses = [np.array([array.ctypes.data for array in arrays]) for arrays in (k, v)]
-            nothing = np.empty(0, np.int64)
-            self._caches[cache] = Cache(addresses[0], addresses[1], k[0], v[0], nothing, nothing)
-        return self._caches[cache]._replace(blocks=batch.slot_block.numpy(), offsets=batch.slot_offset.numpy())
+            shape, nothing = self._layout, np.empty(0, np.int64)
+            self._caches[cache] = Cache(
+                k=np.array([array.ctypes.data for array in k]),
+                v=np.array([array.ctypes.data for array in v]),
+                like=np.empty(1, self._element),
+                kv_heads=shape.kv_heads,
+                block_size=cache.block_size,
+                k_dim=shape.k_dim,
+                v_dim=shape.v_dim,
+                blocks=nothing,
+                offsets=nothing,
+                unused=nothing,
+            )
+        return self._caches[cache]._replace(
+            blocks=batch.slot_block.numpy(), offsets=batch.slot_offset.numpy(), unused=_unused(batch)
+        )
 
     def _attention(self, batch: ForwardBatch) -> Attention:
         layer = self._layout
         plan = cpu.plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
         tables = batch.block_tables.numpy()
-        return Attention(tables, plan.tiles, plan.units, plan.bounds, self._scales, self._windows, _NOTHING)
+        return Attention(tables, plan.tiles, plan.units, plan.bounds, self._scales, self._windows)
 
     def _buffers(self, tokens: int) -> Buffers:
         if tokens > len(self._room.q):
@@ -111,8 +129,17 @@ class FusedStack:
         return Buffers(
             hidden=np.zeros((tokens, hidden), self._element),
             qkv=np.zeros((tokens, self._weights.biases.shape[1]), np.float32),
-            q=np.zeros((tokens, self._q_heads, layer.k_dim), np.float32),
-            mixed=np.zeros((tokens, self._q_heads, layer.v_dim), np.float32),
+            q=np.zeros((tokens, self._q_heads, layer.k_dim), self._element),
             heads=np.zeros((tokens, heads), self._element),
             inner=np.zeros((tokens, inner), self._element),
         )
+
+
+def _unused(batch: ForwardBatch) -> NDArray[np.int64]:
+    """For each token how many zeros must follow it in its group: see Cache."""
+    last = batch.query_start.numpy()[1:].astype(np.int64) - 1
+    queries = np.diff(batch.query_start.numpy())
+    within = batch.slot_offset.numpy()[last] % GROUP
+    unused = np.zeros(batch.num_tokens, np.int64)
+    unused[last] = np.where(within < queries, GROUP - 1 - within, 0)
+    return unused

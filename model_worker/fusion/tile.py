@@ -21,9 +21,9 @@ intrinsic: Any = numba.extending.intrinsic
 TILE_ROWS = 6
 """Six rows by four vectors of sums leave eight of 32 vector registers for weights and inputs."""
 
-_LANES = 16
-_WORD, _INDEX, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_FLOATS, _WORDS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_WORD, _LANES)
+LANES = 16
+WORD, INDEX, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(WORD, LANES)
 _numba_config: Any = numba.config
 # Where numba was told to compile for another CPU than this one, nothing is known of its instructions.
 _HAS_BF16_DOT = not _numba_config.CPU_NAME and llvm.get_host_cpu_features().get("avx512bf16", False)
@@ -44,31 +44,31 @@ class _BFloat(ir.Type):
         return hash(_BFloat)
 
 
-_BFLOATS = ir.VectorType(_BFloat(), 2 * _LANES)
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def _splat(builder: Any, scalar: Any) -> Any:
-    vector = ir.VectorType(scalar.type, _LANES)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_WORD, 0))
-    mask = ir.Constant(ir.VectorType(_WORD, _LANES), [0] * _LANES)
+    vector = ir.VectorType(scalar.type, LANES)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(WORD, 0))
+    mask = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
 
 
 def _fma(builder: Any, total: Any, a: Any, b: Any) -> Any:
-    kind = ir.FunctionType(_FLOATS, (_FLOATS, _FLOATS, _FLOATS))
+    kind = ir.FunctionType(FLOATS, (FLOATS, FLOATS, FLOATS))
     function = builder.module.declare_intrinsic("llvm.fmuladd.v16f32", (), kind)
     return builder.call(function, (a, b, total))
 
 
 def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
     """The two bfloat16 of each word as float32: the first is the lower half."""
-    shift, mask = ir.Constant(_WORDS, [16] * _LANES), ir.Constant(_WORDS, [0xFFFF0000] * _LANES)
-    return builder.bitcast(builder.shl(words, shift), _FLOATS), builder.bitcast(builder.and_(words, mask), _FLOATS)
+    shift, mask = ir.Constant(_WORDS, [16] * LANES), ir.Constant(_WORDS, [0xFFFF0000] * LANES)
+    return builder.bitcast(builder.shl(words, shift), FLOATS), builder.bitcast(builder.and_(words, mask), FLOATS)
 
 
 def _step_bfloat16(builder: Any, total: Any, x: Any, w: Any) -> Any:
     if _HAS_BF16_DOT:
-        kind = ir.FunctionType(_FLOATS, (_FLOATS, _BFLOATS, _BFLOATS))
+        kind = ir.FunctionType(FLOATS, (FLOATS, _BFLOATS, _BFLOATS))
         function = builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", (), kind)
         return builder.call(function, (total, builder.bitcast(x, _BFLOATS), builder.bitcast(w, _BFLOATS)))
     for a, b in zip(_halves(builder, x), _halves(builder, w), strict=True):
@@ -77,38 +77,69 @@ def _step_bfloat16(builder: Any, total: Any, x: Any, w: Any) -> Any:
 
 
 def _step_float32(builder: Any, total: Any, x: Any, w: Any) -> Any:
-    return _fma(builder, total, builder.bitcast(x, _FLOATS), builder.bitcast(w, _FLOATS))
+    return _fma(builder, total, builder.bitcast(x, FLOATS), builder.bitcast(w, FLOATS))
 
 
-def _emit(builder: Any, rows: int, vectors: int, step: Any, inputs: Any, stride: Any, panel: Any, steps: Any) -> Any:
-    """The loop over steps. `inputs` and `panel` point to words; `stride` is the words from one input row to the next.
+class Operand:
+    """The rows of an input array from `first_row` on, as words."""
 
-    Returns the sums, `rows` times `vectors` of them.
+    def __init__(self, context: Any, builder: Any, kind: Any, value: Any, first_row: Any) -> None:
+        array = context.make_array(kind)(context, builder, value)
+        bfloat16 = kind.dtype == types.uint16
+        width = builder.extract_value(array.shape, 1)
+        self.step = _step_bfloat16 if bfloat16 else _step_float32
+        self.width = builder.lshr(width, ir.Constant(INDEX, 1)) if bfloat16 else width
+        self.words = builder.gep(builder.bitcast(array.data, WORD.as_pointer()), [builder.mul(first_row, self.width)])
+
+
+def sums_at(
+    context: Any, builder: Any, kind: Any, value: Any, first_row: Any, column: Any, rows: int, vectors: int
+) -> list[Any]:
+    """Where the vectors of `rows` rows of a float32 array lie, from `first_row` and `column` on."""
+    array = context.make_array(kind)(context, builder, value)
+    width = builder.extract_value(array.shape, 1)
+    places = []
+    for row in range(rows):
+        begin = builder.add(column, builder.mul(builder.add(first_row, ir.Constant(INDEX, row)), width))
+        for v in range(vectors):
+            place = builder.gep(array.data, [builder.add(begin, ir.Constant(INDEX, v * LANES))])
+            places.append(builder.bitcast(place, FLOATS.as_pointer()))
+    return places
+
+
+def store_sums(context: Any, builder: Any, kind: Any, value: Any, first_row: Any, rows: int, sums: list[Any]) -> None:
+    """Write sums, row by row, to the first columns of a float32 array from `first_row` on."""
+    column = ir.Constant(INDEX, 0)
+    places = sums_at(context, builder, kind, value, first_row, column, rows, len(sums) // rows)
+    for place, total in zip(places, sums, strict=True):
+        builder.store(total, place, align=4)
+
+
+def emit_products(
+    builder: Any, rows: int, step: Any, inputs: Any, stride: Any, steps: Any, locate: Any, start: list[Any]
+) -> list[Any]:
+    """The loop over steps. `inputs` points to words; `stride` is the words from one input row to the next.
+
+    `locate(step)` says where the vectors of a step lie; `start` are the sums to begin with, row by row, which are
+    returned with the products added.
     """
-    entry = builder.block
+    entry, vectors = builder.block, len(start) // rows
     body, done = builder.append_basic_block("steps"), builder.append_basic_block("sums")
-    starts = [builder.gep(inputs, [builder.mul(stride, ir.Constant(_INDEX, row))]) for row in range(rows)]
+    starts = [builder.gep(inputs, [builder.mul(stride, ir.Constant(INDEX, row))]) for row in range(rows)]
     builder.branch(body)
     builder.position_at_end(body)
-    at = builder.phi(_INDEX)
-    sums = [builder.phi(_FLOATS) for _ in range(rows * vectors)]
-    line = builder.gep(panel, [builder.mul(at, ir.Constant(_INDEX, 4 * _LANES))])
-    _prefetch(builder, line, vectors)
-    weights = [
-        builder.load(
-            builder.bitcast(builder.gep(line, [ir.Constant(_INDEX, v * _LANES)]), _WORDS.as_pointer()), align=4
-        )
-        for v in range(vectors)
-    ]
+    at = builder.phi(INDEX)
+    sums = [builder.phi(FLOATS) for _ in start]
+    weights = [builder.load(builder.bitcast(line, _WORDS.as_pointer()), align=4) for line in locate(at)]
     totals = []
     for row in range(rows):
         x = _splat(builder, builder.load(builder.gep(starts[row], [at]), align=4))
         totals += [step(builder, sums[row * vectors + v], x, weights[v]) for v in range(vectors)]
-    following = builder.add(at, ir.Constant(_INDEX, 1))
-    at.add_incoming(ir.Constant(_INDEX, 0), entry)
+    following = builder.add(at, ir.Constant(INDEX, 1))
+    at.add_incoming(ir.Constant(INDEX, 0), entry)
     at.add_incoming(following, body)
-    for phi, total in zip(sums, totals, strict=True):
-        phi.add_incoming(ir.Constant(_FLOATS, [0.0] * _LANES), entry)
+    for phi, first, total in zip(sums, start, totals, strict=True):
+        phi.add_incoming(first, entry)
         phi.add_incoming(total, body)
     builder.cbranch(builder.icmp_signed("<", following, steps), body, done)
     builder.position_at_end(done)
@@ -117,11 +148,11 @@ def _emit(builder: Any, rows: int, vectors: int, step: Any, inputs: Any, stride:
 
 def _prefetch(builder: Any, line: Any, vectors: int) -> None:
     byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), (byte, _WORD, _WORD, _WORD))
+    kind = ir.FunctionType(ir.VoidType(), (byte, WORD, WORD, WORD))
     function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
     for v in range(vectors):
-        ahead = builder.gep(line, [ir.Constant(_INDEX, _PREFETCH_STEPS * 4 * _LANES + v * _LANES)])
-        builder.call(function, (builder.bitcast(ahead, byte), *(ir.Constant(_WORD, value) for value in (0, 3, 1))))
+        ahead = builder.gep(line, [ir.Constant(INDEX, _PREFETCH_STEPS * 4 * LANES + v * LANES)])
+        builder.call(function, (builder.bitcast(ahead, byte), *(ir.Constant(WORD, value) for value in (0, 3, 1))))
 
 
 def _tile(rows: int, vectors: int) -> Any:
@@ -130,20 +161,19 @@ def _tile(rows: int, vectors: int) -> Any:
     @intrinsic
     def tile(typing: Any, inputs: Any, first_row: Any, panel: Any, out: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            inputs_type, _, _, out_type = signature.args
-            x, c = context.make_array(inputs_type)(context, builder, args[0]), None
-            c = context.make_array(out_type)(context, builder, args[3])
-            bfloat16 = inputs_type.dtype == types.uint16
-            width = builder.extract_value(x.shape, 1)
-            steps = builder.lshr(width, ir.Constant(_INDEX, 1)) if bfloat16 else width
-            words = builder.gep(builder.bitcast(x.data, _WORD.as_pointer()), [builder.mul(args[1], steps)])
-            address = builder.inttoptr(args[2], _WORD.as_pointer())
-            step = _step_bfloat16 if bfloat16 else _step_float32
-            totals = _emit(builder, rows, vectors, step, words, steps, address, steps)
-            for index, total in enumerate(totals):
-                row, v = divmod(index, vectors)
-                place = builder.gep(c.data, [ir.Constant(_INDEX, row * 4 * _LANES + v * _LANES)])
-                builder.store(total, builder.bitcast(place, _FLOATS.as_pointer()), align=4)
+            operand = Operand(context, builder, signature.args[0], args[0], args[1])
+            address = builder.inttoptr(args[2], WORD.as_pointer())
+
+            def locate(at: Any) -> list[Any]:
+                line = builder.gep(address, [builder.mul(at, ir.Constant(INDEX, 4 * LANES))])
+                _prefetch(builder, line, vectors)
+                return [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in range(vectors)]
+
+            nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * vectors)
+            totals = emit_products(
+                builder, rows, operand.step, operand.words, operand.width, operand.width, locate, nothing
+            )
+            store_sums(context, builder, signature.args[3], args[3], ir.Constant(INDEX, 0), rows, totals)
             return context.get_dummy_value()
 
         return types.void(inputs, types.int64, types.int64, out), codegen

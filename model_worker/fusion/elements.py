@@ -1,0 +1,34 @@
+"""Numbers between registers and memory: float32 as the elements of an array, which may be bfloat16's bits.
+
+Knows no arrays' meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba.extending
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+
+# Its stub gives what it decorates the wrong signature.
+intrinsic: Any = numba.extending.intrinsic
+
+
+@intrinsic
+def element(typing: Any, value: Any, like: Any) -> Any:
+    """A float32 as an element of the array `like`: itself, or the bits of the nearest bfloat16 (even among two)."""
+
+    def bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[0], word)
+        sixteen, one = ir.Constant(word, 16), ir.Constant(word, 1)
+        odd = builder.and_(builder.lshr(bits, sixteen), one)
+        # A NaN stays one: those that arithmetic makes have no bits set that this sum could carry over.
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, sixteen), ir.IntType(16))
+
+    def float32(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return args[0]
+
+    return like.dtype(types.float32, like), bfloat16 if like.dtype == types.uint16 else float32
