@@ -118,6 +118,38 @@ def _truth(model: Any, steps: list[ForwardBatch]) -> torch.Tensor:
     return torch.cat(rows).double()
 
 
+@pytest.mark.parametrize("arch", FUSED)
+def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: Any) -> None:
+    """Prompts together, then a token each per step, against one prompt at a time in transformers."""
+    rng = np.random.default_rng()
+    loaded = load(arch, "float32", tmp_path_factory.getbasetemp())
+    model: Any = AutoModelForCausalLM.from_pretrained(loaded.model.config._name_or_path, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    texts = [rng.integers(3, VOCAB, rng.integers(1, 60)) for _ in range(9)]
+    expected = [
+        model.generate(torch.from_numpy(text)[None], do_sample=False, max_new_tokens=20)[0].tolist() for text in texts
+    ]
+    runner, tables = ModelRunner(loaded, 9 * 5, 16), rng.permutation(9 * 5).reshape(9, 5)
+    chunks = texts
+    for _ in range(20):
+        lengths = np.array([len(text) for text in texts])
+        sizes = np.array([len(chunk) for chunk in chunks])
+        batch = ForwardBatch.build(np.concatenate(chunks), sizes, lengths, tables, 16, np.cumsum(sizes) - 1)
+        chunks = list(runner.forward(batch).argmax(-1, keepdim=True).numpy())
+        texts = [np.concatenate(pair) for pair in zip(texts, chunks, strict=True)]
+    assert [text.tolist() for text in texts] == expected
+
+
+def test_what_an_earlier_sequence_left_in_a_block_does_not_matter(tmp_path_factory: Any) -> None:
+    """Not even numbers that are none: their weight is zero, but zero times NaN is NaN."""
+    loaded = load("llama", "bfloat16", tmp_path_factory.getbasetemp())
+    steps = batches(np.random.default_rng(), 16, 32)
+    clean, dirty = ModelRunner(loaded, 32, 16), ModelRunner(loaded, 32, 16)
+    for blocks in dirty.cache.k + dirty.cache.v:
+        blocks.fill_(torch.nan)
+    assert torch.equal(logits(clean, steps), logits(dirty, steps))
+
+
 @pytest.mark.parametrize("arch", OTHERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_forms_run_as_modules(arch: str, dtype: str, tmp_path_factory: Any) -> None:
