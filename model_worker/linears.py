@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model_worker.huge_pages import keep_in_huge_pages
+
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 PANEL = 64
 """Output features that lie side by side in a panel."""
@@ -90,7 +92,9 @@ def pack_linears(model: nn.Module, progress: Progress | None = None) -> int:
             setattr(parent, name, packed)
         if progress is not None:
             progress(done, len(linears))
-    return sum(packed is not None for packed in swapped.values())
+    packed_ones = [packed for packed in swapped.values() if packed is not None]
+    keep_in_huge_pages((packed.panels for packed in packed_ones if packed.panels is not None), written=True)
+    return len(packed_ones)
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from model_worker.fusion.cache_tile import GROUP
 from model_worker.fusion.form import OtherForm, Parts
 from model_worker.fusion.kernel import Buffers, Rotary, run_stack
 from model_worker.fusion.team import team
+from model_worker.huge_pages import keep_in_huge_pages
 from model_worker.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class FusedStack:
     def _cache(self, batch: ForwardBatch, cache: KVCache) -> Cache:
         if cache not in self._caches:
             k, v = ([cpu.memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
+            keep_in_huge_pages([*k, *v], written=False)
             shape, nothing = self._layout, np.empty(0, np.int64)
             self._caches[cache] = Cache(
                 k=np.array([array.ctypes.data for array in k]),

@@ -28,7 +28,7 @@ _numba_config: Any = numba.config
 # Where numba was told to compile for another CPU than this one, nothing is known of its instructions.
 _HAS_BF16_DOT = not _numba_config.CPU_NAME and llvm.get_host_cpu_features().get("avx512bf16", False)
 # Panels are read once and from end to end, but memory is far away: ask for lines this many steps early.
-_PREFETCH_STEPS = 16
+_PREFETCH_STEPS = 32
 
 
 class _BFloat(ir.Type):
