@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server import openapi
-from api_server.dialects import generate_route, openai
+from api_server.dialects import anthropic, generate_route, openai
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import info as sglang_info
 from api_server.dialects.tgi import routes as tgi
@@ -41,6 +41,7 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
     """The application of one API process; from here on `server.observers` has the metrics, too."""
     routes = [
         *openai.routes(),
+        *anthropic.routes(),
         *generate_route.routes(),
         *tgi.routes(),
         *sglang_info.routes(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -35,12 +36,14 @@ _PARAM = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 def error_body(error: RequestFailed) -> dict[str, Any]:
     """The object that a client finds in the body, or in a stream's last event."""
+    return {"error": error_detail(error)}
+
+
+def error_detail(error: RequestFailed, names: Mapping[str, str] = _PARAM) -> dict[str, Any]:
+    """What the error says of itself; `names` are an endpoint's own names of fields."""
     _, kind, code = _FORM[error.kind]
-    param = _PARAM.get(error.field or "", error.field)
-    message = error.message
-    if error.field in _PARAM:
-        message = message.replace(error.field or "", param or "")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    named = error.renamed(names)
+    return {"message": named.message, "type": kind, "param": named.field, "code": code}
 
 
 def error_frame(error: RequestFailed) -> bytes:
