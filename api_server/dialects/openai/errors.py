@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -36,14 +35,9 @@ _PARAM = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 def error_body(error: RequestFailed) -> dict[str, Any]:
     """The object that a client finds in the body, or in a stream's last event."""
-    return {"error": error_detail(error)}
-
-
-def error_detail(error: RequestFailed, names: Mapping[str, str] = _PARAM) -> dict[str, Any]:
-    """What the error says of itself; `names` are an endpoint's own names of fields."""
     _, kind, code = _FORM[error.kind]
-    named = error.renamed(names)
-    return {"message": named.message, "type": kind, "param": named.field, "code": code}
+    named = error.renamed(_PARAM)
+    return {"error": {"message": named.message, "type": kind, "param": named.field, "code": code}}
 
 
 def error_frame(error: RequestFailed) -> bytes:

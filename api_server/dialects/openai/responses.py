@@ -8,7 +8,7 @@ from starlette.routing import BaseRoute
 
 from api_server.dialects.openai import requests, responses_input
 from api_server.dialects.openai.errors import render_error
-from api_server.dialects.openai.responses_rendering import NAMES, Events, Form
+from api_server.dialects.openai.responses_rendering import Events, Form, named
 from api_server.dialects.openai.responses_schema import ResponseAnswer, ResponseEvent, ResponsesBody
 from api_server.dialects.openai.schema import ErrorAnswer
 from api_server.endpoint import Call, Document, endpoint
@@ -44,4 +44,4 @@ async def responses(call: Call) -> Response:
 
 
 def _render_error(error: RequestFailed, call: Call) -> Response:
-    return render_error(error.renamed(NAMES), call)
+    return render_error(named(error), call)

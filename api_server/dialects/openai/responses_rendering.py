@@ -7,14 +7,18 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from api_server.dialects.openai.errors import error_detail
+from api_server.dialects.openai.errors import error_body
 from api_server.dialects.openai.responses_schema import ResponsesBody
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation import Choice, Generation, complete
 from api_server.sse import named_frame
 
-NAMES = {"max_new_tokens": "max_output_tokens", "min_new_tokens": "min_tokens", "prompt": "input"}
-"""This endpoint's names of fields that the common path names otherwise."""
+_NAMES = {"max_new_tokens": "max_output_tokens", "min_new_tokens": "min_tokens", "prompt": "input"}
+
+
+def named(error: RequestFailed) -> RequestFailed:
+    """The error with this endpoint's names of fields. A refused field is one of its own: it has a `prompt`, too."""
+    return error if error.kind is ErrorKind.UNSUPPORTED else error.renamed(_NAMES)
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Events:
 
     def error_frame(self, error: RequestFailed) -> bytes:
         """What ends a stream that failed: the error, and what had been said by then."""
-        detail = error_detail(error, NAMES)
+        detail = error_body(named(error))["error"]
         said = {name: detail[name] for name in ("code", "message", "param")}
         failed = self._form.failed(self._generation.choices[0], error)
         return self._event("error", **said) + self._event("response.failed", response=failed)

@@ -105,7 +105,7 @@ class ResponseAnswer(BaseModel):
     store: Literal[False]
     temperature: float
     text: TextConfig
-    tool_choice: Literal["none", "auto"]
+    tool_choice: Literal["auto"]
     tools: list[None]
     top_logprobs: int
     top_p: float
