@@ -18,15 +18,15 @@ from typing import Any
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Router
+from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server import openapi
-from api_server.dialects import generate_route, openai
+from api_server.dialects import anthropic, generate_route, openai
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import info as sglang_info
 from api_server.dialects.tgi import routes as tgi
-from api_server.endpoint import Call, Document, endpoint, internal_error
+from api_server.endpoint import Call, Document, Endpoint, ErrorRenderer, endpoint, internal_error
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.metrics import Metrics, generation_paths, metrics_route
 from api_server.product import release
@@ -41,6 +41,7 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
     """The application of one API process; from here on `server.observers` has the metrics, too."""
     routes = [
         *openai.routes(),
+        *anthropic.routes(),
         *generate_route.routes(),
         *tgi.routes(),
         *sglang_info.routes(),
@@ -97,7 +98,13 @@ class Application:
         return response
 
     def _render(self, error: RequestFailed, scope: Scope) -> Response:
-        return render_error(error, Call(self.server, scope, b"", scope["state"]["request_id"]))
+        return self._renderer(scope["path"])(error, Call(self.server, scope, b"", scope["state"]["request_id"]))
+
+    def _renderer(self, path: str) -> ErrorRenderer:
+        """That of the dialect which has the path, whatever the method; OpenAI's for paths that nobody has."""
+        known = (route for route in self.routes if isinstance(route, Route) and route.path_regex.match(path))
+        endpoints = (route.endpoint for route in known)
+        return next((found.render_error for found in endpoints if isinstance(found, Endpoint)), render_error)
 
 
 def _request_id(scope: Scope) -> str:

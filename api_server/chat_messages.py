@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from interfaces.chat import MessageContent, TextContentPart, TextGenerationRequestMessage
 
+TEXT_KINDS = {"text": "text", "refusal": "refusal"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -28,7 +29,7 @@ def _message(given: Any, path: str) -> TextGenerationRequestMessage:
     role = given.get("role")
     if role not in ROLES:
         raise invalid(f"{path}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{path}.role")
-    fields = dict(given) | {"content": _content(given.get("content"), f"{path}.content")}
+    fields = dict(given) | {"content": text_content(given.get("content"), f"{path}.content")}
     calls = given.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
@@ -44,24 +45,26 @@ def _message(given: Any, path: str) -> TextGenerationRequestMessage:
         raise invalid(f"{field}: {first['msg']}", field) from None
 
 
-def _content(content: Any, path: str) -> str | list[MessageContent]:
+def text_content(content: Any, path: str, kinds: Mapping[str, str] = TEXT_KINDS) -> str | list[MessageContent]:
+    """A message's content. `kinds` are the types of parts that are texts, each with the key of its text."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise invalid(f"{path} must be a text or a list of parts", path)
-    return [TextContentPart(text=_part_text(part, f"{path}[{i}]")) for i, part in enumerate(content)]
+    return [TextContentPart(text=_part_text(part, f"{path}[{i}]", kinds)) for i, part in enumerate(content)]
 
 
-def _part_text(part: Any, path: str) -> str:
+def _part_text(part: Any, path: str, kinds: Mapping[str, str]) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("text", "refusal") and isinstance(part.get(kind), str):
-        return str(part[kind])
-    if kind == "text":
-        raise invalid(f"{path}.text must be a text", f"{path}.text")
+    key = kinds.get(kind) if isinstance(kind, str) else None
+    if key is not None:
+        if not isinstance(part.get(key), str):
+            raise invalid(f"{path}.{key} must be a text", f"{path}.{key}")
+        return str(part[key])
     raise RequestFailed(
         ErrorKind.UNSUPPORTED, f"{path}: content of type {kind!r} is not supported by this model, only text", field=path
     )

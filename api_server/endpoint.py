@@ -115,7 +115,7 @@ class Endpoint:
     def __init__(self, handler: Handler, render_error: ErrorRenderer, document: Document | None) -> None:
         self.document = document
         self._handler = handler
-        self._render_error = render_error
+        self.render_error = render_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
@@ -142,7 +142,7 @@ class Endpoint:
 
     def _fail(self, error: RequestFailed, call: Call) -> Response:
         call.server.tell_failed(call.path, error)
-        return self._render_error(error, call)
+        return self.render_error(error, call)
 
 
 class ClientGone(Exception):

@@ -57,6 +57,14 @@ class RequestFailed(Exception):
         self.retry_after = retry_after
         self.numbers = dict(numbers or {})
 
+    def renamed(self, names: Mapping[str, str]) -> RequestFailed:
+        """The same failure in the words of a dialect that calls a field by another name than the common path."""
+        name = names.get(self.field or "")
+        if self.field is None or name is None:
+            return self
+        message = self.message.replace(self.field, name)
+        return RequestFailed(self.kind, message, field=name, retry_after=self.retry_after, numbers=self.numbers)
+
 
 _KIND_OF_CODE = {
     ErrorCode.OVERLOADED: ErrorKind.OVERLOADED,

@@ -29,7 +29,7 @@ from typing import Literal, Self
 
 from api_server import preparation
 from api_server.engine_client import Inbox, Submission
-from api_server.errors import from_scheduler
+from api_server.errors import ErrorKind, RequestFailed, from_scheduler
 from api_server.preparation import Prepared
 from api_server.state import ServerState
 from api_server.stop_strings import StopStrings
@@ -49,6 +49,13 @@ class Finish:
 
     kind: Literal["stop_token", "stop_string", "length", "cancelled"]
     matched: int | str | None = None
+
+
+def complete(finish: Finish | None) -> Finish:
+    """The end of an answer that is whole. One that the server itself cut off is none: raises RequestFailed."""
+    if finish is None or finish.kind == "cancelled":
+        raise RequestFailed(ErrorKind.UNAVAILABLE, "the server ended this request before its answer was complete")
+    return finish
 
 
 @dataclass(frozen=True, slots=True)

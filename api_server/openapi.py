@@ -29,6 +29,9 @@ _PAGE = Path(__file__).parent / "docs_page.html"
 _CONVERTOR = re.compile(r":\w+}")
 """What Starlette's path templates have and OpenAPI's have not."""
 
+_PHRASES = {status.value: status.phrase for status in HTTPStatus} | {529: "Overloaded"}
+"""529 is no standard status; Anthropic's clients know it."""
+
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
 
@@ -155,7 +158,7 @@ def _responses(source: Document, schemas: _Schemas) -> dict[str, Any]:
     answers: dict[str, Any] = {"200": {"description": "OK"} | ({"content": content} if content else {})}
     for status, model in source.errors.items():
         body = {JSON: {"schema": schemas.references[model, "serialization"]}}
-        answers[str(status)] = {"description": HTTPStatus(status).phrase, "content": body}
+        answers[str(status)] = {"description": _PHRASES[status], "content": body}
     return answers
 
 

@@ -120,7 +120,7 @@ def _new_tokens(request: TextGenerationRequest, sampling: SamplingParams, prompt
         raise _too_long(f"the prompt has {prompt} tokens", {"prompt_tokens": prompt, "limit": limit} | length, "prompt")
     if asked is not None and asked > room and not request.clamp_max_new_tokens:
         raise _too_long(
-            f"the prompt has {prompt} tokens and {asked} new ones were asked for (at most {room} fit)",
+            f"the prompt has {prompt} tokens and max_new_tokens is {asked} (at most {room} fit)",
             {"prompt_tokens": prompt, "max_new_tokens": asked, "limit": limit},
             "max_new_tokens",
         )

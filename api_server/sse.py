@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -27,6 +27,11 @@ DONE = b"data: [DONE]\n\n"
 def frame(value: Any) -> bytes:
     """One event: `data: `, the value as JSON, an empty line."""
     return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def named_frame(value: Mapping[str, Any]) -> bytes:
+    """One event that repeats its `type` as the event's name, for clients that dispatch by it."""
+    return f"event: {value['type']}\n".encode() + frame(value)
 
 
 class EventStream(Response):

@@ -1,4 +1,4 @@
-"""Real clients against the real server: openai and huggingface_hub, streaming and not."""
+"""Real clients against the real server: openai, anthropic and huggingface_hub, streaming and not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import torch
@@ -104,6 +105,28 @@ def test_the_hugging_face_client_is_at_home(server: Server) -> None:
     assert [t.token.id for t in streamed] == [t.id for t in details.details.tokens]
     chat = hf.chat_completion([{"role": "user", "content": "hi"}], max_tokens=5)
     assert chat.usage.completion_tokens == 5
+
+
+def test_one_conversation_has_one_answer_in_every_chat_dialect(server: Server, client: openai.OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": f"Größe {random.randrange(10**6)}? " + "日本語 😀 " * 8}]
+    ask: dict[str, Any] = {"model": "", "temperature": 0}
+    chat = client.chat.completions.create(**ask, messages=messages, max_tokens=40)
+    response = client.responses.create(**ask, input=messages, max_output_tokens=40)
+    messenger = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+    plain: dict[str, Any] = {"model": "", "messages": messages, "max_tokens": 40, "extra_body": {"temperature": 0}}
+    message = messenger.messages.create(**plain)
+    with messenger.messages.stream(**plain) as stream:
+        streamed = "".join(stream.text_stream)
+    block = message.content[0]
+    assert block.type == "text"
+    assert chat.choices[0].message.content == response.output_text == block.text == streamed
+    assert chat.usage is not None
+    assert response.usage is not None
+    counted = messenger.messages.count_tokens(model="", messages=messages).input_tokens
+    cached = message.usage.cache_read_input_tokens
+    assert cached == response.usage.input_tokens_details.cached_tokens > 0
+    assert chat.usage.prompt_tokens == response.usage.input_tokens == message.usage.input_tokens + cached == counted
+    assert chat.usage.completion_tokens == response.usage.output_tokens == message.usage.output_tokens
 
 
 def test_a_repeated_prompt_comes_from_the_prefix_cache(server: Server) -> None:

@@ -36,11 +36,8 @@ _PARAM = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 def error_body(error: RequestFailed) -> dict[str, Any]:
     """The object that a client finds in the body, or in a stream's last event."""
     _, kind, code = _FORM[error.kind]
-    param = _PARAM.get(error.field or "", error.field)
-    message = error.message
-    if error.field in _PARAM:
-        message = message.replace(error.field or "", param or "")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    named = error.renamed(_PARAM)
+    return {"error": {"message": named.message, "type": kind, "param": named.field, "code": code}}
 
 
 def error_frame(error: RequestFailed) -> bytes:

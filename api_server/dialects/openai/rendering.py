@@ -13,8 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from api_server.dialects.openai.schema import StreamOptions
-from api_server.errors import ErrorKind, RequestFailed
-from api_server.generation import Choice, Finish, Generation
+from api_server.generation import Choice, Finish, Generation, complete
 from api_server.sse import DONE, frame
 from api_server.state import ServerState
 
@@ -51,9 +50,7 @@ def envelope(server: ServerState, prefix: str) -> Envelope:
 
 def finish_reason(finish: Finish | None) -> str:
     """`stop` or `length`. An answer that the server itself cut off is none: raises RequestFailed."""
-    if finish is None or finish.kind == "cancelled":
-        raise RequestFailed(ErrorKind.UNAVAILABLE, "the server ended this request before its answer was complete")
-    return _REASON[finish.kind]
+    return _REASON[complete(finish).kind]
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:

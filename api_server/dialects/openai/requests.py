@@ -5,26 +5,27 @@ Whatever a body asks for and this server cannot do is refused by name: nothing t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
-from api_server import body
+from api_server import body, refusals
 from api_server.chat_messages import chat_messages
+from api_server.dialects.openai.responses_schema import ResponsesBody
 from api_server.dialects.openai.schema import ChatBody, CompletionBody, TextBody
 from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
+from api_server.refusals import Refusals
+from interfaces.chat import TextGenerationRequestMessage
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SEED_LIMIT, SamplingParamsInput
-
-log = logging.getLogger("tokenyard")
 
 B = TypeVar("B", bound=TextBody)
 
 COMPLETION_MAX_TOKENS = 16
 
 _OFF: Collection[Any] = (None, False)
-_REFUSED: dict[str, tuple[str, Collection[Any]]] = {
+_REFUSED: Refusals = {
     "logprobs": ("log probabilities", _OFF),
     "top_logprobs": ("log probabilities", (None, 0)),
     "prompt_logprobs": ("log probabilities", _OFF),
@@ -82,14 +83,11 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Known fields that change no answer here, or that `_check` has looked at."""
 
-_reported: set[str] = set()
-_MAX_REPORTED = 100
 
-
-def read(call: Call, model: type[B]) -> B:
-    """The body, checked. Raises RequestFailed."""
+def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -> B:
+    """The body, checked; `refused` are further fields that this endpoint has not. Raises RequestFailed."""
     raw = call.json
-    _check(raw, model)
+    _check(raw, model, {**_REFUSED, **refused})
     try:
         parsed = body.parse(model, raw)
     except body.Mismatch as error:
@@ -127,6 +125,18 @@ def completion_requests(call: Call, given: CompletionBody) -> list[TextGeneratio
         TextGenerationRequest(**common, prompt=prompt, default_max_new_tokens=COMPLETION_MAX_TOKENS)
         for prompt in _prompts(given.prompt)
     ]
+
+
+def responses_request(
+    call: Call, given: ResponsesBody, messages: list[TextGenerationRequestMessage]
+) -> TextGenerationRequest:
+    """The input of the Responses API as one internal request."""
+    effort = given.reasoning and given.reasoning.effort
+    return TextGenerationRequest(
+        **_common(call, given, given.max_output_tokens),
+        messages=messages,
+        chat_template_options={"reasoning_effort": effort} if effort else None,
+    )
 
 
 def _prompts(prompt: Any) -> list[Any]:
@@ -184,15 +194,9 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     return {int(token): bias for token, bias in given.items()}
 
 
-def _check(raw: Mapping[str, Any], model: type[TextBody]) -> None:
+def _check(raw: Mapping[str, Any], model: type[TextBody], refused: Refusals) -> None:
     """Refuses what is known and not implemented; reports what is unknown, once for each name."""
-    for name, value in raw.items():
-        if name in _REFUSED:
-            what, harmless = _REFUSED[name]
-            if not any(value is ok or (ok is not False and value == ok) for ok in harmless):
-                raise unsupported(name, what)
-        elif name not in model.model_fields and name not in _WITHOUT_EFFECT:
-            _report(name)
+    refusals.check(raw, refused, {*model.model_fields, *_WITHOUT_EFFECT})
     response_format = raw.get("response_format")
     if response_format is not None and response_format != {"type": "text"}:
         raise unsupported("response_format", "output in a prescribed form")
@@ -201,9 +205,3 @@ def _check(raw: Mapping[str, Any], model: type[TextBody]) -> None:
         raise unsupported("best_of", "choosing the best of several answers")
     if raw.get("echo") and "echo" not in model.model_fields:
         raise unsupported("echo", "repeating the prompt of a chat")
-
-
-def _report(name: str) -> None:
-    if name not in _reported and len(_reported) < _MAX_REPORTED:
-        _reported.add(name)
-        log.warning("the field %.100r of a request is unknown and ignored (reported once)", name)

@@ -8,7 +8,7 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from api_server.dialects.openai import rendering, requests
+from api_server.dialects.openai import rendering, requests, responses
 from api_server.dialects.openai.errors import error_frame, render_error
 from api_server.dialects.openai.schema import (
     ChatAnswer,
@@ -55,6 +55,7 @@ def routes() -> list[BaseRoute]:
     return [
         endpoint("/v1/chat/completions", chat_completions, render_error, document=_CHAT),
         endpoint("/v1/completions", completions, render_error, document=_COMPLETION),
+        *responses.routes(),
         endpoint("/v1/models", list_models, render_error, ("GET",), models),
         endpoint("/v1/models/{model:path}", show_model, render_error, ("GET",), model),
     ]

@@ -1,0 +1,82 @@
+"""Anthropic's endpoints: each reads its body, calls `generate` or counts, and writes the answer or the stream."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from api_server.dialects.anthropic import rendering, requests
+from api_server.dialects.anthropic.errors import STATUSES, error_frame, render_error
+from api_server.dialects.anthropic.schema import (
+    Conversation,
+    ErrorAnswer,
+    Message,
+    MessagesBody,
+    StreamEvent,
+    TokenCount,
+)
+from api_server.endpoint import Call, Document, endpoint
+from api_server.generation import generate
+from api_server.sse import EventStream
+
+TAG = "anthropic"
+
+_ERRORS = dict.fromkeys(STATUSES, ErrorAnswer)
+_EXAMPLE = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "system": "Be brief."}
+
+_MESSAGES = Document(
+    "Answer a conversation",
+    TAG,
+    body=MessagesBody,
+    answer=Message,
+    frame=StreamEvent,
+    example=_EXAMPLE | {"max_tokens": 50},
+    errors=_ERRORS,
+)
+_COUNT = Document(
+    "Tokens of a conversation, as the model would read it",
+    TAG,
+    body=Conversation,
+    answer=TokenCount,
+    example=_EXAMPLE,
+    errors=_ERRORS,
+)
+
+
+def routes() -> list[BaseRoute]:
+    return [
+        endpoint("/v1/messages", messages, render_error, document=_MESSAGES),
+        endpoint("/v1/messages/count_tokens", count_tokens, render_error, document=_COUNT),
+    ]
+
+
+async def messages(call: Call) -> Response:
+    body = requests.read(call, MessagesBody)
+    model = call.server.model_name
+    generation = await generate(call.server, requests.request(call, body))
+    if body.stream:
+        frames = rendering.frames(model, generation)
+        stream = EventStream(frames, generation.close, partial(error_frame, request_id=call.request_id))
+        return _named(stream, call)
+    (choice,) = await generation.collect()
+    return _json(rendering.message(model, choice), call)
+
+
+async def count_tokens(call: Call) -> Response:
+    given = requests.read(call, Conversation)
+    prompt = await call.server.tokenizer.prompt(requests.request(call, given), None)
+    return _json({"input_tokens": len(prompt.tokens)}, call)
+
+
+def _json(value: dict[str, Any], call: Call) -> Response:
+    return _named(Response(orjson.dumps(value), media_type="application/json"), call)
+
+
+def _named(response: Response, call: Call) -> Response:
+    """Anthropic's clients look for the request's id under this name."""
+    response.headers["request-id"] = call.request_id
+    return response

@@ -1,0 +1,154 @@
+"""The bodies of Anthropic's Messages API, its answers, and the events of its streams.
+
+Types only: what belongs together is judged in `requests.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, RootModel
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
+StopText = Annotated[str, Field(min_length=1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class Metadata(_Body):
+    user_id: str | None = Field(None, description="Accepted, without effect")
+
+
+class Thinking(_Body):
+    type: Literal["disabled"] = Field(description="Passed to the chat template as enable_thinking: false")
+
+
+class Conversation(_Body):
+    """What is counted, and what is answered."""
+
+    model: str | None = Field(None, description="The served model's name, or nothing")
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+        description="Turns: role (user, assistant, system) and content (a text, or blocks of type text). The answer "
+        "continues a last turn of the assistant"
+    )
+    system: str | list[dict[str, Any]] | None = Field(None, description="System prompt: a text, or blocks of type text")
+    thinking: Thinking | None = None
+
+
+class MessagesBody(Conversation):
+    max_tokens: int = Field(ge=1, description="Longest answer in tokens; cut to what the context holds")
+    temperature: float | None = Field(None, ge=0, le=1, description="0 is greedy")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="Draw from the most likely tokens that hold this much probability"
+    )
+    top_k: int | None = Field(None, ge=0, description="Draw from this many most likely tokens; 0 for all")
+    stop_sequences: Annotated[list[StopText], Field(fail_fast=True, max_length=32)] | None = Field(
+        None, description="Texts that end the answer; they are not part of it"
+    )
+    metadata: Metadata | None = None
+    stream: bool | None = Field(None, description="Send the answer as it is generated")
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+class Usage(BaseModel):
+    """`input_tokens` are those that did not come from the prefix cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class TextBlock(BaseModel):
+    type: Literal["text"]
+    text: str
+    citations: None
+
+
+class Message(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock]
+    stop_reason: StopReason | None = Field(description="Null at the start of a stream")
+    stop_sequence: str | None
+    usage: Usage
+
+
+class MessageStart(BaseModel):
+    type: Literal["message_start"]
+    message: Message
+
+
+class ContentBlockStart(BaseModel):
+    type: Literal["content_block_start"]
+    index: int
+    content_block: TextBlock
+
+
+class Ping(BaseModel):
+    type: Literal["ping"]
+
+
+class TextDelta(BaseModel):
+    type: Literal["text_delta"]
+    text: str
+
+
+class ContentBlockDelta(BaseModel):
+    type: Literal["content_block_delta"]
+    index: int
+    delta: TextDelta
+
+
+class ContentBlockStop(BaseModel):
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class Ending(BaseModel):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(BaseModel):
+    type: Literal["message_delta"]
+    delta: Ending
+    usage: Usage
+
+
+class MessageStop(BaseModel):
+    type: Literal["message_stop"]
+
+
+class ErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class ErrorAnswer(BaseModel):
+    """Also the event that ends a stream that failed."""
+
+    type: Literal["error"]
+    error: ErrorDetail
+    request_id: str
+
+
+class StreamEvent(RootModel[Any]):
+    root: Annotated[
+        MessageStart
+        | ContentBlockStart
+        | Ping
+        | ContentBlockDelta
+        | ContentBlockStop
+        | MessageDelta
+        | MessageStop
+        | ErrorAnswer,
+        Field(discriminator="type"),
+    ]
