@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,8 +75,8 @@ class KVCache:
         def blocks(layer: LayerShape, head_dim: int) -> Tensor:
             # Zeros, not garbage: a NaN in a slot nobody wrote must not reach a softmax through 0 * NaN.
             if device.type == "cpu":
-                by_head = torch.zeros(num_blocks, layer.kv_heads, block_size, head_dim, dtype=layout.dtype)
-                return by_head.transpose(1, 2)
+                shape = (num_blocks, layer.kv_heads, block_size, head_dim)
+                return _untouched_zeros(shape, layout.dtype).transpose(1, 2)
             return torch.zeros(num_blocks, block_size, layer.kv_heads, head_dim, dtype=layout.dtype, device=device)
 
         self.k = [blocks(layer, layer.k_dim) for layer in layout.layers]
@@ -89,6 +90,12 @@ class KVCache:
         """Put K and V `[T, kv_heads, head_dim]` of the batch's tokens into their slots."""
         self.k[layer].index_put_((batch.slot_block, batch.slot_offset), k)
         self.v[layer].index_put_((batch.slot_block, batch.slot_offset), v)
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """torch.zeros, but the kernel provides each page when it is first used: a large cache costs no time at start."""
+    # numpy takes zeroed pages from the kernel as they are; torch would write to every one of them.
+    return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).squeeze(-1)
 
 
 def default_kv_memory(device: torch.device) -> int:
