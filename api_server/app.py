@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server import openapi
-from api_server.dialects import generate_route, openai
+from api_server.dialects import generate_route, hosted, openai
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import info as sglang_info
 from api_server.dialects.tgi import routes as tgi
@@ -43,6 +43,7 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
         *openai.routes(),
         *generate_route.routes(),
         *tgi.routes(),
+        *hosted.routes(),
         *sglang_info.routes(),
         *health_routes(),
         *further_routes,
@@ -111,6 +112,7 @@ def health_routes() -> list[BaseRoute]:
     pages = {
         "/": (_root, "That a server is here, as text"),
         "/health": (_health, "200 while the engine is alive and makes progress, 503 otherwise"),
+        "/ping": (_health, "The same, where SageMaker looks for it"),
         "/ready": (_ready, "200 when a request would be served now, 503 otherwise"),
     }
     return [

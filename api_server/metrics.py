@@ -181,9 +181,13 @@ class Metrics:
 
 
 def generation_paths(routes: Iterable[BaseRoute]) -> list[str]:
-    """The paths that generate: those whose answer can be streamed. Their requests are counted, others' are not."""
+    """The paths that generate. Their requests are counted, others' are not."""
     documents = ((route, getattr(getattr(route, "endpoint", None), "document", None)) for route in routes)
-    return [route.path for route, found in documents if isinstance(route, Route) and found and found.frame]
+    return [
+        route.path
+        for route, found in documents
+        if isinstance(route, Route) and found and (found.frame or found.generates)
+    ]
 
 
 def metrics_route(metrics: Metrics) -> Route:
