@@ -90,6 +90,8 @@ async def detokenize(call: Call) -> Response:
     lists: list[Any] = list(body.tokens) if listed else [body.tokens]
     if len(lists) > MAX_PROMPTS:
         raise invalid(f"tokens has {len(lists)} lists; at most {MAX_PROMPTS} are possible in one request", "tokens")
+    for ids in lists:
+        call.server.tokenizer.check_ids(ids, "tokens")
     texts = [await call.server.tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
     answer = DetokenizeResponse(text=texts if listed else texts[0])
     return Response(answer.model_dump_json(), media_type="application/json")
