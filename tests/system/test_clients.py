@@ -141,18 +141,21 @@ def test_a_pause_changes_no_token(server: Server, mode: str) -> None:
 
 
 def test_an_aborted_request_answers_with_what_it_has(server: Server) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": 3000, "ignore_eos": True}
-    body = {"input_ids": [5, 6, 7], "rid": "to-abort", "sampling_params": sampling}
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        future = pool.submit(server.post, "/generate", body)
-        time.sleep(0.5)
-        request = urllib.request.Request(
-            f"{server.url}/abort_request", json.dumps({"rid": "to-a"}).encode(), {"content-type": "application/json"}
-        )
-        urllib.request.urlopen(request, timeout=20).close()
-        answer = future.result(30)
-    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < answer["meta_info"]["completion_tokens"] < 3000
+    sampling = {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7], "rid": "to-abort", "stream": True, "sampling_params": sampling}
+
+    def sent(path: str, body: Any) -> Any:
+        data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+        return urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=60)
+
+    with sent("/generate", body) as stream:
+        first = json.loads(stream.readline().removeprefix(b"data: "))
+        sent("/abort_request", {"rid": "to-a"}).close()
+        frames = [line for line in stream if line.startswith(b"data: {")]
+    last = json.loads(frames[-1].removeprefix(b"data: "))
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert first["meta_info"]["completion_tokens"] <= last["meta_info"]["completion_tokens"] < 900
+    assert last["text"].startswith(first["text"])
 
 
 @pytest.mark.parametrize(
