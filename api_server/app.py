@@ -21,10 +21,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from api_server import openapi
-from api_server.dialects import anthropic, generate_route, openai
+from api_server import openapi, probe
+from api_server.dialects import anthropic, generate_route, hosted, openai
 from api_server.dialects.openai.errors import render_error
+from api_server.dialects.sglang import admin as sglang_admin
 from api_server.dialects.sglang import info as sglang_info
+from api_server.dialects.sglang import loads as sglang_loads
+from api_server.dialects.sglang import tokenize as sglang_tokenize
 from api_server.dialects.tgi import routes as tgi
 from api_server.endpoint import Call, Document, Endpoint, ErrorRenderer, endpoint, internal_error
 from api_server.errors import ErrorKind, RequestFailed
@@ -44,7 +47,11 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
         *anthropic.routes(),
         *generate_route.routes(),
         *tgi.routes(),
+        *hosted.routes(),
         *sglang_info.routes(),
+        *sglang_admin.routes(),
+        *sglang_tokenize.routes(),
+        sglang_loads.route(),
         *health_routes(),
         *further_routes,
     ]
@@ -118,6 +125,8 @@ def health_routes() -> list[BaseRoute]:
     pages = {
         "/": (_root, "That a server is here, as text"),
         "/health": (_health, "200 while the engine is alive and makes progress, 503 otherwise"),
+        "/ping": (_health, "The same, where SageMaker looks for it"),
+        "/health_generate": (_health_generate, "200 when a token comes out of the engine, 503 otherwise"),
         "/ready": (_ready, "200 when a request would be served now, 503 otherwise"),
     }
     return [
@@ -132,9 +141,16 @@ async def _root(call: Call) -> Response:
 
 async def _health(call: Call) -> Response:
     health = call.server.engine.health()
-    if health.alive:
-        return Response(status_code=200)
-    return _json(503, {"error": "unhealthy", "error_type": "healthcheck", "reason": health.reason})
+    return Response(status_code=200) if health.alive else _unhealthy(health.reason)
+
+
+async def _health_generate(call: Call) -> Response:
+    problem = await probe.problem(call.server.engine)
+    return _unhealthy(problem) if problem else Response(status_code=200)
+
+
+def _unhealthy(reason: str) -> Response:
+    return _json(503, {"error": "unhealthy", "error_type": "healthcheck", "reason": reason})
 
 
 async def _ready(call: Call) -> Response:

@@ -96,6 +96,8 @@ class Document:
     description: str = ""
     also: Sequence[Document] = ()
     """What the same path takes and answers in other dialects."""
+    generates: bool = False
+    """Text is generated, although no answer can be streamed (where one can, that goes without saying)."""
 
 
 def endpoint(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import zmq
 
 from interfaces.codec import WireError, decode, encode
 from interfaces.log_probabilities import LogProbabilities
-from interfaces.messages import Cancel, Finish, Goodbye, Hello, Results, Status, Submit
+from interfaces.messages import Cancel, Finish, Goodbye, Hello, Order, OrderAnswer, Results, Status, Submit
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, RequestError, SchedulerResult
 from interfaces.status import GenerationStatus, SchedulerStatus
@@ -36,6 +37,9 @@ GIVE_UP_SECONDS = 60.0
 """After this silence open requests fail: a supervisor restarts a dead scheduler within seconds."""
 STALL_SECONDS = 120.0
 """Requests run, and no worker has completed a step for this long: the engine is stuck."""
+ORDER_SECONDS = 10.0
+RECENT_SECONDS = 5.0
+"""Tokens that came so recently prove that the engine works."""
 _BURST = 64
 """Messages handled before other callbacks of the loop get their turn."""
 
@@ -81,13 +85,15 @@ class Inbox:
 class Submission:
     """One request in the scheduler's hands, from `EngineClient.submit` to its last result or `cancel`."""
 
-    __slots__ = ("_announced", "_error", "_wants_logprobs", "context", "handle", "inbox")
+    __slots__ = ("_announced", "_error", "_wants_logprobs", "context", "handle", "inbox", "queued")
 
     def __init__(self, handle: int, context: TextContext, inbox: Inbox) -> None:
         self.handle = handle
         self.context = context
         """Has every token received, read or not: a restarted scheduler is told all of it."""
         self.inbox = inbox
+        self.queued: float | None = None
+        """Seconds that it waited in the scheduler; None while it waits, or if it never ran."""
         self._wants_logprobs = context.log_probabilities > 0
         self._announced = False
         self._error: RequestError | None = None
@@ -149,6 +155,9 @@ class EngineClient:
         self._heard = time.monotonic()
         self._was_ready = False
         self._hello: asyncio.TimerHandle | None = None
+        self._orders: dict[int, asyncio.Future[OrderAnswer]] = {}
+        self._last_order = 0
+        self._moved = -math.inf
 
     def start(self) -> None:
         """Connects; the first Status arrives once the scheduler has seen the Hello."""
@@ -223,6 +232,30 @@ class EngineClient:
         if handles:
             self._send(Cancel(np.array(handles, np.int32)))
 
+    async def order(self, action: int, request_ids: Sequence[str] = ()) -> OrderAnswer:
+        """Has the scheduler do something (`Action`). Its news for this replica are handled before its answer.
+
+        TimeoutError when it does not answer.
+        """
+        self._last_order += 1
+        number = self._last_order
+        answer: asyncio.Future[OrderAnswer] = asyncio.get_running_loop().create_future()
+        self._orders[number] = answer
+        try:
+            if not self._send(Order(number, action, list(request_ids))):
+                raise TimeoutError("the scheduler does not read its messages")
+            async with asyncio.timeout(ORDER_SECONDS):
+                return await answer
+        finally:
+            del self._orders[number]
+
+    @property
+    def moves(self) -> bool:
+        """Whether the engine has computed something in the last seconds, or is computing."""
+        workers = self.status.workers if self.status else ()
+        computing = any(0 < worker.seconds_since_step < STALL_SECONDS for worker in workers)
+        return self.silence <= STALE_SECONDS and (computing or time.monotonic() - self._moved < RECENT_SECONDS)
+
     def _cannot_serve(self) -> str:
         if self.silence > STALE_SECONDS:
             self._receive()  # perhaps it was this process that was busy, and the news wait in the socket
@@ -274,17 +307,28 @@ class EngineClient:
         self._loop.call_soon(self._receive)
 
     def _handle(self, message: Any) -> None:
-        if not isinstance(message, Results | Status):
+        if not isinstance(message, Results | Status | OrderAnswer):
             log.error("dropped a %s: the scheduler does not send it to API processes", type(message).__name__)
             return
         if not self._is_current(message.incarnation):
             return
         self._heard = time.monotonic()
         if isinstance(message, Results):
+            if message.tokens.max(initial=-1) >= 0:
+                self._moved = self._heard
             self._fan_out(message)
+        elif isinstance(message, OrderAnswer):
+            self._answered(message)
         else:
+            if self.status is not None and _steps(message) > _steps(self.status):
+                self._moved = self._heard
             self.status = message
             self._was_ready |= message.ready
+
+    def _answered(self, message: OrderAnswer) -> None:
+        waiting = self._orders.get(message.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
 
     def _is_current(self, incarnation: int) -> bool:
         if incarnation == self._incarnation:
@@ -326,6 +370,9 @@ class EngineClient:
         for handle, count in results.cached.items():
             if handle in self._open:
                 self._open[handle].context.cached_prefix_length = count
+        for handle, microseconds in results.queued.items():
+            if handle in self._open:
+                self._open[handle].queued = microseconds / 1e6
         for handle, token, finished, logprob in columns:
             submission = self._open.get(handle)
             if submission is None:
@@ -337,3 +384,7 @@ class EngineClient:
                     submission.fail(results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given")))
                 else:
                     submission.end(_STATUS_OF_CODE.get(finished, _CANCELLED))
+
+
+def _steps(status: Status) -> int:
+    return sum(worker.steps for worker in status.workers)

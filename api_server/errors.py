@@ -28,6 +28,8 @@ class ErrorKind(enum.StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    FORBIDDEN = "forbidden"
+    """The caller may not do this, whoever it is."""
     OVERLOADED = "overloaded"
     """Queues are full: the client should come back after `retry_after` seconds."""
     UNAVAILABLE = "unavailable"

@@ -109,6 +109,8 @@ class Choice:
     finish: Finish | None = None
 
     submitted: float = 0.0
+    queued: float | None = None
+    """Seconds that it waited for its place on a worker; None if it never got one."""
     first_token: float | None = None
     last_token: float | None = None
 
@@ -236,6 +238,7 @@ class Generation:
                 raise from_scheduler(news.error)
             if news.result is None:
                 continue
+            answer.choice.queued = submission.queued
             self._note_times(answer.choice, len(news.result.tokens))
             delta = answer.absorb(news.result)
             if delta.finish is not None:

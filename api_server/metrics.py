@@ -99,6 +99,7 @@ class Metrics:
         self._wait = self._histogram(
             "request_wait_seconds", "Submission to the first token: queue and prefill", SECONDS
         )
+        self._queue = self._histogram("queue_time_seconds", "Arrival in the scheduler to a place on a worker", SECONDS)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to the first token (TTFT)", SECONDS)
         self._itl = self._histogram("inter_token_latency_seconds", "Between tokens of one request (ITL)", TOKEN_SECONDS)
         self._tpot = self._histogram(
@@ -129,7 +130,8 @@ class Metrics:
             self._gap_seconds += since_last
 
     def finished(self, choice: Choice) -> None:
-        self._count(choice.request.request_path, Outcome.OK)
+        aborted = choice.finish is not None and choice.finish.kind == "cancelled"
+        self._count(choice.request.request_path, Outcome.CANCELLED if aborted else Outcome.OK)
         self._write_times(choice)
         self._write_lengths(choice)
 
@@ -148,6 +150,8 @@ class Metrics:
     def _write_times(self, choice: Choice) -> None:
         received, first, last = choice.request.received, choice.first_token, choice.last_token
         self._validation.observe(choice.submitted - received)
+        if choice.queued is not None:
+            self._queue.observe(choice.queued)
         if first is None or last is None:
             return
         self._wait.observe(first - choice.submitted)
@@ -181,9 +185,13 @@ class Metrics:
 
 
 def generation_paths(routes: Iterable[BaseRoute]) -> list[str]:
-    """The paths that generate: those whose answer can be streamed. Their requests are counted, others' are not."""
+    """The paths that generate. Their requests are counted, others' are not."""
     documents = ((route, getattr(getattr(route, "endpoint", None), "document", None)) for route in routes)
-    return [route.path for route, found in documents if isinstance(route, Route) and found and found.frame]
+    return [
+        route.path
+        for route, found in documents
+        if isinstance(route, Route) and found and (found.frame or found.generates)
+    ]
 
 
 def metrics_route(metrics: Metrics) -> Route:

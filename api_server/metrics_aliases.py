@@ -21,12 +21,14 @@ _TGI_FAILURES = {
 _TGI_HISTOGRAMS = {
     "tgi_request_duration": "tokenyard_e2e_request_latency_seconds",
     "tgi_request_validation_duration": "tokenyard_request_validation_seconds",
+    "tgi_request_queue_duration": "tokenyard_queue_time_seconds",
     "tgi_request_mean_time_per_token_duration": "tokenyard_time_per_output_token_seconds",
     "tgi_request_generated_tokens": "tokenyard_request_generation_tokens",
     "tgi_request_input_length": "tokenyard_request_prompt_tokens",
 }
 _SGLANG_HISTOGRAMS = {
     "sglang:time_to_first_token_seconds": "tokenyard_time_to_first_token_seconds",
+    "sglang:queue_time_seconds": "tokenyard_queue_time_seconds",
     "sglang:inter_token_latency_seconds": "tokenyard_inter_token_latency_seconds",
     "sglang:time_per_output_token_seconds": "tokenyard_time_per_output_token_seconds",
     "sglang:e2e_request_latency_seconds": "tokenyard_e2e_request_latency_seconds",

@@ -58,7 +58,8 @@ inputs: AudioGenerationInputs EmbeddingsGenerationInputs PixelGenerationInputs T
 log_probabilities: LogProbabilities
 lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
 media_contexts: PixelContext SpeechContext
-messages: Cancel Finish Goodbye Hello Join Results Status Step StepResult Submit WorkerHello WorkerStatus
+messages: Action Cancel Finish Goodbye Hello Join Order OrderAnswer Results Status Step StepResult Submit WorkerHello
+    WorkerStatus
 open_responses: OpenResponsesRequest OpenResponsesRequestBody ResponseResource
 outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
 parsers: ParsedReasoningDelta ParsedToolCall ParsedToolCallDelta ParsedToolResponse ReasoningParser ReasoningSpan

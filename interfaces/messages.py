@@ -1,6 +1,7 @@
 """Every message that crosses a process boundary.
 
-API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Goodbye` one way, `Results`, `Status` the other.
+API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Goodbye`, `Order` one way, `Results`, `Status`, `OrderAnswer`
+the other.
 Scheduler <-> worker: `Step` one way, `WorkerHello`, `StepResult` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
@@ -84,7 +85,9 @@ class Results:
 
     `tokens[i]` is -1 when the entry carries no token (a failure, say). `finished` holds `Finish` codes. `cached` maps
     a handle to its prompt tokens served from the prefix cache, in the entry with its first token. `errors` has a
-    reason for each FAILED handle. `incarnation` names the scheduler process that speaks.
+    reason for each FAILED handle. `incarnation` names the scheduler process that speaks. `queued` maps a handle to the
+    microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
+    request that was placed and got none.
     """
 
     incarnation: int
@@ -94,6 +97,7 @@ class Results:
     logprobs: F32 | None = None
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
+    queued: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,45 @@ class Status:
     block_size: int
     vocab_size: int
     counters: dict[str, int]
+
+
+class Action:
+    """Codes of `Order.action`.
+
+    FLUSH_CACHE drops every cached prefix; refused while requests run or wait. ABORT ends requests of all replicas with
+    `Finish.CANCELLED` and what they have. PAUSE lets no new step start until CONTINUE; with it, requests go on from
+    where they are. RETRACT sends the running ones back in line, so that they hold no blocks; they are computed again.
+    """
+
+    FLUSH_CACHE = 0
+    ABORT = 1
+    PAUSE = 2
+    CONTINUE = 3
+    RETRACT = 4
+
+
+@message(7)
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An operator's order to the scheduler. `number` is the replica's name for it, and comes back in the answer.
+
+    `request_ids` are for ABORT: requests whose id begins with one of them; an empty one means every request.
+    """
+
+    number: int
+    action: int
+    request_ids: list[str] = field(default_factory=list)
+
+
+@message(8)
+@dataclass(frozen=True, slots=True)
+class OrderAnswer:
+    """An order was carried out, unless `refused` says why not. `requests` counts those that it changed."""
+
+    incarnation: int
+    number: int
+    refused: str
+    requests: int
 
 
 @message(16)
@@ -211,4 +254,4 @@ class StepResult:
     device_us: int
 
 
-Message = Hello | Submit | Cancel | Goodbye | Results | Status | WorkerHello | Step | StepResult
+Message = Hello | Submit | Cancel | Goodbye | Order | Results | Status | OrderAnswer | WorkerHello | Step | StepResult

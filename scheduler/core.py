@@ -67,7 +67,8 @@ class Scheduler:
         self.replicas: dict[bytes, Replica] = {}
         self.waiting = WaitingLine()
         self.outbox = Outbox(incarnation)
-        self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, failed=0, finished=0, recovered=0)
+        self.paused = False
+        self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
         self._order = itertools.count()
         self._numbers = itertools.count()
         self._identity_of: dict[int, bytes] = {}
@@ -160,6 +161,8 @@ class Scheduler:
 
     def next_steps(self) -> list[tuple[int, Step]]:
         """Places who waits, then builds at most one step for each worker that has room for one in flight."""
+        if self.paused:
+            return []
         self.waiting.take_while(self._place)
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
@@ -197,8 +200,8 @@ class Scheduler:
         workers = [worker.status() for worker in self.workers.values()]
         return Status(
             incarnation=self.incarnation,
-            ready=bool(workers),
-            reason="" if workers else "no model worker is ready yet",
+            ready=bool(workers) and not self.paused,
+            reason=self._why_not_ready(),
             workers=workers,
             waiting=len(self.waiting),
             running=self.running,
@@ -209,7 +212,48 @@ class Scheduler:
             counters=dict(self.counters),
         )
 
+    # Operators' orders
+
+    def flush_cache(self) -> str:
+        """Drops every cached prefix, or says why not."""
+        if self.running or len(self.waiting):
+            return f"{self.running} requests run and {len(self.waiting)} wait; flush the cache when all have ended"
+        for worker in self.workers.values():
+            worker.pool.forget_cached()
+        return ""
+
+    def abort(self, prefixes: list[str]) -> int:
+        """Ends the requests, of all replicas, whose id begins with one of these; how many there were.
+
+        Their clients get what there is.
+        """
+        wanted = tuple(prefixes)
+        everyone = [sequence for replica in self.replicas.values() for sequence in replica.sequences.values()]
+        chosen = [sequence for sequence in everyone if sequence.context.request_id.startswith(wanted)]
+        for sequence in chosen:
+            number = self.replicas[sequence.replica].number
+            if sequence.queued_us >= 0:
+                self._tell_placed(sequence, number)
+            self.outbox.end(number, sequence.handle, Finish.CANCELLED)
+            self._forget(sequence)
+        self.counters["aborted"] += len(chosen)
+        return len(chosen)
+
+    def retract(self) -> int:
+        """Sends the running requests back in line; how many there were. They keep tokens and lose blocks."""
+        running = [(worker, row) for worker in self.workers.values() for row in worker.rows.occupied().tolist()]
+        for worker, row in running:
+            sequence = worker.remove(row)
+            sequence.preemptions += 1
+            self._preempted(sequence)
+        return len(running)
+
     # Inside
+
+    def _why_not_ready(self) -> str:
+        if not self.workers:
+            return "no model worker is ready yet"
+        return "generation is paused; POST /continue_generation resumes it" if self.paused else ""
 
     def _refusal(self, submit: Submit) -> RequestError | None:
         if len(self.waiting) >= self.limits.max_queued:
@@ -253,9 +297,8 @@ class Scheduler:
             sequence = table.sequences[row]
             assert sequence is not None
             sequence.context.tokens.advance_with_token(token)
-            if sequence.cached_tokens:
-                self.outbox.cached(int(table.replica[row]), sequence.handle, sequence.cached_tokens)
-                sequence.cached_tokens = 0
+            if sequence.queued_us >= 0:
+                self._tell_placed(sequence, int(table.replica[row]))
         table.length[rows] += 1
         finished = np.where(table.length[rows] >= table.limit[rows], _LENGTH, np.int8(Finish.ACTIVE))
         finished = np.where(table.hits_stop(rows, tokens), _STOP, finished)
@@ -265,6 +308,10 @@ class Scheduler:
             assert sequence is not None
             self._forget(sequence)
             self.counters["finished"] += 1
+
+    def _tell_placed(self, sequence: Sequence, replica: int) -> None:
+        self.outbox.placed(replica, sequence.handle, sequence.cached_tokens, sequence.queued_us)
+        sequence.cached_tokens, sequence.queued_us = 0, -1
 
     def _end(self, sequence: Sequence, code: int) -> None:
         self.outbox.end(self.replicas[sequence.replica].number, sequence.handle, code)

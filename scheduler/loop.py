@@ -9,9 +9,12 @@ from typing import Any
 import zmq
 
 from interfaces import (
+    Action,
     Cancel,
     Goodbye,
     Hello,
+    Order,
+    OrderAnswer,
     StepResult,
     Submit,
     WireError,
@@ -91,6 +94,8 @@ class Loop:
                 self.scheduler.submit(identity, message)
             case Cancel():
                 self.scheduler.cancel(identity, message.handles.tolist())
+            case Order():
+                self._obey(identity, message)
             case Hello():
                 if identity not in self.scheduler.replicas:
                     log.info("API replica %s is here", message.replica)
@@ -100,6 +105,24 @@ class Loop:
                 self._drop_replica(identity, "said goodbye")
             case _:
                 raise WireError(f"an API replica may not send {type(message).__name__}")
+
+    def _obey(self, identity: bytes, order: Order) -> None:
+        """Carries out an operator's order and answers, after the news that it makes."""
+        refused, requests = "", 0
+        match order.action:
+            case Action.FLUSH_CACHE:
+                refused = self.scheduler.flush_cache()
+            case Action.ABORT:
+                requests = self.scheduler.abort(order.request_ids)
+            case Action.PAUSE | Action.CONTINUE:
+                self.scheduler.paused = order.action == Action.PAUSE
+                self._next_status = 0.0
+            case Action.RETRACT:
+                requests = self.scheduler.retract()
+            case _:
+                refused = f"there is no action {order.action}"
+        self._send_news()
+        send_to(self._api, identity, OrderAnswer(self.scheduler.incarnation, order.number, refused, requests))
 
     def _from_worker(self, identity: bytes, message: object) -> None:
         match message:

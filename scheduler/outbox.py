@@ -19,6 +19,7 @@ class _Columns:
     any_logprobs: bool = False
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
+    queued: dict[int, int] = field(default_factory=dict)
 
 
 class Outbox:
@@ -46,9 +47,15 @@ class Outbox:
             columns.logprobs.append(_zeros(int(mine.sum())) if logprobs is None else logprobs[mine])
             columns.any_logprobs |= logprobs is not None
 
-    def cached(self, replica: int, handle: int, count: int) -> None:
-        """Tells with a request's first token how many prompt tokens came from the prefix cache."""
-        self._of(replica).cached[handle] = count
+    def placed(self, replica: int, handle: int, cached: int, queued_us: int) -> None:
+        """Tells with a request's first token how many prompt tokens came from the prefix cache, and how long it waited.
+
+        Comes before the token itself.
+        """
+        columns = self._of(replica)
+        columns.queued[handle] = queued_us
+        if cached:
+            columns.cached[handle] = cached
 
     def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
         """A request ends without a token."""
@@ -82,6 +89,7 @@ class Outbox:
             logprobs=np.concatenate(columns.logprobs) if columns.any_logprobs else None,
             cached=columns.cached,
             errors=columns.errors,
+            queued=columns.queued,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,8 +17,9 @@ class Sequence:
     """Where the request of `context` stands and runs.
 
     `order` is its place in the line: lower came first, and keeps it through preemptions. The context's tokens are the
-    prompt and then every token the client has been sent. `row` is -1 while it waits. `cached_tokens` is news that the
-    next token carries.
+    prompt and then every token the client has been sent. `row` is -1 while it waits. `cached_tokens` and `queued_us`,
+    the microseconds it waited for its first placement (-1: not placed yet, or told), are news that the next token
+    carries.
     """
 
     replica: bytes
@@ -29,6 +31,8 @@ class Sequence:
     hashes: list[bytes] = field(default_factory=list)
     cached_tokens: int = 0
     preemptions: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    queued_us: int = -1
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int) -> Sequence:

@@ -73,6 +73,7 @@ class Worker:
         cached = len(shared) * self.block_size
         if sequence.emitted == 0 and sequence.preemptions == 0:
             sequence.cached_tokens = sequence.context.cached_prefix_length = cached
+            sequence.queued_us = int((time.monotonic() - sequence.arrived) * 1e6)
         sequence.tokens.set_window(cached, len(sequence.tokens), len(sequence.tokens))
         row = self.rows.take(sequence, replica, limit, cached)
         self.joined.append(sequence)

@@ -27,7 +27,19 @@ from api_server.engine_client import EngineClient
 from api_server.state import ServerState
 from api_server.tokenizer import Tokenizer
 from interfaces.codec import decode
-from interfaces.messages import Cancel, Finish, Goodbye, Hello, Results, Status, Submit, WorkerStatus
+from interfaces.messages import (
+    Action,
+    Cancel,
+    Finish,
+    Goodbye,
+    Hello,
+    Order,
+    OrderAnswer,
+    Results,
+    Status,
+    Submit,
+    WorkerStatus,
+)
 from interfaces.results import RequestError
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
@@ -121,6 +133,11 @@ class SchedulerDouble:
     """While set, no Status is sent."""
     refuse: RequestError | None = None
     cached: int = 0
+    queued_us: int = 1500
+    steps: int = 1
+    refuse_order: str = ""
+    ignore_orders: bool = False
+    orders: list[Order] = field(default_factory=list)
     incarnation: int = field(default_factory=lambda: secrets.randbits(31))
     submits: list[Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -183,7 +200,7 @@ class SchedulerDouble:
         context.term()
 
     def _status(self) -> Status:
-        worker = WorkerStatus("cpu", 0, 1, len(self.running), 100, 0, 0, 1, 0.0)
+        worker = WorkerStatus("cpu", 0, 1, len(self.running), 100, 0, 0, self.steps, 0.0)
         return Status(
             incarnation=self.incarnation,
             ready=self.ready,
@@ -209,6 +226,8 @@ class SchedulerDouble:
             self.cancelled += message.handles.tolist()
             for handle in message.handles.tolist():
                 self.running.pop((replica, handle), None)
+        elif isinstance(message, Order):
+            self._obey(router, replica, message)
         elif isinstance(message, Submit):
             self.submits.append(message)
             if self.refuse is not None:
@@ -216,6 +235,23 @@ class SchedulerDouble:
                 return
             key = (replica, message.handle)
             self.running[key] = Running(replica, message, self.answer(message), message.context.tokens.generated_length)
+
+    def _obey(self, router: zmq.Socket[bytes], replica: bytes, order: Order) -> None:
+        """Aborts as the scheduler does; a request counts as placed when it has a token."""
+        self.orders.append(order)
+        if self.ignore_orders:
+            return
+        prefixes = tuple(order.request_ids if order.action == Action.ABORT else ())
+        chosen = [k for k, r in self.running.items() if r.submit.context.request_id.startswith(prefixes)]
+        for key in chosen:
+            send_to(router, key[0], self._news([key[1]], [-1], [Finish.CANCELLED]))
+            del self.running[key]
+        send_to(router, replica, OrderAnswer(self.incarnation, order.number, self.refuse_order, len(chosen)))
+
+    def _news(self, handles: list[int], tokens: list[int], finished: list[int]) -> Results:
+        return Results(
+            self.incarnation, np.array(handles, np.int32), np.array(tokens, np.int32), np.array(finished, np.int8)
+        )
 
     def _refusal(self, submit: Submit, error: RequestError) -> Results:
         return Results(
@@ -239,6 +275,7 @@ class SchedulerDouble:
                 np.array(finished, np.int8),
                 self._logprobs(tokens, [key for key in self.running if key[0] == replica]),
                 cached=dict.fromkeys(handles, self.cached),
+                queued=dict.fromkeys(handles, self.queued_us),
             )
             send_to(router, replica, results)
             for handle, code in zip(handles, finished, strict=True):

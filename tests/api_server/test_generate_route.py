@@ -136,6 +136,7 @@ def _subset(names: list[str], values: st.SearchStrategy[Any]) -> st.SearchStrate
     return st.dictionaries(st.sampled_from(names), values, max_size=3)
 
 
+_instances = st.dictionaries(st.sampled_from(["inputs", "parameters", "messages"]), st.text(max_size=5) | _json)
 _bodies = st.one_of(
     st.fixed_dictionaries({"inputs": st.text(max_size=9) | _json, "parameters": _subset(_tgi_names, _small) | _json}),
     st.fixed_dictionaries(
@@ -148,6 +149,11 @@ _bodies = st.one_of(
     ),
     st.fixed_dictionaries({"input_ids": st.lists(st.integers(-5, 700), max_size=5) | _json}),
     st.dictionaries(st.sampled_from(["inputs", "text", "input_ids", "parameters", "prompt", "messages"]), _json),
+    st.fixed_dictionaries({"instances": st.lists(_instances, max_size=2) | _json}),
+    st.fixed_dictionaries(
+        {"tokens": st.lists(st.integers(-5, 700) | st.lists(st.integers(0, 500)), max_size=3) | _json}
+    ),
+    st.fixed_dictionaries({"rid": st.text(max_size=3) | _json}, optional={"abort_all": _json}),
 )
 
 
@@ -157,8 +163,20 @@ def client(live: LiveServer) -> Iterator[httpx.Client]:
         yield client
 
 
+_FUZZED = [
+    "/generate",
+    "/generate_stream",
+    "/",
+    "/tokenize",
+    "/invocations",
+    "/vertex",
+    "/detokenize",
+    "/abort_request",
+]
+
+
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(body=_bodies, path=st.sampled_from(["/generate", "/generate_stream", "/", "/tokenize"]))
+@given(body=_bodies, path=st.sampled_from(_FUZZED))
 def test_no_body_breaks_the_server(client: httpx.Client, body: dict[str, Any], path: str) -> None:
     response = client.post(path, content=json.dumps(body).encode("utf-8", "surrogatepass"))
     assert response.status_code in (200, 400, 422), response.text
@@ -167,5 +185,5 @@ def test_no_body_breaks_the_server(client: httpx.Client, body: dict[str, Any], p
         message = error if isinstance(error, str) else error["message"]
         assert len(message) > 10
         assert "internal" not in message
-    elif response.headers["content-type"].startswith("text/event-stream"):
+    elif response.headers.get("content-type", "").startswith("text/event-stream"):
         assert '"error"' not in response.text

@@ -151,7 +151,7 @@ metrics = Metrics("m", ["/generate"])
 request = SimpleNamespace(request_path="/generate", received=1.0)
 for i in range(int(sys.argv[1])):
     choice = SimpleNamespace(request=request, prompt_tokens=3, completion_tokens=0, cached_tokens=1,
-                             submitted=1.5, first_token=2.0, last_token=4.0)
+                             submitted=1.5, first_token=2.0, last_token=4.0, queued=0.125, finish=None)
     metrics.received("/generate")
     metrics.started(choice)
     metrics.tokens(choice, 1, 0.5)
@@ -179,6 +179,9 @@ def test_any_replica_answers_for_all(tmp_path: Path) -> None:
         assert value(found, "tokenyard_inter_token_latency_seconds_bucket", le="1.0") == 2 * expected
         assert value(found, "tokenyard_time_per_output_token_seconds_sum") == 1.0 * expected
         assert value(found, "tokenyard_request_wait_seconds_sum") == 0.5 * expected
+        assert value(found, "tokenyard_queue_time_seconds_sum") == 0.125 * expected
+        assert value(found, "tgi_request_queue_duration_sum") == 0.125 * expected
+        assert value(found, "sglang:queue_time_seconds_count", model_name="m") == expected
         assert value(found, "tgi_request_count") == expected
         assert value(found, "sglang:cache_hit_rate", model_name="m") == pytest.approx(1 / 3)
 

@@ -37,6 +37,18 @@ def test_every_route_is_in_it(published: dict[str, Any]) -> None:
         ("post", "/"),
         ("post", "/tokenize"),
         ("get", "/info"),
+        ("post", "/chat_tokenize"),
+        ("post", "/invocations"),
+        ("post", "/vertex"),
+        ("get", "/ping"),
+        ("get", "/health_generate"),
+        ("get", "/flush_cache"),
+        ("post", "/flush_cache"),
+        ("post", "/abort_request"),
+        ("post", "/pause_generation"),
+        ("post", "/continue_generation"),
+        ("post", "/detokenize"),
+        ("get", "/v1/loads"),
         ("get", "/health"),
         ("get", "/metrics"),
         ("post", "/v1/chat/completions"),
@@ -70,10 +82,10 @@ def test_examples_work(live: LiveServer, published: dict[str, Any]) -> None:
             for example in body.get("examples", {}).values():
                 response = httpx.request(method, live.url + path, json=example["value"], timeout=20)
                 assert response.status_code == 200, (path, example, response.text)
-                kind = response.headers["content-type"].partition(";")[0]
-                assert kind in operation["responses"]["200"]["content"]
+                kind = response.headers.get("content-type", "").partition(";")[0]
+                assert kind in operation["responses"]["200"].get("content", {"": "nothing"})
                 sent += 1
-    assert sent >= 12
+    assert sent >= 24
 
 
 def test_page_needs_nothing_from_elsewhere(live: LiveServer) -> None:

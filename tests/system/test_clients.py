@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import random
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -136,6 +137,48 @@ def test_a_repeated_prompt_comes_from_the_prefix_cache(server: Server) -> None:
     assert first["output_ids"] == second["output_ids"]
     assert first["meta_info"]["cached_tokens"] == 0
     assert second["meta_info"]["cached_tokens"] == 96
+
+
+def test_a_flushed_cache_is_empty(server: Server) -> None:
+    body = {"input_ids": random.sample(range(3, 400), 100), "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    first = server.post("/generate", body)
+    with urllib.request.urlopen(f"{server.url}/flush_cache?timeout=20", timeout=30) as response:
+        assert response.read() == b"Cache flushed.\n"
+    second = server.post("/generate", body)
+    assert second["meta_info"]["cached_tokens"] == 0
+    assert first["output_ids"] == second["output_ids"]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_changes_no_token(server: Server, mode: str) -> None:
+    body = {"input_ids": random.sample(range(3, 400), 60), "sampling_params": {"temperature": 0, "max_new_tokens": 900}}
+    undisturbed = server.post("/generate", body)["output_ids"]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(server.post, "/generate", body)
+        time.sleep(0.05)
+        assert server.post("/pause_generation", {"mode": mode})["status"] == "ok"
+        time.sleep(0.3)
+        assert not future.done()
+        assert server.post("/continue_generation", {})["status"] == "ok"
+        assert future.result(60)["output_ids"] == undisturbed
+
+
+def test_an_aborted_request_answers_with_what_it_has(server: Server) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7], "rid": "to-abort", "stream": True, "sampling_params": sampling}
+
+    def sent(path: str, body: Any) -> Any:
+        data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+        return urllib.request.urlopen(urllib.request.Request(server.url + path, data, headers), timeout=60)
+
+    with sent("/generate", body) as stream:
+        first = json.loads(stream.readline().removeprefix(b"data: "))
+        sent("/abort_request", {"rid": "to-a"}).close()
+        frames = [line for line in stream if line.startswith(b"data: {")]
+    last = json.loads(frames[-1].removeprefix(b"data: "))
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
+    assert first["meta_info"]["completion_tokens"] <= last["meta_info"]["completion_tokens"] < 900
+    assert last["text"].startswith(first["text"])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ _STATUS_AND_TYPE = {
     ErrorKind.MODEL_NOT_FOUND: (404, "not_found_error"),
     ErrorKind.NOT_FOUND: (404, "not_found_error"),
     ErrorKind.METHOD_NOT_ALLOWED: (405, "invalid_request_error"),
+    ErrorKind.FORBIDDEN: (403, "permission_error"),
     ErrorKind.OVERLOADED: (503, "overloaded_error"),
     ErrorKind.UNAVAILABLE: (503, "unavailable_error"),
     ErrorKind.GENERATION_FAILED: (500, "generation_error"),

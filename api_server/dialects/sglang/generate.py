@@ -16,7 +16,7 @@ from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest, Ge
 from api_server.dialects.sglang.validation import sampling_problem, unsupported_field, unsupported_sampling
 from api_server.endpoint import Call, Document
 from api_server.errors import invalid, unsupported
-from api_server.generation import Generation, generate
+from api_server.generation import Choice, Generation, generate
 from api_server.sse import DONE, EventStream, frame
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
@@ -63,10 +63,21 @@ async def generate_native(call: Call, stream: bool = False) -> Response:
 
 
 async def _events(body: GenerateRequest, batch: Batch, generation: Generation, naming: Naming) -> AsyncIterator[bytes]:
+    shown = [0] * len(generation.choices)
     async for delta in generation:
-        answer = result(body, batch, generation.choices[delta.index], naming)
+        choice = generation.choices[delta.index]
+        if delta.finish is None and not _is_due(batch, choice, shown[delta.index]):
+            continue
+        shown[delta.index] = choice.completion_tokens
+        answer = result(body, batch, choice, naming)
         yield frame(answer | {"index": delta.index} if batch.listed else answer)
     yield DONE
+
+
+def _is_due(batch: Batch, choice: Choice, shown: int) -> bool:
+    """The first token is shown at once, whatever the interval: clients measure the time to it."""
+    interval = batch.items[choice.request_index].sampling.stream_interval or 1
+    return shown == 0 or choice.completion_tokens - shown >= interval
 
 
 def _read(call: Call) -> GenerateRequest:

@@ -42,6 +42,8 @@ def result(body: GenerateRequest, batch: Batch, choice: Choice, naming: Naming) 
 
 
 def _meta_info(choice: Choice, identifier: str) -> dict[str, Any]:
+    if choice.finish is not None and choice.finish.kind == "cancelled" and choice.queued is None:
+        return _never_ran(choice, identifier)
     meta: dict[str, Any] = {
         "id": identifier,
         "finish_reason": _finish_reason(choice, choice.finish),
@@ -61,8 +63,23 @@ def _finish_reason(choice: Choice, finish: Finish | None) -> dict[str, Any] | No
     if finish.kind == "length":
         return {"type": "length", "length": choice.sampling.max_new_tokens}
     if finish.kind == "cancelled":
-        return {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        return _aborted("Aborted")
     return {"type": "stop", "matched": finish.matched}
+
+
+def _never_ran(choice: Choice, identifier: str) -> dict[str, Any]:
+    """Of a request that was aborted while it waited."""
+    return {
+        "id": identifier,
+        "finish_reason": _aborted("Abort in waiting queue"),
+        "completion_tokens": 0,
+        "weight_version": WEIGHT_VERSION,
+        "e2e_latency": time.monotonic() - choice.request.received,
+    }
+
+
+def _aborted(message: str) -> dict[str, Any]:
+    return {"type": "abort", "message": message, "status_code": None, "err_type": None}
 
 
 def _logprobs(choice: Choice, with_text: bool) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class SamplingParameters(BaseModel):
     ebnf: str | None = Field(None, description="Not built yet")
     structural_tag: str | dict[str, Any] | None = Field(None, description="Not built yet")
     custom_params: Any = Field(None, description="Not built yet")
-    stream_interval: int | None = Field(None, description="Not built yet")
+    stream_interval: int | None = Field(None, description="Tokens per event after the first, at least; default 1")
     beam_width: int | None = Field(None, description="Not built yet")
     watermark: Any = Field(None, description="Not built yet")
     choice: list[str] | None = Field(None, description="Not built yet")
@@ -123,9 +123,9 @@ class MetaInfo(BaseModel):
 
     id: str
     finish_reason: MatchedStop | LengthReached | Aborted | None
-    prompt_tokens: int
+    prompt_tokens: int | None = Field(None, description="Not in the answer to a request aborted while it waited")
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None = Field(None, description="As prompt_tokens")
     weight_version: str
     e2e_latency: float | None = Field(None, description="Seconds; in the last frame only")
     input_token_logprobs: list[Logprob] | None = None

@@ -1,21 +1,25 @@
-"""POST /tokenize with `prompt` or `messages`, as SGLang and vLLM have it."""
+"""POST /tokenize with `prompt` or `messages`, as SGLang and vLLM have it, and POST /detokenize."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
+from starlette.routing import Route
 
 from api_server.body import Mismatch, parse
 from api_server.chat_messages import chat_messages
-from api_server.dialects.sglang.schema import ErrorResponse
-from api_server.endpoint import Call, Document
+from api_server.dialects.sglang.errors import render_error
+from api_server.dialects.sglang.schema import ErrorResponse, Integers
+from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import invalid
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 
 MAX_PROMPTS = 1024
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class TokenizeRequest(BaseModel):
@@ -47,12 +51,55 @@ TOKENIZE = Document(
 )
 
 
+class DetokenizeRequest(BaseModel):
+    """A list of lists is answered with a list of texts."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    tokens: Integers | Annotated[list[Integers], Field(fail_fast=True)]
+    skip_special_tokens: bool = True
+
+
+class DetokenizeResponse(BaseModel):
+    text: str | list[str]
+
+
+DETOKENIZE = Document(
+    summary="Text of token ids",
+    tag="sglang",
+    body=DetokenizeRequest,
+    answer=DetokenizeResponse,
+    example={"tokens": [12, 7, 5]},
+    errors={400: ErrorResponse},
+)
+
+
+def routes() -> list[Route]:
+    """`/tokenize` itself is shared with TGI's dialect, and is elsewhere."""
+    return [
+        endpoint("/v1/tokenize", tokenize, render_error, document=TOKENIZE),
+        endpoint("/detokenize", detokenize, render_error, document=DETOKENIZE),
+        endpoint("/v1/detokenize", detokenize, render_error, document=DETOKENIZE),
+    ]
+
+
+async def detokenize(call: Call) -> Response:
+    """Answers with the text, singly or as a list."""
+    body = _read(DetokenizeRequest, call)
+    listed = bool(body.tokens) and isinstance(body.tokens[0], list)
+    lists: list[Any] = list(body.tokens) if listed else [body.tokens]
+    if len(lists) > MAX_PROMPTS:
+        raise invalid(f"tokens has {len(lists)} lists; at most {MAX_PROMPTS} are possible in one request", "tokens")
+    for ids in lists:
+        call.server.tokenizer.check_ids(ids, "tokens")
+    texts = [await call.server.tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
+    answer = DetokenizeResponse(text=texts if listed else texts[0])
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
 async def tokenize(call: Call) -> Response:
     """Answers with the ids, singly or as lists."""
-    try:
-        body = parse(TokenizeRequest, call.json)
-    except Mismatch as mismatch:
-        raise invalid(str(mismatch), mismatch.field) from None
+    body = _read(TokenizeRequest, call)
     prompts: list[str | None] = list(body.prompt) if isinstance(body.prompt, list) else [body.prompt]
     if len(prompts) > MAX_PROMPTS:
         raise invalid(f"prompt has {len(prompts)} texts; at most {MAX_PROMPTS} are possible in one request", "prompt")
@@ -64,6 +111,13 @@ async def tokenize(call: Call) -> Response:
         max_model_len=call.server.max_model_len,
     )
     return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def _read(model: type[M], call: Call) -> M:
+    try:
+        return parse(model, call.json)
+    except Mismatch as mismatch:
+        raise invalid(str(mismatch), mismatch.field) from None
 
 
 async def _ids(prompt: str | None, body: TokenizeRequest, call: Call) -> list[int]:

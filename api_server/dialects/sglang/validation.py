@@ -38,7 +38,6 @@ _UNSUPPORTED_SAMPLING = (
     "structural_tag",
     "stop_regex",
     "custom_params",
-    "stream_interval",
     "beam_width",
     "watermark",
     "choice",
@@ -53,6 +52,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("repetition_penalty", lambda v: 0 < v <= 2, "repetition_penalty must be in (0, 2]"),
     ("max_new_tokens", lambda v: v >= 0, "max_new_tokens must be at least 0"),
     ("n", lambda v: v >= 1, "n must be at least 1"),
+    ("stream_interval", lambda v: v >= 1, "stream_interval must be at least 1"),
     (
         "sampling_seed",
         lambda v: -(1 << 63) <= v < 1 << 63,

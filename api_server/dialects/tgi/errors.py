@@ -20,6 +20,7 @@ _STATUS_AND_TYPE = {
     ErrorKind.MODEL_NOT_FOUND: (404, "not_found"),
     ErrorKind.NOT_FOUND: (404, "not_found"),
     ErrorKind.METHOD_NOT_ALLOWED: (405, "method_not_allowed"),
+    ErrorKind.FORBIDDEN: (403, "forbidden"),
     ErrorKind.OVERLOADED: (429, "overloaded"),
     ErrorKind.UNAVAILABLE: (503, "unavailable"),
     ErrorKind.GENERATION_FAILED: (424, "generation"),

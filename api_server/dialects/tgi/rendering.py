@@ -44,20 +44,17 @@ def is_complete(choice: Choice) -> bool:
 
 
 def headers(call: Call, body: GenerateRequest, choice: Choice) -> dict[str, str]:
-    """Milliseconds but for x-compute-time.
-
-    The queue time is what this process sees of it: from submission to the first token, prefill included.
-    """
+    """Milliseconds but for x-compute-time. Inference is everything after the queue, prefill included."""
     now = time.monotonic()
-    first = choice.first_token or now
-    last = choice.last_token or now
+    queued = choice.queued or 0.0
+    inference = (choice.last_token or now) - choice.submitted - queued
     return stream_headers(call, body) | {
         "x-compute-time": f"{now - choice.request.received:.6f}",
         "x-total-time": _milliseconds(now - choice.request.received),
         "x-validation-time": _milliseconds(choice.submitted - choice.request.received),
-        "x-queue-time": _milliseconds(first - choice.submitted),
-        "x-inference-time": _milliseconds(last - first),
-        "x-time-per-token": _milliseconds((last - choice.submitted) / max(1, choice.completion_tokens)),
+        "x-queue-time": _milliseconds(queued),
+        "x-inference-time": _milliseconds(inference),
+        "x-time-per-token": _milliseconds(inference / max(1, choice.completion_tokens)),
         "x-prompt-tokens": str(choice.prompt_tokens),
         "x-generated-tokens": str(choice.completion_tokens),
     }

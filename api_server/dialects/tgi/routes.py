@@ -6,6 +6,7 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
+from api_server.dialects.tgi import chat_tokenize
 from api_server.dialects.tgi.errors import ERROR_STATUSES, error_frame, render_error
 from api_server.dialects.tgi.generate import check, internal_request, read
 from api_server.dialects.tgi.rendering import answer, events, headers, is_complete, stream_headers
@@ -74,7 +75,7 @@ _INFO = Document(summary="Model and limits", tag=TAG, answer=Info, errors={503: 
 
 
 def routes() -> list[Route]:
-    return [endpoint("/info", info, render_error, methods=("GET",), document=_INFO)]
+    return [endpoint("/info", info, render_error, methods=("GET",), document=_INFO), chat_tokenize.route()]
 
 
 async def generate_once(call: Call) -> Response:

@@ -1,0 +1,177 @@
+"""The paths that hosting platforms call, whatever the dialect: SageMaker's /invocations and Vertex AI's /vertex.
+
+Knows which dialect a body's keys mean; the dialects do the rest. SageMaker's /ping is with the health routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+from starlette.routing import Route
+
+from api_server.body import Mismatch, parse
+from api_server.dialects.openai import errors as openai_errors
+from api_server.dialects.openai import requests as openai_requests
+from api_server.dialects.openai.routes import TAG as OPENAI
+from api_server.dialects.openai.routes import chat_completions, completions
+from api_server.dialects.openai.schema import (
+    ChatAnswer,
+    ChatBody,
+    ChatChunk,
+    CompletionAnswer,
+    CompletionBody,
+    ErrorAnswer,
+)
+from api_server.dialects.sglang import errors as sglang_errors
+from api_server.dialects.sglang import generate as sglang
+from api_server.dialects.tgi import errors as tgi_errors
+from api_server.dialects.tgi import routes as tgi
+from api_server.dialects.tgi.generate import check, internal_request, read
+from api_server.dialects.tgi.rendering import answer, is_complete
+from api_server.dialects.tgi.schema import ErrorResponse, GenerateRequest
+from api_server.endpoint import Call, Document, endpoint
+from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.generation import Choice, generate
+from interfaces.requests import TextGenerationRequest
+
+Form = Literal["tgi", "sglang", "chat", "completion"]
+
+_KEYS: dict[str, Form] = {
+    "inputs": "tgi",
+    "text": "sglang",
+    "input_ids": "sglang",
+    "input_embeds": "sglang",
+    "messages": "chat",
+    "prompt": "completion",
+}
+_OPENAI_ERRORS = dict.fromkeys((400, 404, 413, 429, 500, 503), ErrorAnswer)
+_CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 20}
+
+
+class VertexBody(BaseModel):
+    """Each instance is a body of `/generate` (`inputs`) or of `/v1/chat/completions` (`messages`)."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    instances: list[dict[str, Any]] = Field(min_length=1)
+
+
+class VertexAnswer(BaseModel):
+    predictions: list[str]
+
+
+_VERTEX = Document(
+    summary="Generate text for each instance",
+    tag="tgi",
+    body=VertexBody,
+    answer=VertexAnswer,
+    example={"instances": [{"inputs": "What is 2 + 3?", "parameters": {"max_new_tokens": 20}}, _CHAT_EXAMPLE]},
+    errors=dict.fromkeys((*tgi_errors.ERROR_STATUSES, 404), ErrorResponse),
+    description="Predictions are the generated texts, in the order of the instances.",
+    generates=True,
+)
+
+
+def routes() -> list[Route]:
+    chat = Document(
+        summary="Answer a conversation",
+        tag=OPENAI,
+        body=ChatBody,
+        answer=ChatAnswer,
+        frame=ChatChunk,
+        example=_CHAT_EXAMPLE,
+        errors=_OPENAI_ERRORS,
+    )
+    completion = Document(
+        summary="Continue a text",
+        tag=OPENAI,
+        body=CompletionBody,
+        answer=CompletionAnswer,
+        frame=CompletionAnswer,
+        errors=_OPENAI_ERRORS,
+    )
+    by_keys = replace(tgi.COMPAT, also=(sglang.GENERATE, chat, completion))
+    return [
+        endpoint("/invocations", invocations, _render_error, document=by_keys),
+        endpoint("/vertex", vertex, tgi_errors.render_error, document=_VERTEX),
+    ]
+
+
+async def invocations(call: Call) -> Response:
+    """Whatever `POST /`, `/generate`, `/v1/chat/completions` and `/v1/completions` take, told apart by its keys."""
+    names = _given(call.json)
+    forms = {_KEYS[name] for name in names}
+    if len(forms) > 1:
+        raise invalid(f"{' and '.join(f'`{name}`' for name in names)} were given; give the keys of one kind of request")
+    match next(iter(forms), None):
+        case "tgi":
+            return await tgi.compat_generate(call)
+        case "sglang":
+            return await sglang.generate_native(call)
+        case "chat":
+            return await chat_completions(call)
+        case "completion":
+            return await completions(call)
+    raise tgi_errors.BodyMismatch("missing field `inputs`, `messages`, `prompt` or `text`", "inputs")
+
+
+async def vertex(call: Call) -> Response:
+    """All instances run together, as one batch."""
+    try:
+        instances = parse(VertexBody, call.json).instances
+    except Mismatch as mismatch:
+        raise tgi_errors.BodyMismatch(str(mismatch), mismatch.field) from None
+    parsed = [_instance(i, instance, call) for i, instance in enumerate(instances)]
+    generation = await generate(call.server, [request for _, request in parsed])
+    choices = await generation.collect()
+    texts = [_prediction(body, choice) for (body, _), choice in zip(parsed, choices, strict=True)]
+    return Response(VertexAnswer(predictions=texts).model_dump_json(), media_type="application/json")
+
+
+def _instance(index: int, instance: dict[str, Any], call: Call) -> tuple[GenerateRequest | None, TextGenerationRequest]:
+    """The request of one instance, and its body when it is TGI's. Raises RequestFailed that names the instance."""
+    part = Call(call.server, call.scope, orjson.dumps(instance), call.request_id, call.received)
+    forms = {_KEYS[name] for name in _given(instance)}
+    try:
+        if forms == {"tgi"}:
+            body = read(GenerateRequest, part)
+            check(body, part, streaming=False)
+            return body, internal_request(body, part, streaming=False)
+        if forms == {"chat"}:
+            request = openai_requests.chat_request(part, openai_requests.read(part, ChatBody))
+            if request.n != 1:
+                raise invalid(f"n must be 1 here, got {request.n}: an instance has one prediction", "n")
+            return None, request
+    except RequestFailed as error:
+        where = f"instances[{index}]: {error.message}"
+        raise RequestFailed(error.kind, where, field=error.field, numbers=error.numbers) from None
+    raise invalid(f"instances[{index}] must have exactly one of `inputs` and `messages`", "instances")
+
+
+def _prediction(body: GenerateRequest | None, choice: Choice) -> str:
+    if not is_complete(choice):
+        raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation")
+    return choice.text if body is None else str(answer(body, choice)["generated_text"])
+
+
+def _given(body: Mapping[str, Any]) -> list[str]:
+    """Keys that say whose body it is. A null is the same as no such key, except for `inputs`, which TGI reports."""
+    return [name for name in _KEYS if name in body and (name == "inputs" or body[name] is not None)]
+
+
+def _render_error(error: RequestFailed, call: Call) -> Response:
+    """In the dialect of the body that caused it; TGI's when that cannot be told."""
+    try:
+        forms = {_KEYS[name] for name in _given(call.json)}
+    except RequestFailed:
+        forms = set()
+    if forms == {"sglang"}:
+        return sglang_errors.render_error(error, call)
+    if forms and forms <= {"chat", "completion"}:
+        return openai_errors.render_error(error, call)
+    return tgi_errors.render_error(error, call)

@@ -1,0 +1,145 @@
+"""What operators and trainers tell SGLang's server: flush the cache, abort requests, pause and continue.
+
+Orders go to the scheduler, so they hold for all API processes. Only callers on this host may give them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+from urllib.parse import parse_qs
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from api_server.access import local_only
+from api_server.body import Mismatch, parse
+from api_server.dialects.sglang.errors import render_error
+from api_server.dialects.sglang.schema import ErrorResponse
+from api_server.endpoint import Call, Document, endpoint
+from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
+from interfaces.messages import Action, OrderAnswer
+
+MAX_FLUSH_WAIT = 600.0
+EVERY_REQUEST = ""
+"""The prefix that every id has."""
+_RETRY_SECONDS = 0.05
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+
+class AbortRequest(_Body):
+    rid: str = Field("", description="Requests whose id begins so are ended: `a` also ends `a_0` of a batch")
+    abort_all: bool = Field(False, description="End every request")
+
+
+class PauseRequest(_Body):
+    """`in_place` keeps the running requests' memory, `retract` gives it back and computes them again later, `abort`
+    ends all requests. New requests wait in any case.
+    """
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class ContinueRequest(_Body):
+    torch_empty_cache: bool = Field(True, description="Without effect: no memory is held that could be given back")
+
+
+class Done(BaseModel):
+    message: str
+    status: Literal["ok"] = "ok"
+
+
+def routes() -> list[Route]:
+    errors = dict.fromkeys((400, 403, 503), ErrorResponse)
+    flush = Document(
+        "Drop all cached prefixes",
+        "sglang",
+        errors=errors,
+        description="Refused with 400 while requests run or wait; `?timeout=SECONDS` waits for them to end.",
+    )
+    abort = Document("End requests", "sglang", body=AbortRequest, errors=errors, example={"rid": "my-request"})
+    pause = Document(
+        "Stop computing", "sglang", body=PauseRequest, answer=Done, errors=errors, example={"mode": "in_place"}
+    )
+    go_on = Document("Go on computing", "sglang", body=ContinueRequest, answer=Done, errors=errors, example={})
+    return [
+        endpoint("/flush_cache", local_only(flush_cache), render_error, ("GET", "POST"), flush),
+        endpoint("/abort_request", local_only(abort_request), render_error, document=abort),
+        endpoint("/pause_generation", local_only(pause_generation), render_error, document=pause),
+        endpoint("/continue_generation", local_only(continue_generation), render_error, document=go_on),
+    ]
+
+
+async def flush_cache(call: Call) -> Response:
+    deadline = time.monotonic() + _timeout(call)
+    while True:
+        refused = (await _order(call, Action.FLUSH_CACHE)).refused
+        if not refused:
+            return PlainTextResponse("Cache flushed.\n")
+        if time.monotonic() >= deadline:
+            raise invalid(f"Failed to flush cache: {refused}")
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def abort_request(call: Call) -> Response:
+    """An id that is not known is no error: the request may have ended just now."""
+    body = _read(AbortRequest, call)
+    if not body.rid and not body.abort_all:
+        raise invalid("rid must name a request, or abort_all must be true", "rid")
+    await _order(call, Action.ABORT, [EVERY_REQUEST if body.abort_all else body.rid])
+    return Response(status_code=200)
+
+
+async def pause_generation(call: Call) -> Response:
+    mode = _read(PauseRequest, call).mode
+    await _order(call, Action.PAUSE)
+    if mode == "abort":
+        await _order(call, Action.ABORT, [EVERY_REQUEST])
+    elif mode == "retract":
+        await _order(call, Action.RETRACT)
+    return _done("Generation paused successfully.")
+
+
+async def continue_generation(call: Call) -> Response:
+    _read(ContinueRequest, call)
+    await _order(call, Action.CONTINUE)
+    return _done("Generation continued successfully.")
+
+
+async def _order(call: Call, action: int, rids: Sequence[str] = ()) -> OrderAnswer:
+    try:
+        return await call.server.engine.order(action, rids)
+    except TimeoutError as error:
+        reason = str(error) or "the scheduler does not answer"
+        raise RequestFailed(ErrorKind.UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS) from None
+
+
+def _read(model: type[M], call: Call) -> M:
+    """The body, which may be left out."""
+    try:
+        return parse(model, call.json if call.body else {})
+    except Mismatch as mismatch:
+        raise invalid(str(mismatch), mismatch.field) from None
+
+
+def _timeout(call: Call) -> float:
+    given = parse_qs(call.scope["query_string"].decode("latin-1")).get("timeout", ["0"])[-1]
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_FLUSH_WAIT:
+        raise invalid(f"timeout must be 0 to {MAX_FLUSH_WAIT:.0f} seconds, got {given[:50]!r}", "timeout")
+    return seconds
+
+
+def _done(message: str) -> Response:
+    return Response(Done(message=message).model_dump_json(), media_type="application/json")
