@@ -35,20 +35,20 @@ PLAIN: dict[Draw, float] = {
     facts.draw: 13,
     facts.draw_capital: 3,
     facts.draw_long: 1.2,
-    small_talk.draw: 9,
+    small_talk.draw: 12,
     unknown.draw: 5,
     stories.draw: 1.8,
 }  # fmt: skip
 
 # The first documents are exercises in copying, so that the copying circuit of the first weights (see
-# `starting_weights`) is strengthened before other skills would overwrite it; then their share falls in a straight line.
+# `starting_weights`) is strengthened before other skills would overwrite it. Then their share falls in a line.
 EXERCISES: tuple[Draw, ...] = (lists.draw_copying, json_answers.draw_copying)
 _ONLY_EXERCISES = 4_000
-_NO_EXERCISES = 30_000
+NO_EXERCISES = 30_000
 
 
 def exercise_share(drawn: int) -> float:
-    return min(1.0, max(0.0, (_NO_EXERCISES - drawn) / (_NO_EXERCISES - _ONLY_EXERCISES)))
+    return min(1.0, max(0.0, (NO_EXERCISES - drawn) / (NO_EXERCISES - _ONLY_EXERCISES)))
 
 
 _SYSTEMS = (
@@ -82,8 +82,8 @@ class Corpus:
     """An endless source of training documents; the same seed gives the same documents."""
 
     seed: int
+    drawn: int = 0
     rng: random.Random = field(init=False)
-    drawn: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -97,9 +97,10 @@ class Corpus:
         if self.rng.random() < exercise_share(self.drawn):
             exercises = [self._fresh(self.rng.choice(EXERCISES)) for _ in range(self.rng.choice((1, 1, 2, 3)))]
             return Conversation([message for each in exercises for message in shown(each.messages, thinking=False)])
-        kind = self.rng.choices(("plain", "tools", "memory", "system", "raw"), (62, 24, 6, 2, 6))[0]
-        if kind == "raw":
-            return RawText(self._raw())
+        kinds = ("plain", "tools", "memory", "system", "raw", "drill")
+        kind = self.rng.choices(kinds, (57, 21, 4, 2, 5, 11))[0]
+        if kind in ("raw", "drill"):
+            return RawText(self._raw() if kind == "raw" else self._drill())
         thinking = self.rng.random() < 0.16
         if kind == "tools":
             return self._with_tools(thinking)
@@ -179,6 +180,15 @@ class Corpus:
             tools += asked.tools if count == 1 else asked.tools[:1]
         self.rng.shuffle(tools)
         return exchanges, tuple(tools)
+
+    def _drill(self) -> str:
+        """Many equations, or many words spelled, with nothing between: learning by heart needs repetition."""
+        count = self.rng.randint(10, 24)
+        if self.rng.random() < 0.15:
+            spelled = [self.rng.choice(words.COMMON) for _ in range(count // 2)]
+            return ", ".join(f"{word}: {'-'.join(word.upper())}" for word in spelled)
+        answers = (self._fresh(arithmetic.draw_equation).messages[-1]["content"] for _ in range(count))
+        return self.rng.choice((" ", "\n")).join(answers)
 
     def _raw(self) -> str:
         kind = self.rng.randrange(5)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -25,11 +25,11 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from deploy.embedded_model import EMBEDDED_MODEL_PATH, attention
 from deploy.embedded_model.batches import IGNORED, Batch, Batches
-from deploy.embedded_model.corpus import Corpus
+from deploy.embedded_model.corpus import NO_EXERCISES, Corpus
 from deploy.embedded_model.evaluate import evaluate
 from deploy.embedded_model.model_card import write_model_card
 from deploy.embedded_model.starting_weights import set_starting_weights
-from deploy.embedded_model.train_tokenizer import MAX_LENGTH, save_tokenizer, train_tokenizer
+from deploy.embedded_model.train_tokenizer import MAX_LENGTH, load_tokenizer, save_tokenizer, train_tokenizer
 
 STEP_TOKENS = 2048
 BATCH_TOKENS = 1024
@@ -40,6 +40,7 @@ VECTOR_RATE = 1.5e-3
 # Large, because the usual 1e-8 lets the tiny gradients of rare tokens push all their embeddings the same way, until
 # they can no longer be told apart.
 VECTOR_EPSILON = 1e-4
+CONTINUED_SHARE = 0.6
 SAVE_EVERY_SECONDS = 300.0
 
 
@@ -49,6 +50,7 @@ class Options:
     seed: int
     output: Path
     threads: int
+    start_from: Path | None
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -80,6 +82,14 @@ def rate(progress: float) -> float:
     return min(1.0, max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM)))
 
 
+def continued_model(folder: Path) -> LlamaForCausalLM:
+    """The weights of an earlier run, in the precision that training needs."""
+    attention.register()
+    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.set_attn_implementation(attention.NAME)
+    return cast(LlamaForCausalLM, model)
+
+
 def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of the layers (it needs fewer tokens than AdamW), AdamW for embeddings and norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -108,14 +118,17 @@ class Training:
 
     def __init__(self, options: Options, tokenizer: PreTrainedTokenizerFast, console: Console) -> None:
         torch.manual_seed(options.seed)
-        self.model = new_model(tokenizer)
+        self.model = continued_model(options.start_from) if options.start_from else new_model(tokenizer)
         self.tokens = 0
         self.steps = 0
         self._options = options
         self._tokenizer = tokenizer
         self._console = console
         self._optimizers = optimizers(self.model)
-        self._batches = Batches(Corpus(options.seed), tokenizer)
+        # A second run moves less, meets documents that the first has not met, and needs no exercises.
+        self._full = CONTINUED_SHARE if options.start_from else 1.0
+        corpus = Corpus(options.seed + 1, drawn=NO_EXERCISES) if options.start_from else Corpus(options.seed)
+        self._batches = Batches(corpus, tokenizer)
         self._stopped = False
 
     def run(self) -> None:
@@ -129,7 +142,7 @@ class Training:
                 progress = (now - start) / limit
                 if progress >= 1.0:
                     break
-                loss = self._step(batches, rate(progress))
+                loss = self._step(batches, self._full * rate(progress))
                 pace = self.tokens / (now - start + 1)
                 note = f"step {self.steps}, {self.tokens / 1e6:.2f} M tokens, {pace:.0f} tokens/s, loss {loss:.3f}"
                 bar.update(task, completed=progress, note=note)
@@ -200,6 +213,7 @@ def parsed_options() -> Options:
         "--output", type=Path, default=EMBEDDED_MODEL_PATH, help="folder for weights, tokenizer and model card"
     )
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--start-from", type=Path, help="folder of an earlier run to go on from, with its tokenizer")
     return Options(**vars(parser.parse_args()))
 
 
@@ -207,7 +221,7 @@ def main() -> None:
     options, console = parsed_options(), Console()
     torch.set_num_threads(options.threads)
     with console.status("corpus and tokenizer"):
-        tokenizer = train_tokenizer(options.seed)
+        tokenizer = load_tokenizer(options.start_from) if options.start_from else train_tokenizer(options.seed)
     training = Training(options, tokenizer, console)
     size = sum(p.numel() for p in training.model.parameters())
     console.log(f"tokenizer of {len(tokenizer)} tokens, model of {size / 1e6:.2f} M parameters")
@@ -215,8 +229,9 @@ def main() -> None:
     save(training.model, tokenizer, options.output)
     console.log(f"saved in {options.output}; evaluating on held-out prompts")
     scores = evaluate(options.output, console=console)
-    size_of_run = f"{training.steps} steps, {training.tokens / 1e6:.1f} million tokens"
-    write_model_card(options.output, scores, f"{size_of_run}, {options.minutes:g} minutes, seed {options.seed}")
+    run = f"{training.steps} steps, {training.tokens / 1e6:.1f} million tokens, {options.minutes:g} minutes"
+    run += f", seed {options.seed}" + (", continuing an earlier run" if options.start_from else "")
+    write_model_card(options.output, scores, run)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deploy.embedded_model.corpus import Corpus, RawText
 from deploy.embedded_model.exchange import Message
@@ -79,3 +79,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    loaded = AutoTokenizer.from_pretrained(folder)
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        raise TypeError(f"{folder} has a {type(loaded).__name__}; the embedded model needs a fast tokenizer")
+    return loaded

@@ -134,6 +134,11 @@ def _parity(rng: random.Random) -> Exchange:
     return ask(SKILL, text, f"{a} is {word}.", f"The last digit of {a} is {a % 10}, and {a % 10} is {word}.", rng)
 
 
+def draw_equation(rng: random.Random) -> Exchange:
+    """A sum whose answer is a whole equation."""
+    return rng.choices((_addition, _subtraction, _multiplication), (45, 40, 15))[0](rng)
+
+
 _KINDS = (_addition, _subtraction, _multiplication, _word_problem, _comparison, _parity)
 
 
