@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from interfaces.codec import F32, I8, I32, I32x3, message
+from interfaces.logprob_reports import LogprobReports
 from interfaces.results import RequestError
 from interfaces.sampling import SamplingParams
 from interfaces.text_context import TextContext
@@ -84,7 +85,8 @@ class Results:
 
     `tokens[i]` is -1 when the entry carries no token (a failure, say). `finished` holds `Finish` codes. `cached` maps
     a handle to its prompt tokens served from the prefix cache, in the entry with its first token. `errors` has a
-    reason for each FAILED handle. `incarnation` names the scheduler process that speaks.
+    reason for each FAILED handle. `incarnation` names the scheduler process that speaks. `reports` come with or before
+    the tokens they are of.
     """
 
     incarnation: int
@@ -94,6 +96,7 @@ class Results:
     logprobs: F32 | None = None
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
+    reports: LogprobReports | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ class Join:
 
     `tokens` are all known tokens, prompt first; those from `prompt_len` on were emitted before (a replay or a
     preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
-    `Step.new_blocks`.
+    `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on; None: no more.
     """
 
     row: int
@@ -168,6 +171,7 @@ class Join:
     prompt_len: int
     start: int
     sampling: SamplingParams
+    report_from: int | None = None
 
 
 @message(17)
@@ -209,6 +213,7 @@ class StepResult:
     logprobs: F32 | None
     errors: dict[int, str]
     device_us: int
+    reports: LogprobReports | None = None
 
 
 Message = Hello | Submit | Cancel | Goodbye | Results | Status | WorkerHello | Step | StepResult

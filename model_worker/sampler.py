@@ -16,7 +16,9 @@ difference.
 
 Log-probabilities are natural logs of the chosen token. TEMPERED is the log-softmax after step 5, before truncation
 (OpenAI, SGLang; temperature 0 divides nothing, so it is the model's own log-softmax there). WARPED is renormalised
-over what step 6 kept (TGI); at temperature 0 nothing is truncated and the two agree.
+over what step 6 kept (TGI); at temperature 0 nothing is truncated and the two agree. The most probable and the named
+tokens that a row wants reported (`reports.py`) have the values of the same distribution; under WARPED a token that was
+not kept is impossible.
 
 Dialect notes. SGLang applies top-k and top-p jointly when no request of the batch has min_p; here truncation is
 sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI's typical_p and
@@ -36,10 +38,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from interfaces.logprob_reports import LogprobReports
 from interfaces.sampling import LogprobMode, SamplingParams
 from model_worker import rng
-from model_worker.draw import Choices, choose
+from model_worker.draw import Choices, choose, only_kept
 from model_worker.penalties import Penalties, SeenTokens
+from model_worker.reports import CHOSEN_ONLY, ReportBuilder, Wanted
 
 LEAST_TEMPERATURE = 1e-6
 
@@ -71,12 +75,13 @@ class Sampled:
     """What one step chose.
 
     A bad row (NaN, or no finite logit) has token 0: a valid id, because the next step may be in flight already.
-    `logprobs` is None when no row asked, and NaN in rows that did not ask.
+    `logprobs` is None when no row asked, and NaN in rows that did not ask. `reports` have the rows that asked for more.
     """
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
     bad: NDArray[np.bool_] | None
+    reports: LogprobReports | None = None
 
 
 class SamplerRows:
@@ -92,6 +97,7 @@ class SamplerRows:
         self._seen: dict[int, SeenTokens] = {}
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
+        self._wanted: dict[int, Wanted] = {}
 
     def warm_up(self) -> None:
         """Compiles, or loads from the cache, what the first sampled token would otherwise wait for."""
@@ -113,7 +119,10 @@ class SamplerRows:
         if self._table["held"][row]:
             raise ValueError(f"row {row} is held by another sequence: drop it first")
         bias = self._bias(params.logit_bias)
+        wanted = self._wanted_by(params)
         self._table[row] = self._values(params, len(prompt))
+        if params.reports:
+            self._wanted[row] = wanted
         if params.logit_bias:
             self._biases[row] = bias
         if params.min_new_tokens:
@@ -125,7 +134,7 @@ class SamplerRows:
     def drop(self, row: int) -> None:
         """Frees `row`; a row that is free already (its join was refused) stays so."""
         self._check_rows(np.array([row]))
-        for values in (self._seen, self._biases, self._stop_ids):
+        for values in (self._seen, self._biases, self._stop_ids, self._wanted):
             values.pop(row, None)
         self._table[row] = np.zeros((), _ROW)
 
@@ -147,24 +156,53 @@ class SamplerRows:
         copied = _take(logits, index).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         logprobs = np.full(len(rows), np.nan, np.float32)
         tokens[index], logprobs[index] = self._choose(copied, rows[index], values[index], positions[index])
-        return _sampled(tokens, logprobs if values["logprobs"].any() else None)
+        reports = self._report(copied, rows[index], values[index], positions[index], tokens[index])
+        return _sampled(tokens, logprobs if values["logprobs"].any() else None, reports)
+
+    def report_prompt(
+        self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]
+    ) -> None:
+        """Adds what `row` wants to know of its prompt's `tokens`, which begin at index `first`: the model's own
+        log-softmax, without penalties and temperature."""
+        builder.add(row, first, logits[:, : self._vocab_size], tokens, self._wanted.get(row, CHOSEN_ONLY))
 
     def _choose(
         self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens (-1 for a bad row) and log-probabilities; consumes `logits`."""
+        """Tokens (-1 for a bad row) and log-probabilities; `logits` are shifted and scaled afterwards."""
         self._penalize(logits, rows, values, positions)
         self._hold_back_stops(logits, rows, values, positions)
         self._add_biases(logits, rows, values)
         first, bad = self._scale(logits, values["temperature"])
-        keys = rng.row_keys(values["seed"], positions)
-        names = ("greedy", "top_k", "top_p", "log_min_p", "logprobs")
-        columns = {name: values[name].copy() for name in names}
-        tokens, logprobs = choose(logits, first, Choices(keys=keys, **columns))
+        tokens, logprobs = choose(logits, first, _choices(values, positions))
         for i in np.flatnonzero(values["penalized"]):
             self._seen[int(rows[i])].add(int(tokens[i]))
         tokens[bad] = -1
         return tokens, logprobs
+
+    def _report(
+        self,
+        scaled: torch.Tensor,
+        rows: NDArray[np.int32],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+    ) -> LogprobReports | None:
+        """For rows that want it, the most probable and the named tokens, by the distribution of the row's mode."""
+        asking = {row for row, wanted in self._wanted.items() if wanted.top or len(wanted.ids)}
+        wanted = [i for i, row in enumerate(rows.tolist()) if row in asking] if asking else []
+        if not wanted:
+            return None
+        builder = ReportBuilder()
+        for i in wanted:
+            part = slice(i, i + 1)
+            logits = scaled[part]
+            if values["logprobs"][i] == LogprobMode.WARPED:
+                logits = only_kept(logits, _choices(values[part], positions[part]))
+            # A bad row has no token; its report is thrown away with it.
+            chosen = np.maximum(tokens[part], 0)
+            builder.add(int(rows[i]), int(positions[i]), logits, chosen, self._wanted[int(rows[i])])
+        return builder.columns()
 
     def _penalize(
         self,
@@ -253,12 +291,24 @@ class SamplerRows:
             raise ValueError(f"logit_bias names tokens {outside.tolist()}: valid are 0 to {self._vocab_size - 1}")
         return ids, np.fromiter(logit_bias.values(), np.float32)
 
+    def _wanted_by(self, params: SamplingParams) -> Wanted:
+        ids = np.array(params.logprob_ids, np.int64)
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(outside):
+            raise ValueError(f"logprob_ids names tokens {outside.tolist()}: valid are 0 to {self._vocab_size - 1}")
+        return Wanted(params.top_logprobs, ids)
+
     def _inside_vocabulary(self, tokens: Sequence[int]) -> NDArray[np.int64]:
         ids = np.array(tokens, np.int64)
         return ids[(ids >= 0) & (ids < self._vocab_size)]
 
     def _on_device(self, values: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values.copy()).to(self._device)
+
+
+def _choices(values: NDArray[np.void], positions: NDArray[np.int64]) -> Choices:
+    names = ("greedy", "top_k", "top_p", "log_min_p", "logprobs")
+    return Choices(keys=rng.row_keys(values["seed"], positions), **{name: values[name].copy() for name in names})
 
 
 def _take(logits: torch.Tensor, index: NDArray[np.intp]) -> torch.Tensor:
@@ -274,7 +324,9 @@ def _largest(logits: torch.Tensor) -> NDArray[np.int64]:
     return np.asarray(torch.where(torch.isfinite(top), token, -1).cpu().numpy())
 
 
-def _sampled(tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None) -> Sampled:
+def _sampled(
+    tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None, reports: LogprobReports | None = None
+) -> Sampled:
     bad = tokens < 0
     tokens[bad] = 0
-    return Sampled(tokens.astype(np.int32), logprobs, bad if bad.any() else None)
+    return Sampled(tokens.astype(np.int32), logprobs, bad if bad.any() else None, reports)

@@ -236,8 +236,6 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 3, "temperature": -1}, "`best_of` != 1"),
     ({"temperature": 2.5}, "temperature"),
     ({"stop": [""]}, "`stop`"),
-    ({"decoder_input_details": True}, "`decoder_input_details` is unsupported"),
-    ({"top_n_tokens": 2}, "`top_n_tokens` is unsupported"),
     ({"typical_p": 0.5}, "`typical_p` is unsupported"),
     ({"watermark": True}, "`watermark` is unsupported"),
     ({"grammar": {"type": "regex", "value": "a+"}}, "`grammar` is unsupported"),

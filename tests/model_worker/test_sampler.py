@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -402,3 +403,32 @@ def test_mistaken_rows_and_values_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="not equal"):
         _sample(table, logits, [0, 0], 0)
     assert len(_sample(table, logits, [0], 0).tokens) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=ANY_PARAMS, width=st.integers(2, 90), count=st.integers(1, 64), levels=st.sampled_from([3, 1000]))
+def test_reports_are_of_the_distribution_of_the_mode(
+    values: SamplingParams, width: int, count: int, levels: int
+) -> None:
+    """The most probable and the named tokens by a naive definition, ties by id; beside rows that ask for nothing."""
+    rng_ = _fresh()
+    logits = (rng_.integers(0, levels, (3, width)) / np.float32(levels / 9)).astype(np.float32)
+    named = rng_.integers(0, width, 4).tolist()
+    mode = values.logprobs or LogprobMode.TEMPERED
+    asking = replace(values, logprobs=mode, top_logprobs=count, logprob_ids=named)
+    table = _rows(width, [_params(), asking, _params(temperature=0.0)])
+    sampled = _sample(table, logits, [2, 1, 0], 7)
+    ((owner, position, report),) = sampled.reports.entries() if sampled.reports else ()
+    assert (owner, position) == (1, 7)
+    scaled = _scaled(logits[1], asking).astype(np.float64)
+    kept = _kept(_scaled(logits[1], asking), asking) if mode == LogprobMode.WARPED else list(range(width))
+    exact = np.full(width, -np.inf)
+    exact[kept] = scaled[kept] - scipy.special.logsumexp(scaled[kept])
+    order = sorted(kept, key=lambda token: (-exact[token], token))[:count]
+    assert list(report.top_log_probabilities[0]) == order
+    np.testing.assert_allclose(list(report.top_log_probabilities[0].values()), exact[order], rtol=1e-5, atol=1e-5)
+    asked = report.asked_log_probabilities[0]
+    assert sorted(asked) == sorted(set(named))
+    np.testing.assert_allclose([asked[token] for token in named], exact[named], rtol=1e-5, atol=1e-5)
+    assert sampled.logprobs is not None
+    assert report.token_log_probabilities[0] == pytest.approx(sampled.logprobs[1], rel=1e-6, abs=1e-6)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from api_server import body
@@ -15,7 +16,7 @@ from api_server.dialects.openai.schema import ChatBody, CompletionBody, TextBody
 from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
 from interfaces.requests import TextGenerationRequest
-from interfaces.sampling import SEED_LIMIT, SamplingParamsInput
+from interfaces.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
 
 log = logging.getLogger("tokenyard")
 
@@ -25,9 +26,7 @@ COMPLETION_MAX_TOKENS = 16
 
 _OFF: Collection[Any] = (None, False)
 _REFUSED: dict[str, tuple[str, Collection[Any]]] = {
-    "logprobs": ("log probabilities", _OFF),
-    "top_logprobs": ("log probabilities", (None, 0)),
-    "prompt_logprobs": ("log probabilities", _OFF),
+    "prompt_logprobs": ("log probabilities of a prompt that is not echoed", _OFF),
     "suffix": ("inserting text before a suffix", (None, "")),
     "audio": ("audio", (None,)),
     "modalities": ("output other than text", (None, ["text"])),
@@ -110,8 +109,11 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     asked = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
     if asked is not None and asked < 1:
         raise invalid(f"max_tokens must be at least 1, got {asked}", "max_tokens")
+    if given.top_logprobs and not given.logprobs:
+        raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+    wanted = given.top_logprobs or 0 if given.logprobs else None
     return TextGenerationRequest(
-        **_common(call, given, asked),
+        **_common(call, given, asked, wanted),
         messages=chat_messages(given.messages),
         tools=given.tools if given.tool_choice != "none" else None,
         chat_template_options=options,
@@ -122,7 +124,9 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
 
 def completion_requests(call: Call, given: CompletionBody) -> list[TextGenerationRequest]:
     """One internal request for each prompt."""
-    common = _common(call, given, given.max_tokens)
+    common = _common(call, given, given.max_tokens, given.logprobs)
+    if given.echo and given.logprobs is not None:
+        common["sampling"] = replace(common["sampling"], prompt_logprobs_from=0)
     return [
         TextGenerationRequest(**common, prompt=prompt, default_max_new_tokens=COMPLETION_MAX_TOKENS)
         for prompt in _prompts(given.prompt)
@@ -137,12 +141,16 @@ def _prompts(prompt: Any) -> list[Any]:
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-def _common(call: Call, given: TextBody, max_tokens: int | None) -> dict[str, Any]:
-    """Arguments of a `TextGenerationRequest` that both endpoints fill alike."""
+def _common(call: Call, given: TextBody, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+    """Arguments of a `TextGenerationRequest` that both endpoints fill alike; `logprobs` None: none are wanted."""
+    sampling = _sampling(given, max_tokens)
+    if logprobs is not None:
+        sampling = replace(sampling, logprobs=LogprobMode.TEMPERED, top_logprobs=logprobs)
     return {
         "request_id": call.request_id,
         "model_name": call.server.model_name,
-        "sampling": _sampling(given, max_tokens),
+        "sampling": sampling,
+        "token_details": logprobs is not None,
         "n": given.n or 1,
         "add_special_tokens": given.add_special_tokens,
         "truncate_prompt_to": given.truncate_prompt_tokens,

@@ -39,7 +39,7 @@ def check(body: GenerateRequest, call: Call, streaming: bool) -> None:
 def internal_request(body: GenerateRequest, call: Call, streaming: bool) -> TextGenerationRequest:
     """Token details cost a second detokenization, so they are only asked for when the answer shows them."""
     parameters = body.effective
-    tokens_shown = streaming or bool(parameters.details)
+    tokens_shown = streaming or parameters.wants_details
     return TextGenerationRequest(
         request_id=RequestID(call.request_id),
         prompt=body.inputs,
@@ -75,4 +75,6 @@ def _sampling(parameters: GenerateParameters, logprobs: bool) -> SamplingParamsI
         stop=parameters.stop_strings,
         seed=parameters.seed,
         logprobs=LogprobMode.WARPED if logprobs else LogprobMode.NONE,
+        top_logprobs=parameters.top_n_tokens if logprobs else None,
+        prompt_logprobs_from=0 if parameters.decoder_input_details else None,
     )

@@ -30,7 +30,7 @@ from api_server.tokenizer import THREADS
 TAG = "tgi"
 
 _ERRORS = dict.fromkeys(ERROR_STATUSES, ErrorResponse)
-_EXAMPLE = {"inputs": "What is 2 + 3?", "parameters": {"max_new_tokens": 20, "details": True}}
+_EXAMPLE = {"inputs": "What is 2 + 3?", "parameters": {"max_new_tokens": 20, "details": True, "top_n_tokens": 2}}
 
 GENERATE = Document(
     summary="Generate text",
@@ -133,7 +133,7 @@ async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response
     (choice,) = await generation.collect()
     if not is_complete(choice):
         raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation")
-    content = answer(body, choice)
+    content = await answer(body, choice, call.server.tokenizer)
     encoded = orjson.dumps([content] if listed else content)
     return Response(encoded, headers=headers(call, body, choice), media_type="application/json")
 
@@ -141,6 +141,6 @@ async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response
 async def _stream(body: GenerateRequest, call: Call) -> Response:
     check(body, call, streaming=True)
     generation = await generate(call.server, internal_request(body, call, streaming=True))
-    response = EventStream(events(body, generation), generation.close, error_frame)
+    response = EventStream(events(body, generation, call.server.tokenizer), generation.close, error_frame)
     response.headers.update(stream_headers(call, body))
     return response

@@ -93,7 +93,7 @@ def _lists(parameters: GenerateParameters) -> Iterator[str]:
 
 
 def _unsupported(parameters: GenerateParameters) -> Iterator[str]:
-    for name in ("decoder_input_details", "top_n_tokens", "typical_p", "watermark", "grammar", "adapter_id"):
+    for name in ("typical_p", "watermark", "grammar", "adapter_id"):
         value = getattr(parameters, name)
         if value is not None and value is not False and value != 0:
             yield f"`{name}` is unsupported by this server; leave it out. Given: {value!r:.100}"
