@@ -57,7 +57,7 @@ class SamplingParams:
 
     `top_logprobs` most probable tokens and the tokens `logprob_ids` are reported with each token; either switches
     `logprobs` on. `prompt_logprobs_from` asks the same for the prompt's tokens from that position on, where the values
-    are the model's own log-softmax; None asks for none.
+    are the model's own log-softmax; None asks for none. `typical_p` 1 keeps every token.
     """
 
     top_k: int = -1
@@ -82,12 +82,14 @@ class SamplingParams:
     top_logprobs: int = 0
     logprob_ids: list[int] = field(default_factory=list)
     prompt_logprobs_from: int | None = None
+    typical_p: float = 1.0
 
     def __post_init__(self) -> None:
         self._fill_defaults()
         _require(self.top_k >= -1, "top_k", self.top_k, "-1 (all tokens) or at least 1")
         _require(_within(self.top_p, 0.0, 1.0), "top_p", self.top_p, "between 0 and 1")
         _require(_within(self.min_p, 0.0, 1.0), "min_p", self.min_p, "between 0 and 1")
+        _require(0 < self.typical_p <= 1, "typical_p", self.typical_p, "above 0 and at most 1")
         _require(_within(self.temperature, 0.0, 2.0), "temperature", self.temperature, "between 0 and 2")
         thinking = self.thinking_temperature
         _require(thinking is None or _within(thinking, 0.0, 2.0), "thinking_temperature", thinking, "between 0 and 2")
@@ -184,6 +186,7 @@ class SamplingParamsInput:
     top_logprobs: int | None = None
     logprob_ids: list[int] | None = None
     prompt_logprobs_from: int | None = None
+    typical_p: float | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ For each row of logits, in this order, each step only where the row asks for it:
     3. logit_bias         added
     4. greedy             the largest logit, lower id first among equals, ends here (temperature 0, or top_k 1)
     5. temperature        divided out; below 1e-6 it counts as 1e-6
-    6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says
+    6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says;
+                          then typical-p: see `typical.py`
     7. the draw           argmax over the kept tokens of logit + Gumbel noise of (seed, position, token); position is
                           the absolute index that the new token will have in its sequence
 
@@ -21,8 +22,8 @@ tokens that a row wants reported (`reports.py`) have the values of the same dist
 not kept is impossible.
 
 Dialect notes. SGLang applies top-k and top-p jointly when no request of the batch has min_p; here truncation is
-sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI's typical_p and
-watermark are not steps of this module. TGI counts frequency over prompt + output divided by length and applies
+sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI's
+watermark is not a step of this module. TGI counts frequency over prompt + output divided by length and applies
 repetition first; SGLang the reverse: both are kept.
 
 A batch of greedy rows without other wishes is one `max` over the logits in their own dtype. Knows rows and tensors;
@@ -44,6 +45,7 @@ from model_worker import rng
 from model_worker.draw import Choices, choose, only_kept
 from model_worker.penalties import Penalties, SeenTokens
 from model_worker.reports import CHOSEN_ONLY, ReportBuilder, Wanted
+from model_worker.typical import only_typical
 
 LEAST_TEMPERATURE = 1e-6
 
@@ -60,6 +62,7 @@ _ROW = np.dtype(
         ("top_k", np.int32),
         ("top_p", np.float64),
         ("log_min_p", np.float32),
+        ("typical_p", np.float64),
         ("frequency", np.float32),
         ("presence", np.float32),
         ("repetition", np.float32),
@@ -155,8 +158,9 @@ class SamplerRows:
         index = np.flatnonzero(worked)
         copied = _take(logits, index).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         logprobs = np.full(len(rows), np.nan, np.float32)
-        tokens[index], logprobs[index] = self._choose(copied, rows[index], values[index], positions[index])
-        reports = self._report(copied, rows[index], values[index], positions[index], tokens[index])
+        columns = (rows[index], values[index], positions[index])
+        tokens[index], logprobs[index], drawn = self._choose(copied, *columns)
+        reports = self._report(copied, drawn, *columns, tokens[index])
         return _sampled(tokens, logprobs if values["logprobs"].any() else None, reports)
 
     def report_prompt(
@@ -168,21 +172,50 @@ class SamplerRows:
 
     def _choose(
         self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens (-1 for a bad row) and log-probabilities; `logits` are shifted and scaled afterwards."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], torch.Tensor]:
+        """Tokens (-1 for a bad row), log-probabilities, and the logits that were drawn from.
+
+        `logits` are shifted and scaled afterwards; those drawn from are the same but for rows with typical_p, whose
+        other truncations are done there and gone from `values`.
+        """
         self._penalize(logits, rows, values, positions)
         self._hold_back_stops(logits, rows, values, positions)
         self._add_biases(logits, rows, values)
         first, bad = self._scale(logits, values["temperature"])
-        tokens, logprobs = choose(logits, first, _choices(values, positions))
+        typical = np.flatnonzero(values["typical_p"] < 1)
+        drawn = self._typical(logits, first, typical, values, positions) if len(typical) else logits
+        tokens, logprobs = choose(drawn, first, _choices(values, positions))
+        for i in typical[values["logprobs"][typical] == LogprobMode.TEMPERED].tolist():
+            row = logits[i].double()
+            logprobs[i] = float(row[int(tokens[i])] - torch.logsumexp(row, -1))
         for i in np.flatnonzero(values["penalized"]):
             self._seen[int(rows[i])].add(int(tokens[i]))
         tokens[bad] = -1
-        return tokens, logprobs
+        return tokens, logprobs, drawn
+
+    def _typical(
+        self,
+        logits: torch.Tensor,
+        first: torch.Tensor,
+        typical: NDArray[np.intp],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """A copy in which rows `typical` have nothing but what all their truncations keep; `first` follows."""
+        index, drawn = self._on_device(typical), logits.clone()
+        part = values[typical]
+        part["greedy"] = False  # so that top-k 1 counts as what it is
+        kept = only_kept(logits[index], _choices(part, positions[typical]))
+        drawn[index] = only_typical(kept, part["typical_p"])
+        first[index] = drawn[index].max(dim=-1).indices
+        values["top_k"][typical], values["top_p"][typical] = self._vocab_size, 1.0
+        values["log_min_p"][typical] = -np.inf
+        return drawn
 
     def _report(
         self,
         scaled: torch.Tensor,
+        drawn: torch.Tensor,
         rows: NDArray[np.int32],
         values: NDArray[np.void],
         positions: NDArray[np.int64],
@@ -198,7 +231,7 @@ class SamplerRows:
             part = slice(i, i + 1)
             logits = scaled[part]
             if values["logprobs"][i] == LogprobMode.WARPED:
-                logits = only_kept(logits, _choices(values[part], positions[part]))
+                logits = only_kept(drawn[part], _choices(values[part], positions[part]))
             # A bad row has no token; its report is thrown away with it.
             chosen = np.maximum(tokens[part], 0)
             builder.add(int(rows[i]), int(positions[i]), logits, chosen, self._wanted[int(rows[i])])
@@ -277,6 +310,7 @@ class SamplerRows:
             min(params.top_k, self._vocab_size) if cuts and params.top_k > 0 else self._vocab_size,
             params.top_p if cuts else 1.0,
             np.log(params.min_p) if cuts and params.min_p > 0 else -np.inf,
+            params.typical_p if cuts else 1.0,
             params.frequency_penalty,
             params.presence_penalty,
             params.repetition_penalty,

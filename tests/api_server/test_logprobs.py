@@ -222,3 +222,50 @@ def test_reports_survive_a_restart_of_the_scheduler(case: Case, live: LiveServer
     assert [value[1] for value in meta["input_token_logprobs"]] == case.prompt
     assert [value[1] for value in meta["output_token_logprobs"]] == case.answer
     assert [row[0][1] for row in meta["output_top_logprobs"]] == [case.top(token, 1)[0] for token in case.answer]
+
+
+def two_answers(case: Case, live: LiveServer) -> list[list[int]]:
+    """What the double answers in turn; the second one has the higher mean logprob."""
+    answers = [[*(t for t in case.answer[:-1] if logprob_of(t) < -3), case.eos], [64, 128, 65, case.eos]]
+    live.double.answer = lambda _: answers[(len(live.double.submits) - 1) % 2]
+    means = [sum(map(logprob_of, answer)) / len(answer) for answer in answers]
+    assert means[0] < means[1]
+    return answers
+
+
+def test_tgi_best_of(case: Case, live: LiveServer) -> None:
+    answers = two_answers(case, live)
+    parameters = {"best_of": 2, "do_sample": True, "details": True, "top_n_tokens": 1, "decoder_input_details": True}
+    answer = post(live, "/generate", {"inputs": PROMPT, "parameters": parameters})
+    (loser,) = answer["details"].pop("best_of_sequences")
+    assert [token["id"] for token in answer["details"]["tokens"]] == answers[1]
+    assert [token["id"] for token in loser["tokens"]] == answers[0]
+    assert loser.keys() == {"generated_text", *answer["details"]}
+    assert loser["seed"] != answer["details"]["seed"]
+    assert len({submit.context.sampling_params.seed for submit in live.double.submits}) == 2
+    plain = post(live, "/generate", {"inputs": PROMPT, "parameters": {"best_of": 2, "top_p": 0.5}})
+    assert plain == {"generated_text": answer["generated_text"]}
+
+
+def test_openai_best_of(case: Case, live: LiveServer) -> None:
+    answers = two_answers(case, live)
+    told = case.client.completions.create(model="", prompt=["a", "b"], best_of=2, logprobs=1, max_tokens=50)
+    assert [choice.index for choice in told.choices] == [0, 1]
+    for choice in told.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == list(map(logprob_of, answers[1]))
+    assert told.usage is not None
+    assert told.usage.completion_tokens == 2 * sum(map(len, answers))
+    plain = case.client.completions.create(model="", prompt="a", best_of=2, max_tokens=50)
+    assert [choice.text for choice in plain.choices] == [told.choices[0].text]
+    assert plain.choices[0].logprobs is None
+    both = case.client.completions.create(model="", prompt="a", best_of=2, n=2, max_tokens=50)
+    assert len(both.choices) == 2
+    with pytest.raises(openai.BadRequestError, match="best_of"):
+        case.client.completions.create(model="", prompt="a", best_of=2, stream=True)
+
+
+def test_tgi_typical_p_samples(case: Case, live: LiveServer) -> None:
+    post(live, "/generate", {"inputs": PROMPT, "parameters": {"typical_p": 0.4}})
+    sampling = live.double.submits[-1].context.sampling_params
+    assert (sampling.typical_p, sampling.temperature) == (0.4, 1.0)

@@ -5,6 +5,7 @@ Knows the JSON forms; chat and plain completions differ in one object per choice
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -85,9 +86,9 @@ def chat_answer(envelope: Envelope, choices: Sequence[Choice], writer: LogprobWr
 
 
 def completion_answer(
-    envelope: Envelope, choices: Sequence[Choice], echoes: Sequence[Echo], writer: LogprobWriter | None
+    envelope: Envelope, choices: Sequence[Choice], n: int, echoes: Sequence[Echo], writer: LogprobWriter | None
 ) -> dict[str, Any]:
-    """The whole body of a completion; `echoes[i]` precedes the text of choice i."""
+    """The whole body of a completion, with the `n` best choices of each prompt; `echoes[i]` precedes choice i."""
 
     def logprobs(choice: Choice) -> dict[str, Any] | None:
         if writer is None:
@@ -98,11 +99,21 @@ def completion_answer(
 
     rendered = [
         _completion_choice(
-            choice.index, echoes[choice.index].text + choice.text, finish_reason(choice.finish), logprobs(choice)
+            index, echoes[choice.index].text + choice.text, finish_reason(choice.finish), logprobs(choice)
         )
-        for choice in choices
+        for index, choice in enumerate(_best(choices, n))
     ]
     return envelope.around("text_completion", rendered, usage=usage(choices))
+
+
+def _best(choices: Sequence[Choice], n: int) -> list[Choice]:
+    """The `n` most likely choices of each prompt, by mean logprob; all, as they are, when there are no more."""
+    found = []
+    for _, group in itertools.groupby(choices, key=lambda choice: choice.request_index):
+        drawn = list(group)
+        best = sorted(drawn, key=lambda choice: choice.mean_logprob, reverse=True)
+        found += best[:n] if len(drawn) > n else drawn
+    return found
 
 
 def chat_frames(

@@ -125,12 +125,24 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
 def completion_requests(call: Call, given: CompletionBody) -> list[TextGenerationRequest]:
     """One internal request for each prompt."""
     common = _common(call, given, given.max_tokens, given.logprobs)
+    if given.best_of is not None:
+        _check_best_of(given.best_of, given)
+        common["n"] = given.best_of
+        if given.logprobs is None:
+            common["sampling"] = replace(common["sampling"], logprobs=LogprobMode.TEMPERED)
     if given.echo and given.logprobs is not None:
         common["sampling"] = replace(common["sampling"], prompt_logprobs_from=0)
     return [
         TextGenerationRequest(**common, prompt=prompt, default_max_new_tokens=COMPLETION_MAX_TOKENS)
         for prompt in _prompts(given.prompt)
     ]
+
+
+def _check_best_of(best_of: int, given: CompletionBody) -> None:
+    if best_of < (given.n or 1):
+        raise invalid(f"best_of must be at least n, which is {given.n}, got {best_of}", "best_of")
+    if given.stream and best_of > (given.n or 1):
+        raise invalid("best_of above n cannot be streamed: the best answer is known at the end", "best_of")
 
 
 def _prompts(prompt: Any) -> list[Any]:
@@ -205,8 +217,8 @@ def _check(raw: Mapping[str, Any], model: type[TextBody]) -> None:
     if response_format is not None and response_format != {"type": "text"}:
         raise unsupported("response_format", "output in a prescribed form")
     best_of = raw.get("best_of")
-    if best_of is not None and best_of != (raw.get("n") or 1):
-        raise unsupported("best_of", "choosing the best of several answers")
+    if best_of is not None and best_of != (raw.get("n") or 1) and "best_of" not in model.model_fields:
+        raise unsupported("best_of", "choosing the best of several answers to a chat")
     if raw.get("echo") and "echo" not in model.model_fields:
         raise unsupported("echo", "repeating the prompt of a chat")
 

@@ -81,7 +81,7 @@ async def completions(call: Call) -> Response:
     if body.stream:
         frames = rendering.completion_frames(envelope, generation, body.stream_options, echoes, writer)
         return EventStream(frames, generation.close, error_frame)
-    return _json(rendering.completion_answer(envelope, await generation.collect(), echoes, writer))
+    return _json(rendering.completion_answer(envelope, await generation.collect(), body.n or 1, echoes, writer))
 
 
 async def list_models(call: Call) -> Response:

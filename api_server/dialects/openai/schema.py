@@ -103,6 +103,13 @@ class CompletionBody(TextBody):
         None, ge=0, le=MOST_LOGPROBS, description="Report each token's log probability and so many most likely tokens"
     )
 
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=128,
+        description="Draw so many answers per prompt, return the `n` most likely; not streamed",
+    )
+
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from api_server.dialects.tgi.generate import is_sampled
@@ -18,12 +18,20 @@ _REASONS = {"stop_token": "eos_token", "stop_string": "stop_sequence", "length":
 _INCOMPLETE = {"error": "Incomplete generation", "error_type": "incomplete_generation"}
 
 
-async def answer(body: GenerateRequest, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The JSON object; `details` is left out unless asked for."""
+async def answer(body: GenerateRequest, choices: Sequence[Choice], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The JSON object, of the best choice first; `details` is left out unless asked for."""
+    choice, *others = choices
     text = _with_prompt(body, choice.text)
     if not body.effective.wants_details:
         return {"generated_text": text}
     details = _summary(body, choice) | await _tokens(body, choice, tokenizer)
+    if others:
+        details["best_of_sequences"] = [
+            {"generated_text": _with_prompt(body, other.text)}
+            | _summary(body, other)
+            | await _tokens(body, other, tokenizer)
+            for other in others
+        ]
     return {"generated_text": text, "details": details}
 
 

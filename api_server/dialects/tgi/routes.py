@@ -19,7 +19,7 @@ from api_server.dialects.tgi.schema import (
     StreamResponse,
     TokenizeRequest,
 )
-from api_server.dialects.tgi.validation import MAX_BEST_OF, MAX_STOP_SEQUENCES
+from api_server.dialects.tgi.validation import MAX_STOP_SEQUENCES
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation import generate
@@ -113,7 +113,7 @@ async def info(call: Call) -> Response:
         model_sha=None,
         model_pipeline_tag="text-generation",
         max_concurrent_requests=settings.max_running + settings.max_queued,
-        max_best_of=MAX_BEST_OF,
+        max_best_of=settings.max_best_of,
         max_stop_sequences=MAX_STOP_SEQUENCES,
         max_input_tokens=total - 1,
         max_total_tokens=total,
@@ -130,12 +130,12 @@ async def info(call: Call) -> Response:
 async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response:
     check(body, call, streaming=False)
     generation = await generate(call.server, internal_request(body, call, streaming=False))
-    (choice,) = await generation.collect()
-    if not is_complete(choice):
+    choices = sorted(await generation.collect(), key=lambda choice: choice.mean_logprob, reverse=True)
+    if not all(map(is_complete, choices)):
         raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation")
-    content = await answer(body, choice, call.server.tokenizer)
+    content = await answer(body, choices, call.server.tokenizer)
     encoded = orjson.dumps([content] if listed else content)
-    return Response(encoded, headers=headers(call, body, choice), media_type="application/json")
+    return Response(encoded, headers=headers(call, body, choices[0]), media_type="application/json")
 
 
 async def _stream(body: GenerateRequest, call: Call) -> Response:

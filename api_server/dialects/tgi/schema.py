@@ -111,9 +111,19 @@ class Details(BaseModel):
     )
 
 
+class BestOfSequence(Details):
+    generated_text: str
+
+
+class DetailsOfAll(Details):
+    best_of_sequences: list[BestOfSequence] | None = Field(
+        None, description="The answers that were less likely, when `best_of` is above 1"
+    )
+
+
 class GenerateResponse(BaseModel):
     generated_text: str
-    details: Details | None = Field(None, description="Only when the request asks for it")
+    details: DetailsOfAll | None = Field(None, description="Only when the request asks for it")
 
 
 class StreamDetails(BaseModel):
