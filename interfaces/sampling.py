@@ -58,6 +58,7 @@ class SamplingParams:
     `top_logprobs` most probable tokens and the tokens `logprob_ids` are reported with each token; either switches
     `logprobs` on. `prompt_logprobs_from` asks the same for the prompt's tokens from that position on, where the values
     are the model's own log-softmax; None asks for none. `typical_p` 1 keeps every token.
+    `watermark` marks the text so that a test can tell it (Kirchenbauer et al.).
     """
 
     top_k: int = -1
@@ -83,6 +84,7 @@ class SamplingParams:
     logprob_ids: list[int] = field(default_factory=list)
     prompt_logprobs_from: int | None = None
     typical_p: float = 1.0
+    watermark: bool = False
 
     def __post_init__(self) -> None:
         self._fill_defaults()
@@ -187,6 +189,7 @@ class SamplingParamsInput:
     logprob_ids: list[int] | None = None
     prompt_logprobs_from: int | None = None
     typical_p: float | None = None
+    watermark: bool | None = None
 
 
 @dataclass(frozen=True)

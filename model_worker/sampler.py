@@ -2,6 +2,7 @@
 
 For each row of logits, in this order, each step only where the row asks for it:
 
+    0. watermark          added to the green tokens: see `watermark.py`
     1. penalties          on tokens of the output, or of prompt + output (`penalize_prompt`): see `penalties.py`
     2. min_new_tokens     stop ids get -inf until so many tokens are emitted
     3. logit_bias         added
@@ -22,9 +23,8 @@ tokens that a row wants reported (`reports.py`) have the values of the same dist
 not kept is impossible.
 
 Dialect notes. SGLang applies top-k and top-p jointly when no request of the batch has min_p; here truncation is
-sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI's
-watermark is not a step of this module. TGI counts frequency over prompt + output divided by length and applies
-repetition first; SGLang the reverse: both are kept.
+sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI counts frequency
+over prompt + output divided by length and applies repetition first; SGLang the reverse: both are kept.
 
 A batch of greedy rows without other wishes is one `max` over the logits in their own dtype. Knows rows and tensors;
 it does not know requests, blocks or sockets.
@@ -46,6 +46,7 @@ from model_worker.draw import Choices, choose, only_kept
 from model_worker.penalties import Penalties, SeenTokens
 from model_worker.reports import CHOSEN_ONLY, ReportBuilder, Wanted
 from model_worker.typical import only_typical
+from model_worker.watermark import favour_green
 
 LEAST_TEMPERATURE = 1e-6
 
@@ -101,6 +102,8 @@ class SamplerRows:
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
         self._wanted: dict[int, Wanted] = {}
+        self._last: dict[int, int] = {}
+        """Of rows with a watermark: the last token."""
 
     def warm_up(self) -> None:
         """Compiles, or loads from the cache, what the first sampled token would otherwise wait for."""
@@ -126,6 +129,8 @@ class SamplerRows:
         self._table[row] = self._values(params, len(prompt))
         if params.reports:
             self._wanted[row] = wanted
+        if params.watermark:
+            self._last[row] = int((emitted if len(emitted) else prompt)[-1])
         if params.logit_bias:
             self._biases[row] = bias
         if params.min_new_tokens:
@@ -137,7 +142,7 @@ class SamplerRows:
     def drop(self, row: int) -> None:
         """Frees `row`; a row that is free already (its join was refused) stays so."""
         self._check_rows(np.array([row]))
-        for values in (self._seen, self._biases, self._stop_ids, self._wanted):
+        for values in (self._seen, self._biases, self._stop_ids, self._wanted, self._last):
             values.pop(row, None)
         self._table[row] = np.zeros((), _ROW)
 
@@ -178,6 +183,9 @@ class SamplerRows:
         `logits` are shifted and scaled afterwards; those drawn from are the same but for rows with typical_p, whose
         other truncations are done there and gone from `values`.
         """
+        marked = [i for i, row in enumerate(rows.tolist()) if row in self._last] if self._last else []
+        for i in marked:
+            favour_green(logits[i], self._last[int(rows[i])])
         self._penalize(logits, rows, values, positions)
         self._hold_back_stops(logits, rows, values, positions)
         self._add_biases(logits, rows, values)
@@ -188,8 +196,10 @@ class SamplerRows:
         for i in typical[values["logprobs"][typical] == LogprobMode.TEMPERED].tolist():
             row = logits[i].double()
             logprobs[i] = float(row[int(tokens[i])] - torch.logsumexp(row, -1))
-        for i in np.flatnonzero(values["penalized"]):
+        for i in np.flatnonzero(values["penalized"]).tolist():
             self._seen[int(rows[i])].add(int(tokens[i]))
+        for i in marked:
+            self._last[int(rows[i])] = int(tokens[i])
         tokens[bad] = -1
         return tokens, logprobs, drawn
 
@@ -297,7 +307,8 @@ class SamplerRows:
 
     def _values(self, params: SamplingParams, prompt_length: int) -> tuple[object, ...]:
         cuts = params.temperature > 0
-        worked = not params.greedy or params.needs_penalties or params.logit_bias or params.logprobs
+        biased = params.needs_penalties or params.logit_bias or params.watermark
+        worked = not params.greedy or biased or params.logprobs
         return (
             True,
             params.greedy,

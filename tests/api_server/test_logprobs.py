@@ -265,7 +265,7 @@ def test_openai_best_of(case: Case, live: LiveServer) -> None:
         case.client.completions.create(model="", prompt="a", best_of=2, stream=True)
 
 
-def test_tgi_typical_p_samples(case: Case, live: LiveServer) -> None:
-    post(live, "/generate", {"inputs": PROMPT, "parameters": {"typical_p": 0.4}})
+def test_tgi_typical_p_samples_and_watermark_is_passed_on(case: Case, live: LiveServer) -> None:
+    post(live, "/generate", {"inputs": PROMPT, "parameters": {"typical_p": 0.4, "watermark": True}})
     sampling = live.double.submits[-1].context.sampling_params
-    assert (sampling.typical_p, sampling.temperature) == (0.4, 1.0)
+    assert (sampling.typical_p, sampling.temperature, sampling.watermark) == (0.4, 1.0, True)

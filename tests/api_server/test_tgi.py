@@ -238,7 +238,6 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"best_of": 3, "temperature": -1}, "`best_of` must be"),
     ({"temperature": 2.5}, "temperature"),
     ({"stop": [""]}, "`stop`"),
-    ({"watermark": True}, "`watermark` is unsupported"),
     ({"grammar": {"type": "regex", "value": "a+"}}, "`grammar` is unsupported"),
     ({"adapter_id": "a"}, "`adapter_id` is unsupported"),
 ]

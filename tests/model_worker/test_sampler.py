@@ -201,6 +201,7 @@ def test_torch_form_in_chunks_equals_the_cpu_kernel(monkeypatch: pytest.MonkeyPa
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "logprobs": LogprobMode.TEMPERED},
+    {"watermark": True, "typical_p": 0.8},
     {"top_p": 0.9, "logprobs": LogprobMode.WARPED},
     {"top_k": 40, "frequency_penalty": 0.7},
     {"temperature": 0.0, "repetition_penalty": 1.3, "penalize_prompt": True},

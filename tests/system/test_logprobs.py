@@ -77,7 +77,8 @@ def test_all_reports_equal_transformers(arch: str, tmp_path: Path) -> None:
     rng = random.Random(seed)
     loaded = load(tiny_model(arch, tmp_path, seed=1))
     requests = random_requests(rng)
-    shape = Shape(max_batch_tokens=rng.choice([7, 16, 32]), workers=rng.choice([1, 2]), overlap=rng.random() < 0.5)
+    workers, budget = rng.choice([1, 2]), rng.choice([7, 16, 32])
+    shape = Shape(max_batch_tokens=budget, workers=workers, num_blocks=40 // workers, overlap=rng.random() < 0.5)
     server = InProcessServer(loaded, shape)
     for _ in range(2):  # the second time, prefixes are cached
         handles = [server.submit(prompt, params) for prompt, params in requests]

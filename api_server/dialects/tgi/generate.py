@@ -72,6 +72,7 @@ def _sampling(parameters: GenerateParameters, logprobs: bool) -> SamplingParamsI
         top_k=parameters.top_k,
         top_p=parameters.top_p,
         typical_p=parameters.typical_p,
+        watermark=parameters.watermark,
         frequency_penalty=parameters.frequency_penalty,
         repetition_penalty=parameters.repetition_penalty,
         penalize_prompt=True,

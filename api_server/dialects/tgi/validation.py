@@ -101,7 +101,7 @@ def _lists(parameters: GenerateParameters) -> Iterator[str]:
 
 
 def _unsupported(parameters: GenerateParameters) -> Iterator[str]:
-    for name in ("watermark", "grammar", "adapter_id"):
+    for name in ("grammar", "adapter_id"):
         value = getattr(parameters, name)
         if value is not None and value is not False and value != 0:
             yield f"`{name}` is unsupported by this server; leave it out. Given: {value!r:.100}"
