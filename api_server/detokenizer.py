@@ -40,11 +40,27 @@ class Vocabulary:
         self.special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
+        self._pieces: dict[int, str] = {}
 
     def detokenizer(self, context: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         if self._byte_level:
             return _ByteLevel(self, skip_special_tokens)
         return _Windowed(self, context, skip_special_tokens)
+
+    def piece(self, token: int) -> str:
+        """A token as it reads inside a text; bytes that are no whole character, as replacement characters."""
+        if self._byte_level:
+            return self.bytes_of(token).decode("utf-8", "replace")
+        found = self._pieces.get(token)
+        if found is None:
+            # After itself: alone, it may lose its leading space.
+            window = _Windowed(self, [token], False)
+            found = self._pieces[token] = window.add(token) or window.flush()
+        return found
+
+    def raw(self, token: int) -> bytes:
+        """The bytes a token stands for, as far as the vocabulary tells."""
+        return self.bytes_of(token) if self._byte_level else self.piece(token).encode()
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes a byte-level token stands for; of an id the vocabulary does not have, none."""

@@ -21,6 +21,7 @@ import zmq
 
 from interfaces.codec import WireError, decode, encode
 from interfaces.log_probabilities import LogProbabilities
+from interfaces.logprob_reports import LogprobReports
 from interfaces.messages import Cancel, Finish, Goodbye, Hello, Order, OrderAnswer, Results, Status, Submit
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, RequestError, SchedulerResult
@@ -85,7 +86,7 @@ class Inbox:
 class Submission:
     """One request in the scheduler's hands, from `EngineClient.submit` to its last result or `cancel`."""
 
-    __slots__ = ("_announced", "_error", "_wants_logprobs", "context", "handle", "inbox", "queued")
+    __slots__ = ("_announced", "_error", "_reports", "_wants_logprobs", "context", "handle", "inbox", "queued")
 
     def __init__(self, handle: int, context: TextContext, inbox: Inbox) -> None:
         self.handle = handle
@@ -95,15 +96,25 @@ class Submission:
         self.queued: float | None = None
         """Seconds that it waited in the scheduler; None while it waits, or if it never ran."""
         self._wants_logprobs = context.log_probabilities > 0
+        self._reports: dict[int, LogProbabilities] = {}
         self._announced = False
         self._error: RequestError | None = None
 
     def add(self, token: int, logprob: float | None) -> None:
         """A token has arrived (-1: none, other news)."""
         if token >= 0:
-            wanted = None if logprob is None or not self._wants_logprobs else LogProbabilities([logprob], [{}])
-            self.context.receive_token(token, wanted)
+            report = self._reports.pop(len(self.context.tokens), None) if self._reports else None
+            if report is None and logprob is not None and self._wants_logprobs:
+                report = LogProbabilities([logprob], [{}])
+            self.context.receive_token(token, report)
         self.announce()
+
+    def report(self, position: int, report: LogProbabilities) -> None:
+        """Log-probabilities of a token of the prompt, or of a generated one, which follows."""
+        if position < self.context.prompt_length:
+            self.context.receive_prompt_report(position, report)
+        else:
+            self._reports[position] = report
 
     def announce(self) -> None:
         """Wakes the reader, unless it has news to read already."""
@@ -359,9 +370,22 @@ class EngineClient:
                 del self._open[orphan.handle]
                 orphan.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
 
+    def _take_reports(self, reports: LogprobReports) -> bool:
+        """False when they make no sense, and with them the whole message."""
+        if not reports.consistent:
+            log.error("dropped results whose reports do not fit together")
+            return False
+        for handle, position, report in reports.entries():
+            submission = self._open.get(handle)
+            if submission is not None:
+                submission.report(position, report)
+        return True
+
     def _fan_out(self, results: Results) -> None:
         if not len(results.handles) == len(results.tokens) == len(results.finished):
             log.error("dropped results whose columns have different lengths")
+            return
+        if results.reports is not None and not self._take_reports(results.reports):
             return
         logprobs = results.logprobs.tolist() if results.logprobs is not None else [None] * len(results.handles)
         columns = zip(

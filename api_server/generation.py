@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
@@ -33,6 +33,7 @@ from api_server.errors import ErrorKind, RequestFailed, from_scheduler
 from api_server.preparation import Prepared
 from api_server.state import ServerState
 from api_server.stop_strings import StopStrings
+from interfaces.log_probabilities import LogProbabilities
 from interfaces.outputs import TextGenerationOutput
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SamplingParams
@@ -62,13 +63,16 @@ def complete(finish: Finish | None) -> Finish:
 class TokenDelta:
     """One generated token. `text` is what this token added to the text, special tokens included.
 
-    `logprob` is None unless `sampling.logprobs` asked for it.
+    `logprob` is None unless `sampling.logprobs` asked for it. `top` maps the most probable tokens to their logprobs,
+    most probable first, and `asked` those that the request named.
     """
 
     id: int
     text: str
     logprob: float | None
     special: bool
+    top: Mapping[int, float]
+    asked: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,8 @@ class Choice:
     prompt_text: str | None
     """The prompt as text (after the chat template, before truncation); None when it came as token ids."""
     context: TextContext
+    only_scores: bool = False
+    """Nothing is generated: the log-probabilities of the prompt are what is wanted."""
 
     completion_tokens: int = 0
     """Generated so far, with the stop token, up to the token that completed a stop string; more may have arrived."""
@@ -132,6 +138,26 @@ class Choice:
         """The `completion_tokens` generated ones."""
         ids: list[int] = self.context.tokens.generated[: self.completion_tokens].tolist()
         return ids
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that could be generated."""
+        return 0 if self.only_scores else self.sampling.max_new_tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        """By which the best of several answers is chosen."""
+        return self.logprob_sum / max(1, self.completion_tokens)
+
+    @property
+    def prompt_logprobs(self) -> LogProbabilities:
+        """Of the prompt's tokens from `first_prompt_logprob` on; complete with the first delta."""
+        return self.context.progress.prompt_log_probabilities
+
+    @property
+    def first_prompt_logprob(self) -> int:
+        """Index of the first token of the prompt that has one: nothing comes before token 0."""
+        return max(1, self.sampling.prompt_logprobs_from or 0)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -215,7 +241,7 @@ class Generation:
 
     def _start(self, item: Prepared, request_index: int, k: int) -> None:
         context = item.context(k)
-        choice = Choice(len(self.choices), item.request, request_index, item.prompt.text, context)
+        choice = Choice(len(self.choices), item.request, request_index, item.prompt.text, context, item.only_scores)
         choice.submitted = time.monotonic()
         self.choices.append(choice)
         for observer in self._server.observers:
@@ -239,7 +265,7 @@ class Generation:
             if news.result is None:
                 continue
             answer.choice.queued = submission.queued
-            self._note_times(answer.choice, len(news.result.tokens))
+            self._note_times(answer.choice, 0 if answer.choice.only_scores else len(news.result.tokens))
             delta = answer.absorb(news.result)
             if delta.finish is not None:
                 del self._running[submission]
@@ -279,6 +305,11 @@ class _Answer:
 
     def absorb(self, output: TextGenerationOutput) -> TextDelta:
         choice = self.choice
+        if choice.only_scores:
+            ended = output.final_status is not GenerationStatus.ACTIVE
+            cancelled = output.final_status is GenerationStatus.CANCELLED
+            choice.cached_tokens = output.num_cached_tokens or choice.cached_tokens
+            return TextDelta(choice.index, "", 0, [], Finish("cancelled" if cancelled else "length") if ended else None)
         before = choice.completion_tokens
         pieces: list[str] = []
         last = len(output.tokens) - 1
@@ -286,11 +317,11 @@ class _Answer:
         logprobs = output.log_probabilities
         for i, token in enumerate(output.tokens):
             choice.completion_tokens += 1
-            logprob = logprobs[i].token_log_probabilities[0] if logprobs and i < len(logprobs) else None
-            if logprob is not None:
-                choice.logprob_sum += logprob
+            report = logprobs[i] if logprobs and i < len(logprobs) else None
+            if report is not None:
+                choice.logprob_sum += report.token_log_probabilities[0]
             if self._details is not None:
-                self._detail(self._details.add(token), token, logprob)
+                choice.tokens.append(self._detail(self._details.add(token), token, report))
             hidden = at_stop_token and i == last and not choice.request.keep_stop
             pieces.append("" if hidden else self._cut(self._text.add(token)))
             if self._stops.matched is not None:
@@ -305,8 +336,19 @@ class _Answer:
         # As with EOS and stop ids, stop strings count only after the minimum length.
         return piece if self.choice.completion_tokens <= self._min_tokens else self._stops.add(piece)
 
-    def _detail(self, text: str, token: int, logprob: float | None) -> None:
-        self.choice.tokens.append(TokenDelta(token, text, logprob, self._is_special(token)))
+    def _detail(self, text: str, token: int, report: LogProbabilities | None) -> TokenDelta:
+        special = self._is_special(token)
+        if report is None:
+            return TokenDelta(token, text, None, special, {}, {})
+        asked = report.asked_log_probabilities
+        return TokenDelta(
+            token,
+            text,
+            report.token_log_probabilities[0],
+            special,
+            report.top_log_probabilities[0],
+            asked[0] if asked else {},
+        )
 
     def _end(self, status: GenerationStatus, pieces: list[str]) -> Finish | None:
         if self._stops.matched is None and status.is_done:

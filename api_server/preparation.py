@@ -27,12 +27,19 @@ class Prepared:
     prompt: Prompt
     sampling: SamplingParams
 
+    @property
+    def only_scores(self) -> bool:
+        """Whether nothing is to be generated, and log-probabilities of the prompt are wanted all the same."""
+        return self.sampling.max_new_tokens == 0 and self.sampling.prompt_logprobs_from is not None
+
     def context(self, k: int) -> TextContext:
         """Of the k-th answer. Everybody who holds this answer, here and in the scheduler, holds such a context."""
-        form = self.request.response_format
+        form, sampling = self.request.response_format, self.sampling
+        # The model runs over a prompt only to continue it: the one token is dropped when it comes.
+        length = 1 if self.only_scores else sampling.max_new_tokens
         return TextContext.from_prompt(
             self.prompt.tokens,
-            replace(self.sampling, seed=seed_of(self.sampling.seed, k)),
+            replace(sampling, seed=seed_of(sampling.seed, k), max_new_tokens=length),
             request_id=self.request.request_id,
             model_name=self.request.model_name,
             cache_salt=self.request.cache_salt,
@@ -75,6 +82,13 @@ async def prepare_one(
         raise invalid(
             f"the prompt contains token id {prompt.tokens.max()}; this model knows 0 to {vocab_size - 1}", "prompt"
         )
+    start = sampling.prompt_logprobs_from or 0
+    if start > len(prompt.tokens):
+        raise invalid(
+            f"the start of the log probabilities, {start}, is higher than the number of input tokens "
+            f"({len(prompt.tokens)})",
+            "prompt_logprobs_from",
+        )
     length = _new_tokens(request, sampling, len(prompt.tokens), max_model_len)
     return Prepared(request, prompt, _within_reach(sampling, length, tokenizer.vocab_size))
 
@@ -85,6 +99,7 @@ def _sampling(tokenizer: Tokenizer, request: TextGenerationRequest) -> SamplingP
         return _final(request, tokenizer)
     tokenizer.check_ids(given.stop_token_ids or [], "stop_token_ids")
     tokenizer.check_ids(list(given.logit_bias or ()), "logit_bias")
+    tokenizer.check_ids(given.logprob_ids or [], "logprob_ids")
     defaults = tokenizer.defaults
     if not request.model_defaults:
         defaults = SamplingParamsGenerationConfigDefaults(eos_token_id=tokenizer.eos_token_ids)
@@ -115,7 +130,7 @@ def _new_tokens(request: TextGenerationRequest, sampling: SamplingParams, prompt
     if limit is None:
         return wanted
     room = limit - prompt
-    if room < (0 if wanted == 0 else 1):
+    if room < (0 if wanted == 0 and sampling.prompt_logprobs_from is None else 1):
         length = {} if asked is None else {"max_new_tokens": asked}
         raise _too_long(f"the prompt has {prompt} tokens", {"prompt_tokens": prompt, "limit": limit} | length, "prompt")
     if asked is not None and asked > room and not request.clamp_max_new_tokens:

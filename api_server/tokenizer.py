@@ -116,6 +116,18 @@ class Tokenizer:
         """A token alone, as text."""
         return str(self._backend.decode([token], skip_special_tokens=False))
 
+    def piece(self, token: int) -> str:
+        """A token as it reads inside a text: the same wherever it stands."""
+        return self._vocabulary.piece(token)
+
+    def raw(self, token: int) -> bytes:
+        """The bytes of a token."""
+        return self._vocabulary.raw(token)
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """What each token adds to the text of all of them, special ones included."""
+        return await self._in_thread(lambda: list(map(self.detokenizer([], False).add, tokens)))
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 

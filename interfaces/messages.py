@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from interfaces.codec import F32, I8, I32, I32x3, message
+from interfaces.logprob_reports import LogprobReports
 from interfaces.results import RequestError
 from interfaces.sampling import SamplingParams
 from interfaces.text_context import TextContext
@@ -87,7 +88,7 @@ class Results:
     a handle to its prompt tokens served from the prefix cache, in the entry with its first token. `errors` has a
     reason for each FAILED handle. `incarnation` names the scheduler process that speaks. `queued` maps a handle to the
     microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
-    request that was placed and got none.
+    request that was placed and got none. `reports` come with or before the tokens they are of.
     """
 
     incarnation: int
@@ -98,6 +99,7 @@ class Results:
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
+    reports: LogprobReports | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,7 @@ class Join:
 
     `tokens` are all known tokens, prompt first; those from `prompt_len` on were emitted before (a replay or a
     preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
-    `Step.new_blocks`.
+    `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on; None: no more.
     """
 
     row: int
@@ -211,6 +213,7 @@ class Join:
     prompt_len: int
     start: int
     sampling: SamplingParams
+    report_from: int | None = None
 
 
 @message(17)
@@ -252,6 +255,7 @@ class StepResult:
     logprobs: F32 | None
     errors: dict[int, str]
     device_us: int
+    reports: LogprobReports | None = None
 
 
 Message = Hello | Submit | Cancel | Goodbye | Order | Results | Status | OrderAnswer | WorkerHello | Step | StepResult

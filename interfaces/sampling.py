@@ -35,6 +35,12 @@ class LogprobMode:
     WARPED = 2
 
 
+MOST_TOP_LOGPROBS = 64
+"""Most probable tokens that one position may report."""
+MOST_LOGPROB_IDS = 1024
+"""Token ids whose log-probabilities one request may ask for at every position."""
+
+
 def _random_seed() -> int:
     return secrets.randbits(32)
 
@@ -48,6 +54,11 @@ class SamplingParams:
     scope of the penalties from the output to prompt + output (TGI). `max_new_tokens` None is the model's limit. `stop`
     are texts, `stop_token_ids` include the EOS ids that apply. `detokenize` False leaves the answer as ids.
     `logits_processors` never cross a process boundary.
+
+    `top_logprobs` most probable tokens and the tokens `logprob_ids` are reported with each token; either switches
+    `logprobs` on. `prompt_logprobs_from` asks the same for the prompt's tokens from that position on, where the values
+    are the model's own log-softmax; None asks for none. `typical_p` 1 keeps every token.
+    `watermark` marks the text so that a test can tell it (Kirchenbauer et al.).
     """
 
     top_k: int = -1
@@ -69,12 +80,18 @@ class SamplingParams:
     thinking_temperature: float | None = None
     detokenize: bool = True
     logits_processors: Annotated[Sequence[LogitsProcessor] | None, InProcess()] = None
+    top_logprobs: int = 0
+    logprob_ids: list[int] = field(default_factory=list)
+    prompt_logprobs_from: int | None = None
+    typical_p: float = 1.0
+    watermark: bool = False
 
     def __post_init__(self) -> None:
         self._fill_defaults()
         _require(self.top_k >= -1, "top_k", self.top_k, "-1 (all tokens) or at least 1")
         _require(_within(self.top_p, 0.0, 1.0), "top_p", self.top_p, "between 0 and 1")
         _require(_within(self.min_p, 0.0, 1.0), "min_p", self.min_p, "between 0 and 1")
+        _require(0 < self.typical_p <= 1, "typical_p", self.typical_p, "above 0 and at most 1")
         _require(_within(self.temperature, 0.0, 2.0), "temperature", self.temperature, "between 0 and 2")
         thinking = self.thinking_temperature
         _require(thinking is None or _within(thinking, 0.0, 2.0), "thinking_temperature", thinking, "between 0 and 2")
@@ -92,8 +109,22 @@ class SamplingParams:
         _require(_is_count(self.min_new_tokens), "min_new_tokens", self.min_new_tokens, "a whole number of at least 0")
         _require(0 <= self.seed < SEED_LIMIT, "seed", self.seed, "between 0 and 2**64 - 1")
         _require(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", self.logit_bias, "finite numbers")
+        self._check_reports()
         if self.temperature == 0:
             self.top_k = 1
+
+    def _check_reports(self) -> None:
+        top, start, count = self.top_logprobs, self.prompt_logprobs_from, len(self.logprob_ids)
+        _require(
+            _is_count(top) and top <= MOST_TOP_LOGPROBS,
+            "top_logprobs",
+            top,
+            f"a whole number, 0 to {MOST_TOP_LOGPROBS}",
+        )
+        _require(count <= MOST_LOGPROB_IDS, "logprob_ids", f"{count} ids", f"at most {MOST_LOGPROB_IDS} token ids")
+        _require(start is None or _is_count(start), "prompt_logprobs_from", start, "a whole number of at least 0")
+        if (top or self.logprob_ids) and self.logprobs == LogprobMode.NONE:
+            self.logprobs = LogprobMode.TEMPERED
 
     def _fill_defaults(self) -> None:
         # Callers that pass on an optional field of theirs give None.
@@ -119,6 +150,11 @@ class SamplingParams:
     @property
     def needs_penalties(self) -> bool:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def reports(self) -> bool:
+        """Whether more than the chosen tokens' log-probabilities is asked for."""
+        return bool(self.top_logprobs or self.logprob_ids or self.prompt_logprobs_from is not None)
 
     def log_sampling_info(self) -> None:
         """Logs every value at INFO."""
@@ -149,6 +185,11 @@ class SamplingParamsInput:
     thinking_temperature: float | None = None
     detokenize: bool | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+    top_logprobs: int | None = None
+    logprob_ids: list[int] | None = None
+    prompt_logprobs_from: int | None = None
+    typical_p: float | None = None
+    watermark: bool | None = None
 
 
 @dataclass(frozen=True)

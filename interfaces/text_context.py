@@ -46,11 +46,13 @@ class Progress:
     """Facts about generation so far that the tokens alone do not tell.
 
     `absorbed` counts generated tokens that resets have made part of the prompt. `log_probabilities` maps positions to
-    those not delivered yet.
+    those not delivered yet. `prompt_log_probabilities` are those of the prompt's tokens that have arrived, from the
+    first reported position on.
     """
 
     absorbed: int = 0
     log_probabilities: dict[int, LogProbabilities] = field(default_factory=dict)
+    prompt_log_probabilities: LogProbabilities = field(default_factory=lambda: LogProbabilities([], []))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -121,6 +123,18 @@ class TextContext(IndexFace, EqualByValue):
         return self.tokens.prompt_length - self.progress.absorbed
 
     @property
+    def next_prompt_report(self) -> int:
+        """The first position of the prompt whose log-probabilities are still to come; its length when none are.
+
+        Nothing comes before position 0, so it has none.
+        """
+        start = self.sampling_params.prompt_logprobs_from
+        if start is None:
+            return self.prompt_length
+        known = len(self.progress.prompt_log_probabilities.token_log_probabilities)
+        return min(max(start, 1) + known, self.prompt_length)
+
+    @property
     def is_done(self) -> bool:
         return self.status.is_done
 
@@ -169,6 +183,15 @@ class TextContext(IndexFace, EqualByValue):
         """A token that was sampled and judged elsewhere follows; who judged it also says when the text has ended."""
         self.tokens.advance_with_token(token)
         self._store(log_probabilities)
+
+    def receive_prompt_report(self, position: int, report: LogProbabilities) -> None:
+        """Log-probabilities of the prompt's token at `position`; one that is known already is ignored."""
+        if position != self.next_prompt_report:
+            return
+        known = self.progress.prompt_log_probabilities
+        known.token_log_probabilities += report.token_log_probabilities
+        known.top_log_probabilities += report.top_log_probabilities
+        known.asked_log_probabilities += report.asked_log_probabilities
 
     def append_forced_token(self, token: int) -> None:
         """A token that the grammar leaves no choice about: it follows without having been sampled."""

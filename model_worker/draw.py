@@ -64,6 +64,14 @@ def choose(
     return choose_torch(scaled, first, choices)
 
 
+def only_kept(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
+    """A copy with -inf for all tokens that are not kept; every row must ask for WARPED, or not be greedy."""
+    rows, tokens = _kept(scaled, _edge(scaled, choices))
+    masked = torch.full_like(scaled, -torch.inf)
+    masked[rows, tokens] = scaled[rows, tokens]
+    return masked
+
+
 def choose_torch(
     scaled: torch.Tensor, first: torch.Tensor, choices: Choices
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

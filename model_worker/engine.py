@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from interfaces import Step, StepResult
+from interfaces.logprob_reports import LogprobReports
 from model_worker.batch import ForwardBatch
+from model_worker.reports import ReportBuilder
 from model_worker.rows import PackedStep, WorkerRows
 from model_worker.sampler import Sampled, SamplerRows
 
@@ -51,8 +54,10 @@ class Engine:
         packed = self._rows.pack(step)
         logits = self._forward(self._batch(packed))
         sampled = self._sample(packed, logits)
+        reports = self._reports(packed, logits, sampled)
         self._rows.computed_step(packed, sampled.tokens)
-        return self._result(step, packed, sampled, errors, (time.perf_counter_ns() - started) // 1000)
+        result = self._result(step, packed, sampled, errors, (time.perf_counter_ns() - started) // 1000)
+        return result if reports is None else _with_reports(result, reports)
 
     def _follow(self, incarnation: int) -> None:
         """A new scheduler knows nothing of the rows of the old one."""
@@ -81,20 +86,35 @@ class Engine:
         return errors
 
     def _batch(self, packed: PackedStep) -> ForwardBatch:
+        # Rows that sample come first; then the tokens whose successors in a prompt are reported.
+        wanted: list[NDArray[np.signedinteger[Any]]] = [np.cumsum(packed.ntok)[packed.sampling] - 1]
+        wanted += [part.offset + np.arange(len(part.tokens)) for part in packed.prompts]
         return ForwardBatch.build(
             tokens=packed.tokens,
             query_lens=packed.ntok,
             kv_lens=packed.kv_len,
             block_tables=packed.block_tables,
             block_size=self._rows.block_size,
-            logit_positions=np.cumsum(packed.ntok)[packed.sampling] - 1,
+            logit_positions=np.concatenate(wanted) if packed.prompts else wanted[0],
             device=self._device,
         )
 
     def _sample(self, packed: PackedStep, logits: torch.Tensor) -> Sampled:
         if not len(packed.sampling):
             return Sampled(np.empty(0, np.int32), None, None)
-        return self._sampler.sample(logits, packed.rows[packed.sampling], packed.positions)
+        return self._sampler.sample(logits[: len(packed.sampling)], packed.rows[packed.sampling], packed.positions)
+
+    def _reports(self, packed: PackedStep, logits: torch.Tensor, sampled: Sampled) -> LogprobReports | None:
+        """What the prompts' parts and the sampled rows tell."""
+        if not packed.prompts:
+            return sampled.reports
+        builder, start = ReportBuilder(), len(packed.sampling)
+        for part in packed.prompts:
+            stop = start + len(part.tokens)
+            self._sampler.report_prompt(builder, part.row, part.first, logits[start:stop], part.tokens)
+            start = stop
+        found = [reports for reports in (builder.columns(), sampled.reports) if reports is not None]
+        return LogprobReports.joined(found)
 
     def _result(
         self, step: Step, packed: PackedStep, sampled: Sampled, errors: dict[int, str], device_us: int
@@ -114,6 +134,11 @@ class Engine:
             errors=errors,
             device_us=device_us,
         )
+
+
+def _with_reports(result: StepResult, reports: LogprobReports) -> StepResult:
+    """Rows that failed report nothing."""
+    return replace(result, reports=reports.select(~np.isin(reports.owners, list(result.errors))))
 
 
 def _kept(rows: NDArray[np.int32], errors: dict[int, str]) -> NDArray[np.bool_] | slice:

@@ -20,12 +20,23 @@ class StepError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptPart:
+    """Tokens of a row's prompt whose log-probabilities a step tells: `tokens[i]`, at index `first + i` of the sequence,
+    is predicted by the step's packed token `offset + i`."""
+
+    row: int
+    first: int
+    offset: int
+    tokens: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedStep:
     """Columns of one forward, rows in the step's order.
 
     `tokens` i32[T] of all rows one after the other; `ntok`, `kv_len` i32[S] (K/V length after the step);
     `block_tables` i32[S, B]; `sampling` i32[L]: indices into the step's rows that sample; `positions` i64[L]: index
-    the new token will have in its sequence.
+    the new token will have in its sequence; `prompts`: parts of prompts to report.
     """
 
     rows: NDArray[np.int32]
@@ -35,6 +46,7 @@ class PackedStep:
     block_tables: NDArray[np.int32]
     sampling: NDArray[np.int64]
     positions: NDArray[np.int64]
+    prompts: list[PromptPart]
 
 
 class WorkerRows:
@@ -48,11 +60,13 @@ class WorkerRows:
         self.last_token = np.zeros(max_rows, np.int32)
         self.block_tables = np.zeros((max_rows, -(-max_model_len // block_size)), np.int32)
         self._prompts: dict[int, NDArray[np.int32]] = {}
+        self._reported: dict[int, tuple[int, int]] = {}
+        """Rows whose prompt is to be reported: first position, and the prompt's length."""
 
     def apply(self, step: Step) -> None:
         """Takes over what the step changes before its forward: drops, joins and new blocks. Raises StepError."""
         for row in step.drop.tolist():
-            self._prompts.pop(row, None)
+            self._forget_prompt(row)
         for join in step.joins:
             self._join(join)
         if len(step.new_blocks):
@@ -82,6 +96,7 @@ class WorkerRows:
             block_tables=self.block_tables[rows, :blocks],
             sampling=sampling,
             positions=kv_len[sampling].astype(np.int64),
+            prompts=self._prompt_parts(rows, ntok) if self._reported else [],
         )
 
     def computed_step(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
@@ -91,11 +106,12 @@ class WorkerRows:
         self.last_token[rows] = tokens
         self.known[rows] += 1
         for row in rows.tolist() if self._prompts else ():
-            self._prompts.pop(row, None)
+            self._forget_prompt(row)
 
     def clear(self) -> None:
         """Forgets all rows (another scheduler speaks now)."""
         self._prompts.clear()
+        self._reported.clear()
         self.known[:] = self.computed[:] = 0
 
     def _join(self, join: Join) -> None:
@@ -106,6 +122,23 @@ class WorkerRows:
         self.known[join.row] = len(join.tokens)
         self.last_token[join.row] = join.tokens[-1]
         self._prompts[join.row] = join.tokens
+        if join.report_from is not None:
+            self._reported[join.row] = join.report_from, join.prompt_len
+
+    def _forget_prompt(self, row: int) -> None:
+        self._prompts.pop(row, None)
+        self._reported.pop(row, None)
+
+    def _prompt_parts(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> list[PromptPart]:
+        """What the step tells of prompts: computing token j predicts token j + 1."""
+        parts = []
+        for row, start, count, end in zip(rows.tolist(), self.computed[rows], ntok, np.cumsum(ntok), strict=True):
+            report_from, prompt_len = self._reported.get(row, (0, 0))
+            first, stop = max(int(start) + 1, report_from), min(int(start + count) + 1, prompt_len)
+            if first < stop:
+                offset = int(end - count) + first - 1 - int(start)
+                parts.append(PromptPart(row, first, offset, self._prompts[row][first:stop]))
+        return parts
 
     def _tokens(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> NDArray[np.int32]:
         if not self._prompts:

@@ -2,12 +2,14 @@
 
 For each row of logits, in this order, each step only where the row asks for it:
 
+    0. watermark          added to the green tokens: see `watermark.py`
     1. penalties          on tokens of the output, or of prompt + output (`penalize_prompt`): see `penalties.py`
     2. min_new_tokens     stop ids get -inf until so many tokens are emitted
     3. logit_bias         added
     4. greedy             the largest logit, lower id first among equals, ends here (temperature 0, or top_k 1)
     5. temperature        divided out; below 1e-6 it counts as 1e-6
-    6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says
+    6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says;
+                          then typical-p: see `typical.py`
     7. the draw           argmax over the kept tokens of logit + Gumbel noise of (seed, position, token); position is
                           the absolute index that the new token will have in its sequence
 
@@ -16,12 +18,13 @@ difference.
 
 Log-probabilities are natural logs of the chosen token. TEMPERED is the log-softmax after step 5, before truncation
 (OpenAI, SGLang; temperature 0 divides nothing, so it is the model's own log-softmax there). WARPED is renormalised
-over what step 6 kept (TGI); at temperature 0 nothing is truncated and the two agree.
+over what step 6 kept (TGI); at temperature 0 nothing is truncated and the two agree. The most probable and the named
+tokens that a row wants reported (`reports.py`) have the values of the same distribution; under WARPED a token that was
+not kept is impossible.
 
 Dialect notes. SGLang applies top-k and top-p jointly when no request of the batch has min_p; here truncation is
-sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI's typical_p and
-watermark are not steps of this module. TGI counts frequency over prompt + output divided by length and applies
-repetition first; SGLang the reverse: both are kept.
+sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI counts frequency
+over prompt + output divided by length and applies repetition first; SGLang the reverse: both are kept.
 
 A batch of greedy rows without other wishes is one `max` over the logits in their own dtype. Knows rows and tensors;
 it does not know requests, blocks or sockets.
@@ -36,10 +39,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from interfaces.logprob_reports import LogprobReports
 from interfaces.sampling import LogprobMode, SamplingParams
 from model_worker import rng
-from model_worker.draw import Choices, choose
+from model_worker.draw import Choices, choose, only_kept
 from model_worker.penalties import Penalties, SeenTokens
+from model_worker.reports import CHOSEN_ONLY, ReportBuilder, Wanted
+from model_worker.typical import only_typical
+from model_worker.watermark import favour_green
 
 LEAST_TEMPERATURE = 1e-6
 
@@ -56,6 +63,7 @@ _ROW = np.dtype(
         ("top_k", np.int32),
         ("top_p", np.float64),
         ("log_min_p", np.float32),
+        ("typical_p", np.float64),
         ("frequency", np.float32),
         ("presence", np.float32),
         ("repetition", np.float32),
@@ -71,12 +79,13 @@ class Sampled:
     """What one step chose.
 
     A bad row (NaN, or no finite logit) has token 0: a valid id, because the next step may be in flight already.
-    `logprobs` is None when no row asked, and NaN in rows that did not ask.
+    `logprobs` is None when no row asked, and NaN in rows that did not ask. `reports` have the rows that asked for more.
     """
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
     bad: NDArray[np.bool_] | None
+    reports: LogprobReports | None = None
 
 
 class SamplerRows:
@@ -92,6 +101,9 @@ class SamplerRows:
         self._seen: dict[int, SeenTokens] = {}
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
+        self._wanted: dict[int, Wanted] = {}
+        self._last: dict[int, int] = {}
+        """Of rows with a watermark: the last token."""
 
     def warm_up(self) -> None:
         """Compiles, or loads from the cache, what the first sampled token would otherwise wait for."""
@@ -113,7 +125,12 @@ class SamplerRows:
         if self._table["held"][row]:
             raise ValueError(f"row {row} is held by another sequence: drop it first")
         bias = self._bias(params.logit_bias)
+        wanted = self._wanted_by(params)
         self._table[row] = self._values(params, len(prompt))
+        if params.reports:
+            self._wanted[row] = wanted
+        if params.watermark:
+            self._last[row] = int((emitted if len(emitted) else prompt)[-1])
         if params.logit_bias:
             self._biases[row] = bias
         if params.min_new_tokens:
@@ -125,7 +142,7 @@ class SamplerRows:
     def drop(self, row: int) -> None:
         """Frees `row`; a row that is free already (its join was refused) stays so."""
         self._check_rows(np.array([row]))
-        for values in (self._seen, self._biases, self._stop_ids):
+        for values in (self._seen, self._biases, self._stop_ids, self._wanted, self._last):
             values.pop(row, None)
         self._table[row] = np.zeros((), _ROW)
 
@@ -146,25 +163,89 @@ class SamplerRows:
         index = np.flatnonzero(worked)
         copied = _take(logits, index).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         logprobs = np.full(len(rows), np.nan, np.float32)
-        tokens[index], logprobs[index] = self._choose(copied, rows[index], values[index], positions[index])
-        return _sampled(tokens, logprobs if values["logprobs"].any() else None)
+        columns = (rows[index], values[index], positions[index])
+        tokens[index], logprobs[index], drawn = self._choose(copied, *columns)
+        reports = self._report(copied, drawn, *columns, tokens[index])
+        return _sampled(tokens, logprobs if values["logprobs"].any() else None, reports)
+
+    def report_prompt(
+        self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]
+    ) -> None:
+        """Adds what `row` wants to know of its prompt's `tokens`, which begin at index `first`: the model's own
+        log-softmax, without penalties and temperature."""
+        builder.add(row, first, logits[:, : self._vocab_size], tokens, self._wanted.get(row, CHOSEN_ONLY))
 
     def _choose(
         self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens (-1 for a bad row) and log-probabilities; consumes `logits`."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], torch.Tensor]:
+        """Tokens (-1 for a bad row), log-probabilities, and the logits that were drawn from.
+
+        `logits` are shifted and scaled afterwards; those drawn from are the same but for rows with typical_p, whose
+        other truncations are done there and gone from `values`.
+        """
+        marked = [i for i, row in enumerate(rows.tolist()) if row in self._last] if self._last else []
+        for i in marked:
+            favour_green(logits[i], self._last[int(rows[i])])
         self._penalize(logits, rows, values, positions)
         self._hold_back_stops(logits, rows, values, positions)
         self._add_biases(logits, rows, values)
         first, bad = self._scale(logits, values["temperature"])
-        keys = rng.row_keys(values["seed"], positions)
-        names = ("greedy", "top_k", "top_p", "log_min_p", "logprobs")
-        columns = {name: values[name].copy() for name in names}
-        tokens, logprobs = choose(logits, first, Choices(keys=keys, **columns))
-        for i in np.flatnonzero(values["penalized"]):
+        typical = np.flatnonzero(values["typical_p"] < 1)
+        drawn = self._typical(logits, first, typical, values, positions) if len(typical) else logits
+        tokens, logprobs = choose(drawn, first, _choices(values, positions))
+        for i in typical[values["logprobs"][typical] == LogprobMode.TEMPERED].tolist():
+            row = logits[i].double()
+            logprobs[i] = float(row[int(tokens[i])] - torch.logsumexp(row, -1))
+        for i in np.flatnonzero(values["penalized"]).tolist():
             self._seen[int(rows[i])].add(int(tokens[i]))
+        for i in marked:
+            self._last[int(rows[i])] = int(tokens[i])
         tokens[bad] = -1
-        return tokens, logprobs
+        return tokens, logprobs, drawn
+
+    def _typical(
+        self,
+        logits: torch.Tensor,
+        first: torch.Tensor,
+        typical: NDArray[np.intp],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """A copy in which rows `typical` have nothing but what all their truncations keep; `first` follows."""
+        index, drawn = self._on_device(typical), logits.clone()
+        part = values[typical]
+        part["greedy"] = False  # so that top-k 1 counts as what it is
+        kept = only_kept(logits[index], _choices(part, positions[typical]))
+        drawn[index] = only_typical(kept, part["typical_p"])
+        first[index] = drawn[index].max(dim=-1).indices
+        values["top_k"][typical], values["top_p"][typical] = self._vocab_size, 1.0
+        values["log_min_p"][typical] = -np.inf
+        return drawn
+
+    def _report(
+        self,
+        scaled: torch.Tensor,
+        drawn: torch.Tensor,
+        rows: NDArray[np.int32],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+    ) -> LogprobReports | None:
+        """For rows that want it, the most probable and the named tokens, by the distribution of the row's mode."""
+        asking = {row for row, wanted in self._wanted.items() if wanted.top or len(wanted.ids)}
+        wanted = [i for i, row in enumerate(rows.tolist()) if row in asking] if asking else []
+        if not wanted:
+            return None
+        builder = ReportBuilder()
+        for i in wanted:
+            part = slice(i, i + 1)
+            logits = scaled[part]
+            if values["logprobs"][i] == LogprobMode.WARPED:
+                logits = only_kept(drawn[part], _choices(values[part], positions[part]))
+            # A bad row has no token; its report is thrown away with it.
+            chosen = np.maximum(tokens[part], 0)
+            builder.add(int(rows[i]), int(positions[i]), logits, chosen, self._wanted[int(rows[i])])
+        return builder.columns()
 
     def _penalize(
         self,
@@ -226,7 +307,8 @@ class SamplerRows:
 
     def _values(self, params: SamplingParams, prompt_length: int) -> tuple[object, ...]:
         cuts = params.temperature > 0
-        worked = not params.greedy or params.needs_penalties or params.logit_bias or params.logprobs
+        biased = params.needs_penalties or params.logit_bias or params.watermark
+        worked = not params.greedy or biased or params.logprobs
         return (
             True,
             params.greedy,
@@ -239,6 +321,7 @@ class SamplerRows:
             min(params.top_k, self._vocab_size) if cuts and params.top_k > 0 else self._vocab_size,
             params.top_p if cuts else 1.0,
             np.log(params.min_p) if cuts and params.min_p > 0 else -np.inf,
+            params.typical_p if cuts else 1.0,
             params.frequency_penalty,
             params.presence_penalty,
             params.repetition_penalty,
@@ -253,12 +336,24 @@ class SamplerRows:
             raise ValueError(f"logit_bias names tokens {outside.tolist()}: valid are 0 to {self._vocab_size - 1}")
         return ids, np.fromiter(logit_bias.values(), np.float32)
 
+    def _wanted_by(self, params: SamplingParams) -> Wanted:
+        ids = np.array(params.logprob_ids, np.int64)
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(outside):
+            raise ValueError(f"logprob_ids names tokens {outside.tolist()}: valid are 0 to {self._vocab_size - 1}")
+        return Wanted(params.top_logprobs, ids)
+
     def _inside_vocabulary(self, tokens: Sequence[int]) -> NDArray[np.int64]:
         ids = np.array(tokens, np.int64)
         return ids[(ids >= 0) & (ids < self._vocab_size)]
 
     def _on_device(self, values: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values.copy()).to(self._device)
+
+
+def _choices(values: NDArray[np.void], positions: NDArray[np.int64]) -> Choices:
+    names = ("greedy", "top_k", "top_p", "log_min_p", "logprobs")
+    return Choices(keys=rng.row_keys(values["seed"], positions), **{name: values[name].copy() for name in names})
 
 
 def _take(logits: torch.Tensor, index: NDArray[np.intp]) -> torch.Tensor:
@@ -274,7 +369,9 @@ def _largest(logits: torch.Tensor) -> NDArray[np.int64]:
     return np.asarray(torch.where(torch.isfinite(top), token, -1).cpu().numpy())
 
 
-def _sampled(tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None) -> Sampled:
+def _sampled(
+    tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None, reports: LogprobReports | None = None
+) -> Sampled:
     bad = tokens < 0
     tokens[bad] = 0
-    return Sampled(tokens.astype(np.int32), logprobs, bad if bad.any() else None)
+    return Sampled(tokens.astype(np.int32), logprobs, bad if bad.any() else None, reports)

@@ -16,6 +16,9 @@ from interfaces import Join, Step
 from scheduler.sequence import Sequence
 from scheduler.workers import Worker
 
+REPORTED_TOKENS = 256
+"""Tokens of prompts whose log-probabilities one step computes: each costs a row of logits over the vocabulary."""
+
 Preempted = Callable[[Sequence], None]
 
 
@@ -86,8 +89,12 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
     # A prompt that gets no more than its one guaranteed token would only waste a row of the forward.
     ntok[prefill] = 0
     left += len(prefill)
+    reportable = REPORTED_TOKENS
     for i in prefill[np.argsort(table.order[rows[prefill]])].tolist():
         ntok[i] = min(int(todo[i]), left)
+        if table.computed[rows[i]] < table.unreported[rows[i]]:
+            ntok[i] = min(int(ntok[i]), reportable)
+            reportable -= int(ntok[i])
         left -= int(ntok[i])
         if left <= 0:
             break
@@ -101,4 +108,5 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         prompt_len=sequence.prompt_len,
         start=int(worker.rows.computed[sequence.row]),
         sampling=sequence.sampling,
+        report_from=sequence.next_report if sequence.reports_prompt else None,
     )

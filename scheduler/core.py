@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from interfaces import (
     Submit,
     WorkerHello,
 )
+from interfaces.logprob_reports import LogprobReports
 from scheduler.admission import WaitingLine, refusal
 from scheduler.batch import build_step
 from scheduler.outbox import Outbox
@@ -182,6 +183,8 @@ class Scheduler:
             return
         failed = worker.failed_rows(result, worker.in_flight[0]) if result.errors and worker.in_flight else {}
         new = worker.received(result)
+        if new.reports is not None:
+            self._report(worker, new.reports)
         if len(new.rows):
             self._book(worker, new)
         for row, text in failed.items():
@@ -290,6 +293,15 @@ class Scheduler:
     def _preempted(self, sequence: Sequence) -> None:
         self.counters["preemptions"] += 1
         self.waiting.add(sequence)
+
+    def _report(self, worker: Worker, reports: LogprobReports) -> None:
+        """Passes log-probabilities on, under the handles of their requests."""
+        table, rows = worker.rows, reports.owners
+        for row, position in zip(rows.tolist(), reports.positions.tolist(), strict=True):
+            sequence = table.sequences[row]
+            if sequence is not None and position < sequence.prompt_len:
+                sequence.next_report = max(sequence.next_report, position + 1)
+        self.outbox.reports(table.replica[rows], replace(reports, owners=table.handle[rows]))
 
     def _book(self, worker: Worker, new: NewTokens) -> None:
         table, rows, tokens = worker.rows, new.rows, new.tokens

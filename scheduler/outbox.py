@@ -8,6 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import Finish, RequestError, Results
+from interfaces.logprob_reports import LogprobReports
+
+# A message may carry reports alone.
+_NO_ENTRY = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -17,6 +21,7 @@ class _Columns:
     finished: list[NDArray[np.int8]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
     any_logprobs: bool = False
+    reports: list[LogprobReports] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
@@ -46,6 +51,11 @@ class Outbox:
             columns.finished.append(finished[mine])
             columns.logprobs.append(_zeros(int(mine.sum())) if logprobs is None else logprobs[mine])
             columns.any_logprobs |= logprobs is not None
+
+    def reports(self, replicas: NDArray[np.int32], reports: LogprobReports) -> None:
+        """Log-probabilities of tokens, by handle; `replicas[i]` wants entry i."""
+        for replica in np.unique(replicas).tolist():
+            self._of(replica).reports.append(reports.select(replicas == replica))
 
     def placed(self, replica: int, handle: int, cached: int, queued_us: int) -> None:
         """Tells with a request's first token how many prompt tokens came from the prefix cache, and how long it waited.
@@ -83,13 +93,14 @@ class Outbox:
     def _results(self, columns: _Columns) -> Results:
         return Results(
             incarnation=self._incarnation,
-            handles=np.concatenate(columns.handles),
-            tokens=np.concatenate(columns.tokens),
-            finished=np.concatenate(columns.finished),
+            handles=np.concatenate([_NO_ENTRY, *columns.handles]),
+            tokens=np.concatenate([_NO_ENTRY, *columns.tokens]),
+            finished=np.concatenate([_NO_ENTRY.astype(np.int8), *columns.finished]),
             logprobs=np.concatenate(columns.logprobs) if columns.any_logprobs else None,
             cached=columns.cached,
             errors=columns.errors,
             queued=columns.queued,
+            reports=LogprobReports.joined(columns.reports) if columns.reports else None,
         )
 
 

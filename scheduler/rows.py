@@ -33,6 +33,10 @@ class RowTable:
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.handle = np.zeros(max_rows, np.int32)
         self.replica = np.zeros(max_rows, np.int32)
+        self.reports = np.zeros(max_rows, bool)
+        """Rows that may report more log-probabilities than their tokens'."""
+        self.unreported = np.zeros(max_rows, np.int32)
+        """Tokens of the prompt up to the last one whose successor is to be reported; 0 when none is."""
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
         self._free = list(range(max_rows))
 
@@ -66,6 +70,8 @@ class RowTable:
         self.num_blocks[row] = len(sequence.blocks)
         self.handle[row] = sequence.handle
         self.replica[row] = replica
+        self.reports[row] = sequence.sampling.reports
+        self.unreported[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
         self._set_stop_ids(row, [] if sequence.context.ignore_eos else list(sequence.context.eos_token_ids))
         return row
 

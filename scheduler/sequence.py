@@ -19,7 +19,8 @@ class Sequence:
     `order` is its place in the line: lower came first, and keeps it through preemptions. The context's tokens are the
     prompt and then every token the client has been sent. `row` is -1 while it waits. `cached_tokens` and `queued_us`,
     the microseconds it waited for its first placement (-1: not placed yet, or told), are news that the next token
-    carries.
+    carries. `next_report` is the first position of the prompt whose log-probabilities its client still waits for; the
+    prompt's length when there is none.
     """
 
     replica: bytes
@@ -33,10 +34,25 @@ class Sequence:
     preemptions: int = 0
     arrived: float = field(default_factory=time.monotonic)
     queued_us: int = -1
+    next_report: int = 0
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int) -> Sequence:
-        return cls(replica, submit.handle, order, submit.context)
+        return cls(replica, submit.handle, order, submit.context, next_report=submit.context.next_prompt_report)
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        return self.next_report < self.prompt_len
+
+    @property
+    def reusable(self) -> int:
+        """Tokens that need no computing if their K/V is there.
+
+        One token must be computed, so that there are logits to sample from; before a position that is to be reported,
+        too.
+        """
+        return (self.next_report if self.reports_prompt else len(self.tokens)) - 1
 
     @property
     def tokens(self) -> TokenBuffer:

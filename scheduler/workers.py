@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import StepResult, WorkerHello, WorkerStatus
+from interfaces.logprob_reports import LogprobReports
 from scheduler.blocks import BlockPool
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
@@ -21,20 +22,25 @@ from scheduler.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """Rows that will sample in a step, and whose they were when it was sent."""
+    """Rows that will sample in a step, and whose they were when it was sent.
+
+    `reporting` maps rows that may report log-probabilities to their generations.
+    """
 
     step: int
     rows: NDArray[np.int32]
     generations: NDArray[np.int64]
+    reporting: dict[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens of one step for the rows that still have the owner they were computed for."""
+    """Tokens and reports of one step for the rows that still have the owner they were computed for."""
 
     rows: NDArray[np.int32]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
+    reports: LogprobReports | None
 
 
 class Worker:
@@ -104,7 +110,9 @@ class Worker:
         sampling = rows[table.computed[rows] == table.known[rows]]
         table.known[sampling] += 1
         self.steps += 1
-        self.in_flight.append(StepInFlight(self.steps, sampling, table.generation[sampling]))
+        asking = rows[table.reports[rows]]
+        reporting = dict(zip(asking.tolist(), table.generation[asking].tolist(), strict=True))
+        self.in_flight.append(StepInFlight(self.steps, sampling, table.generation[sampling], reporting))
         self.dropped, self.joined, self.new_blocks = [], [], []
         for row in rows[ntok > 1].tolist():
             # Whoever comes next may share these blocks: its step runs after this one.
@@ -123,10 +131,11 @@ class Worker:
         if len(result.rows) != len(step.rows):
             generations = generations[np.isin(step.rows, result.rows)]
         current = self.rows.generation[result.rows] == generations
+        reports = None if result.reports is None else self._current(result.reports, step)
         if current.all():
-            return NewTokens(result.rows, result.tokens, result.logprobs)
+            return NewTokens(result.rows, result.tokens, result.logprobs, reports)
         logprobs = None if result.logprobs is None else result.logprobs[current]
-        return NewTokens(result.rows[current], result.tokens[current], logprobs)
+        return NewTokens(result.rows[current], result.tokens[current], logprobs, reports)
 
     def failed_rows(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
         """Rows of `result.errors` that still have the owner the step was computed for."""
@@ -146,11 +155,18 @@ class Worker:
             seconds_since_step=time.monotonic() - self.last_step if self.in_flight else 0.0,
         )
 
+    def _current(self, reports: LogprobReports, step: StepInFlight) -> LogprobReports | None:
+        """Those of rows that still have their owner; None when no entry is left. ValueError for broken columns."""
+        if not reports.consistent:
+            raise ValueError(f"the reports of step {step.step} do not fit together")
+        generations = [step.reporting.get(row, -1) for row in reports.owners.tolist()]
+        kept = self.rows.generation[reports.owners] == np.array(generations, np.int64)
+        return reports.select(kept) if kept.any() else None
+
     def _match(self, sequence: Sequence) -> list[int]:
         if not self.prefix_cache:
             return []
-        # One token must be computed, so that there are logits to sample from.
-        reusable = (len(sequence.tokens) - 1) // self.block_size
+        reusable = sequence.reusable // self.block_size
         return self.pool.match(sequence.prefix_hashes(self.block_size)[:reusable])
 
     def _register(self, row: int, tokens: int) -> None:

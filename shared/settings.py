@@ -59,6 +59,9 @@ class Settings:
     max_queued: int = _setting(
         "capacity", 1024, "requests that may wait; further ones are answered 429 with Retry-After"
     )
+    max_best_of: int = _setting(
+        "capacity", 2, "answers that one TGI request may draw with best_of, of which the most likely is returned"
+    )
     kv_memory: str = _setting(
         "capacity",
         "auto",
@@ -76,7 +79,7 @@ class Settings:
     def __post_init__(self) -> None:
         _check(self.host != "", "host", self.host, "an address, such as 127.0.0.1 or 0.0.0.0")
         _check(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
-        for name in ("api_servers", "max_batch_tokens", "max_running", "max_queued"):
+        for name in ("api_servers", "max_batch_tokens", "max_running", "max_queued", "max_best_of"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.api_servers <= 64, "api_servers", self.api_servers, "at most 64")
         _check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")

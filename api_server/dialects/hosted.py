@@ -128,8 +128,11 @@ async def vertex(call: Call) -> Response:
         raise tgi_errors.BodyMismatch(str(mismatch), mismatch.field) from None
     parsed = [_instance(i, instance, call) for i, instance in enumerate(instances)]
     generation = await generate(call.server, [request for _, request in parsed])
-    choices = await generation.collect()
-    texts = [_prediction(body, choice) for (body, _), choice in zip(parsed, choices, strict=True)]
+    drawn = await generation.collect()
+    texts = [
+        await _prediction(body, [choice for choice in drawn if choice.request_index == index], call)
+        for index, (body, _) in enumerate(parsed)
+    ]
     return Response(VertexAnswer(predictions=texts).model_dump_json(), media_type="application/json")
 
 
@@ -153,10 +156,12 @@ def _instance(index: int, instance: dict[str, Any], call: Call) -> tuple[Generat
     raise invalid(f"instances[{index}] must have exactly one of `inputs` and `messages`", "instances")
 
 
-def _prediction(body: GenerateRequest | None, choice: Choice) -> str:
-    if not is_complete(choice):
+async def _prediction(body: GenerateRequest | None, choices: list[Choice], call: Call) -> str:
+    """The text of an instance's answer, the most likely one of several (`best_of`)."""
+    if not all(map(is_complete, choices)):
         raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation")
-    return choice.text if body is None else str(answer(body, choice)["generated_text"])
+    best = max(choices, key=lambda choice: choice.mean_logprob) if len(choices) > 1 else choices[0]
+    return best.text if body is None else str((await answer(body, [best], call.server.tokenizer))["generated_text"])
 
 
 def _given(body: Mapping[str, Any]) -> list[str]:

@@ -145,7 +145,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             raise ValueError(f"request {name} has token ids from {low} to {high}: the model has 0 to {vocab_size - 1}")
         if context.json_schema is not None or context.grammar is not None:
             raise ValueError(f"request {name} asks for a grammar: this pipeline generates free text only")
-        if context.log_probabilities > 1 or context.log_probabilities_echo:
+        if context.log_probabilities > 1 or context.log_probabilities_echo or context.sampling_params.reports:
             raise ValueError(f"request {name}: log_probabilities must be 0 or 1 (the chosen token's), without echo")
 
     def _check_room(self, contexts: Sequence[TextContext], num_steps: int) -> None:

@@ -27,6 +27,7 @@ from api_server.engine_client import EngineClient
 from api_server.state import ServerState
 from api_server.tokenizer import Tokenizer
 from interfaces.codec import decode
+from interfaces.logprob_reports import LogprobReports
 from interfaces.messages import (
     Action,
     Cancel,
@@ -41,6 +42,7 @@ from interfaces.messages import (
     WorkerStatus,
 )
 from interfaces.results import RequestError
+from interfaces.sampling import SamplingParams
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from shared.sockets import bind_router, send_to
@@ -276,6 +278,7 @@ class SchedulerDouble:
                 self._logprobs(tokens, [key for key in self.running if key[0] == replica]),
                 cached=dict.fromkeys(handles, self.cached),
                 queued=dict.fromkeys(handles, self.queued_us),
+                reports=self._reports(tokens, [key for key in self.running if key[0] == replica]),
             )
             send_to(router, replica, results)
             for handle, code in zip(handles, finished, strict=True):
@@ -285,6 +288,32 @@ class SchedulerDouble:
     def _logprobs(self, tokens: list[int], keys: list[tuple[bytes, int]]) -> np.ndarray[Any, Any] | None:
         wanted = any(self.running[key].submit.context.sampling_params.logprobs for key in keys)
         return np.array([logprob_of(token) for token in tokens], np.float32) if wanted else None
+
+    def _reports(self, tokens: list[int], keys: list[tuple[bytes, int]]) -> LogprobReports | None:
+        """Of the prompt with its first token, and of the token; `report_of` says what."""
+        entries: list[tuple[int, int, int, SamplingParams]] = []
+        for token, key in zip(tokens, keys, strict=True):
+            context, done = self.running[key].submit.context, self.running[key].done
+            prompt = context.tokens.prompt.tolist()
+            if done == context.tokens.generated_length + 1:
+                entries += [
+                    (key[1], i, prompt[i], context.sampling_params)
+                    for i in range(context.next_prompt_report, len(prompt))
+                ]
+            if context.sampling_params.top_logprobs or context.sampling_params.logprob_ids:
+                entries.append((key[1], len(prompt) + done - 1, token, context.sampling_params))
+        if not entries:
+            return None
+        told = [report_of(token, params) for _, _, token, params in entries]
+        return LogprobReports(
+            owners=np.array([handle for handle, *_ in entries], np.int32),
+            positions=np.array([position for _, position, *_ in entries], np.int32),
+            chosen=np.array([logprob_of(token) for _, _, token, _ in entries], np.float32),
+            tops=np.array([len(top) for top, _ in told], np.int32),
+            counts=np.array([len(top) + len(asked) for top, asked in told], np.int32),
+            ids=np.array([i for top, asked in told for i in (*top, *asked)], np.int32),
+            values=np.array([logprob_of(i) for top, asked in told for i in (*top, *asked)], np.float32),
+        )
 
     def _next(self, running: Running) -> tuple[int, int]:
         sampling = running.submit.context.sampling_params
@@ -362,6 +391,12 @@ def live(
 def logprob_of(token: int) -> float:
     """What the double reports for a token; exact in float32."""
     return -(token % 64) / 8
+
+
+def report_of(token: int, params: SamplingParams) -> tuple[list[int], list[int]]:
+    """The "most probable" ids that the double reports with a token, most probable first, and the named ones."""
+    top = sorted(((token + 3 * i) % 600 for i in range(params.top_logprobs)), key=logprob_of, reverse=True)
+    return top, params.logprob_ids
 
 
 def free_port() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,7 @@ def test_torch_form_in_chunks_equals_the_cpu_kernel(monkeypatch: pytest.MonkeyPa
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "logprobs": LogprobMode.TEMPERED},
+    {"watermark": True, "typical_p": 0.8},
     {"top_p": 0.9, "logprobs": LogprobMode.WARPED},
     {"top_k": 40, "frequency_penalty": 0.7},
     {"temperature": 0.0, "repetition_penalty": 1.3, "penalize_prompt": True},
@@ -402,3 +404,74 @@ def test_mistaken_rows_and_values_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="not equal"):
         _sample(table, logits, [0, 0], 0)
     assert len(_sample(table, logits, [0], 0).tokens) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=ANY_PARAMS, width=st.integers(2, 90), count=st.integers(1, 64), levels=st.sampled_from([3, 1000]))
+def test_reports_are_of_the_distribution_of_the_mode(
+    values: SamplingParams, width: int, count: int, levels: int
+) -> None:
+    """The most probable and the named tokens by a naive definition, ties by id; beside rows that ask for nothing."""
+    rng_ = _fresh()
+    logits = (rng_.integers(0, levels, (3, width)) / np.float32(levels / 9)).astype(np.float32)
+    named = rng_.integers(0, width, 4).tolist()
+    mode = values.logprobs or LogprobMode.TEMPERED
+    asking = replace(values, logprobs=mode, top_logprobs=count, logprob_ids=named)
+    table = _rows(width, [_params(), asking, _params(temperature=0.0)])
+    sampled = _sample(table, logits, [2, 1, 0], 7)
+    assert sampled.reports is not None
+    ((owner, position, report),) = sampled.reports.entries()
+    assert (owner, position) == (1, 7)
+    scaled = _scaled(logits[1], asking).astype(np.float64)
+    kept = _kept(_scaled(logits[1], asking), asking) if mode == LogprobMode.WARPED else list(range(width))
+    exact = np.full(width, -np.inf)
+    exact[kept] = scaled[kept] - scipy.special.logsumexp(scaled[kept])
+    order = sorted(kept, key=lambda token: (-exact[token], token))[:count]
+    assert list(report.top_log_probabilities[0]) == order
+    np.testing.assert_allclose(list(report.top_log_probabilities[0].values()), exact[order], rtol=1e-5, atol=1e-5)
+    asked = report.asked_log_probabilities[0]
+    assert sorted(asked) == sorted(set(named))
+    np.testing.assert_allclose([asked[token] for token in named], exact[named], rtol=1e-5, atol=1e-5)
+    assert sampled.logprobs is not None
+    assert report.token_log_probabilities[0] == pytest.approx(sampled.logprobs[1], rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(values=ANY_PARAMS, typical_p=st.sampled_from([1e-6, 0.2, 0.5, 0.9, 0.999]), grid=st.sampled_from([0.0, 0.5]))
+def test_typical_p_by_its_definition(values: SamplingParams, typical_p: float, grid: float) -> None:
+    """A naive loop over what the other truncations kept; its neighbour is not touched."""
+    values = replace(values, typical_p=typical_p, top_logprobs=64)
+    logits = _logits(2, 50)
+    if grid:
+        logits = np.asarray(np.round(logits / grid) * grid, np.float32)
+    sampled = _sample(_rows(50, [values, _params(temperature=0.0)]), logits, [0, 1], 3)
+    assert sampled.tokens[1] == int(np.argmax(logits[1]))
+    scaled = _scaled(logits[0], values)
+    kept = _kept(scaled, values)
+    if values.temperature > 0:
+        logprobs = scipy.special.log_softmax(scaled[kept].astype(np.float64))
+        distance = np.abs(-logprobs - scipy.special.entr(np.exp(logprobs)).sum())
+        total, edge = 0.0, -1.0
+        for i in np.argsort(distance, kind="stable"):
+            total, edge = total + np.exp(logprobs[i]), distance[i]
+            if total >= typical_p:
+                break
+        kept = [token for token, far in zip(kept, distance, strict=True) if far <= edge + 1e-12]
+    assert int(sampled.tokens[0]) in kept
+    key = rng.row_keys(np.array([values.seed], np.uint64), np.array([3]))
+    ids = np.array(sorted(kept))
+    noise = -np.log(-np.log(rng.uniforms_cpu(np.repeat(key, len(ids)), ids)))
+    wanted = int(np.argmax(logits[0])) if values.temperature == 0 else int(ids[np.argmax(scaled[ids] + noise)])
+    assert sampled.tokens[0] == wanted
+    assert sampled.reports is not None
+    ((_, _, report),) = sampled.reports.entries()
+    told = report.top_log_probabilities[0]
+    exact = scaled.astype(np.float64)
+    if values.logprobs == LogprobMode.WARPED:
+        assert set(told) == {token for token in kept if scaled[token] > -np.inf}
+        exact -= scipy.special.logsumexp(exact[kept])
+    else:
+        exact -= scipy.special.logsumexp(exact)
+    for token, value in told.items():
+        assert value == pytest.approx(exact[token], rel=1e-5, abs=1e-5)
+    assert report.token_log_probabilities[0] == pytest.approx(exact[wanted], rel=1e-5, abs=1e-5)

@@ -28,6 +28,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "max_batch_tokens": st.integers(1, 10**6),
     "max_running": st.integers(1, 4096),
     "max_queued": st.integers(1, 10**6),
+    "max_best_of": st.integers(1, 64),
     "kv_memory": st.one_of(st.just("auto"), st.integers(1, 4000).map(lambda n: f"{n}MB")),
     "served_model_name": st.text("abc/-é'\"", max_size=20),
     "overlap": st.booleans(),

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from interfaces import Finish, SamplingParams, Step, Submit, TextContext, WorkerHello, decode, encode
+from interfaces.log_probabilities import LogProbabilities
 from model_worker.engine import Engine, WorkerIdentity
 from model_worker.loader import LoadedModel, load_model
 from model_worker.rows import WorkerRows
@@ -44,6 +45,8 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     finished: int = Finish.ACTIVE
     error: str = ""
+    reports: dict[int, LogProbabilities] = field(default_factory=dict)
+    """By position; each may arrive once only."""
 
 
 def load(path: Path) -> LoadedModel:
@@ -106,6 +109,11 @@ class InProcessServer:
                     answer.tokens.append(token)
                     answer.logprobs.append(logprob)
                 answer.finished = finished
+            if results.reports is not None:
+                assert results.reports.consistent
+                for handle, position, report in results.reports.entries():
+                    assert position not in self.answers[handle].reports
+                    self.answers[handle].reports[position] = report
             for handle, error in results.errors.items():
                 self.answers[handle].error = error.message
 

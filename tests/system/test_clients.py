@@ -213,3 +213,29 @@ def test_the_tokenizer_round_trips(server: Server, model: Path) -> None:
     tokens = server.post("/tokenize", {"inputs": "naïve 😀 fox"})
     wanted = AutoTokenizer.from_pretrained(model)("naïve 😀 fox")["input_ids"]
     assert [token["id"] for token in tokens] == wanted
+
+
+def test_scores_equal_transformers(server: Server, client: openai.OpenAI, model: Path) -> None:
+    """An evaluation's request: the prompt echoed with its log-probabilities, twice, so that its blocks are cached."""
+    rng = random.Random(random.randrange(2**31))
+    prompt = [rng.randrange(3, 400) for _ in range(90)]
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for count in (1, 0):
+        told = (
+            client.completions.create(model="", prompt=prompt, max_tokens=count, echo=True, logprobs=2, temperature=0)
+            .choices[0]
+            .logprobs
+        )
+        assert told is not None
+        assert told.token_logprobs is not None
+        assert len(told.token_logprobs) == 90 + count
+        with torch.inference_mode():
+            wanted = torch.log_softmax(reference(torch.tensor([prompt])).logits[0].double(), -1)
+        own = wanted[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+        assert told.token_logprobs[:90] == [None, *(pytest.approx(value, abs=1e-3) for value in own)]
+    parameters = {"max_new_tokens": 3, "decoder_input_details": True, "top_n_tokens": 2}
+    details = server.post("/generate", {"inputs": "Hello there", "parameters": parameters})["details"]
+    assert [token["logprob"] is None for token in details["prefill"]] == [True] + [False] * (
+        len(details["prefill"]) - 1
+    )
+    assert [row[0]["id"] for row in details["top_tokens"]] == [token["id"] for token in details["tokens"]]

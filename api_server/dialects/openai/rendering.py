@@ -5,6 +5,7 @@ Knows the JSON forms; chat and plain completions differ in one object per choice
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,8 +13,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from api_server.dialects.openai.logprobs import Echo, LogprobWriter, joined
 from api_server.dialects.openai.schema import StreamOptions
-from api_server.generation import Choice, Finish, Generation, complete
+from api_server.generation import Choice, Finish, Generation, TextDelta, complete
 from api_server.sse import DONE, frame
 from api_server.state import ServerState
 
@@ -66,13 +68,13 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
-def chat_answer(envelope: Envelope, choices: Sequence[Choice]) -> dict[str, Any]:
-    """The whole body of a chat answer."""
+def chat_answer(envelope: Envelope, choices: Sequence[Choice], writer: LogprobWriter | None) -> dict[str, Any]:
+    """The whole body of a chat answer; a `writer` adds the log probabilities."""
     rendered = [
         {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": None if writer is None else writer.chat(choice.tokens),
             "finish_reason": finish_reason(choice.finish),
         }
         for choice in choices
@@ -80,34 +82,74 @@ def chat_answer(envelope: Envelope, choices: Sequence[Choice]) -> dict[str, Any]
     return envelope.around("chat.completion", rendered, usage=usage(choices))
 
 
-def completion_answer(envelope: Envelope, choices: Sequence[Choice], echoes: Sequence[str]) -> dict[str, Any]:
-    """The whole body of a completion; `echoes[i]` precedes the text of choice i."""
+def completion_answer(
+    envelope: Envelope, choices: Sequence[Choice], n: int, echoes: Sequence[Echo], writer: LogprobWriter | None
+) -> dict[str, Any]:
+    """The whole body of a completion, with the `n` best choices of each prompt; `echoes[i]` precedes choice i."""
+
+    def logprobs(choice: Choice) -> dict[str, Any] | None:
+        if writer is None:
+            return None
+        echo = echoes[choice.index]
+        prompt = [writer.prompt(choice, echo)] if echo.offsets is not None else []
+        return joined([*prompt, writer.completion(choice, choice.tokens)])
+
     rendered = [
-        _completion_choice(choice.index, echoes[choice.index] + choice.text, finish_reason(choice.finish))
-        for choice in choices
+        _completion_choice(
+            index, echoes[choice.index].text + choice.text, finish_reason(choice.finish), logprobs(choice)
+        )
+        for index, choice in enumerate(_best(choices, n))
     ]
     return envelope.around("text_completion", rendered, usage=usage(choices))
 
 
-def chat_frames(envelope: Envelope, generation: Generation, options: StreamOptions | None) -> AsyncIterator[bytes]:
+def _best(choices: Sequence[Choice], n: int) -> list[Choice]:
+    """The `n` most likely choices of each prompt, by mean logprob; all, as they are, when there are no more."""
+    found = []
+    for _, group in itertools.groupby(choices, key=lambda choice: choice.request_index):
+        drawn = list(group)
+        best = sorted(drawn, key=lambda choice: choice.mean_logprob, reverse=True)
+        found += best[:n] if len(drawn) > n else drawn
+    return found
+
+
+def chat_frames(
+    envelope: Envelope, generation: Generation, options: StreamOptions | None, writer: LogprobWriter | None
+) -> AsyncIterator[bytes]:
     """Role first, then the text as it comes, then an empty delta with the reason."""
     opening = [_chat_choice(choice.index, {"role": "assistant", "content": ""}, None) for choice in generation.choices]
 
-    def news(index: int, text: str, reason: str | None) -> list[dict[str, Any]]:
-        rendered = [_chat_choice(index, {"content": text}, None)] if text else []
-        return rendered if reason is None else [*rendered, _chat_choice(index, {}, reason)]
+    def news(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
+        told = None if writer is None or not delta.tokens else writer.chat(delta.tokens)
+        rendered = [_chat_choice(delta.index, {"content": delta.text}, None, told)] if delta.text or told else []
+        return rendered if reason is None else [*rendered, _chat_choice(delta.index, {}, reason)]
 
     return _frames(envelope, "chat.completion.chunk", generation, options, opening, news)
 
 
 def completion_frames(
-    envelope: Envelope, generation: Generation, options: StreamOptions | None, echoes: Sequence[str]
+    envelope: Envelope,
+    generation: Generation,
+    options: StreamOptions | None,
+    echoes: Sequence[Echo],
+    writer: LogprobWriter | None,
 ) -> AsyncIterator[bytes]:
     """The echo first, then the text as it comes; the last text has the reason."""
-    opening = [_completion_choice(index, echo, None) for index, echo in enumerate(echoes) if echo]
+    # The prompt's log probabilities are there with the first news of its choice, not before.
+    unsaid = {index: echo for index, echo in enumerate(echoes) if echo.offsets is not None}
+    opening = [
+        _completion_choice(index, echo.text, None) for index, echo in enumerate(echoes) if echo.text and not unsaid
+    ]
 
-    def news(index: int, text: str, reason: str | None) -> list[dict[str, Any]]:
-        return [_completion_choice(index, text, reason)] if text or reason else []
+    def news(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
+        choice, rendered = generation.choices[delta.index], []
+        echo = unsaid.pop(delta.index, None)
+        if echo is not None and writer is not None:
+            rendered.append(_completion_choice(choice.index, echo.text, None, writer.prompt(choice, echo)))
+        told = None if writer is None or not delta.tokens else writer.completion(choice, delta.tokens)
+        if delta.text or told or reason:
+            rendered.append(_completion_choice(delta.index, delta.text, reason, told))
+        return rendered
 
     return _frames(envelope, "text_completion", generation, options, opening, news)
 
@@ -118,7 +160,7 @@ async def _frames(
     generation: Generation,
     options: StreamOptions | None,
     opening: list[dict[str, Any]],
-    news: Callable[[int, str, str | None], list[dict[str, Any]]],
+    news: Callable[[TextDelta, str | None], list[dict[str, Any]]],
 ) -> AsyncIterator[bytes]:
     include_usage = options is not None and bool(options.include_usage or options.continuous_usage_stats)
     continuous = options is not None and bool(options.continuous_usage_stats)
@@ -132,7 +174,7 @@ async def _frames(
         yield b"".join(map(chunk, opening))
     async for delta in generation:
         reason = None if delta.finish is None else finish_reason(delta.finish)
-        rendered = news(delta.index, delta.text, reason)
+        rendered = news(delta, reason)
         if rendered:
             yield b"".join(map(chunk, rendered))
     if include_usage:
@@ -140,9 +182,13 @@ async def _frames(
     yield DONE
 
 
-def _chat_choice(index: int, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+def _chat_choice(
+    index: int, delta: dict[str, Any], reason: str | None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _completion_choice(index: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _completion_choice(
+    index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

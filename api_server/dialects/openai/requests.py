@@ -6,6 +6,7 @@ Whatever a body asks for and this server cannot do is refused by name: nothing t
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from api_server.errors import invalid, unsupported
 from api_server.refusals import Refusals
 from interfaces.chat import TextGenerationRequestMessage
 from interfaces.requests import TextGenerationRequest
-from interfaces.sampling import SEED_LIMIT, SamplingParamsInput
+from interfaces.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
 
 B = TypeVar("B", bound=TextBody)
 
@@ -26,9 +27,7 @@ COMPLETION_MAX_TOKENS = 16
 
 _OFF: Collection[Any] = (None, False)
 _REFUSED: Refusals = {
-    "logprobs": ("log probabilities", _OFF),
-    "top_logprobs": ("log probabilities", (None, 0)),
-    "prompt_logprobs": ("log probabilities", _OFF),
+    "prompt_logprobs": ("log probabilities of a prompt that is not echoed", _OFF),
     "suffix": ("inserting text before a suffix", (None, "")),
     "audio": ("audio", (None,)),
     "modalities": ("output other than text", (None, ["text"])),
@@ -108,8 +107,11 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     asked = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
     if asked is not None and asked < 1:
         raise invalid(f"max_tokens must be at least 1, got {asked}", "max_tokens")
+    if given.top_logprobs and not given.logprobs:
+        raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+    wanted = given.top_logprobs or 0 if given.logprobs else None
     return TextGenerationRequest(
-        **_common(call, given, asked),
+        **_common(call, given, asked, wanted),
         messages=chat_messages(given.messages),
         tools=given.tools if given.tool_choice != "none" else None,
         chat_template_options=options,
@@ -120,7 +122,14 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
 
 def completion_requests(call: Call, given: CompletionBody) -> list[TextGenerationRequest]:
     """One internal request for each prompt."""
-    common = _common(call, given, given.max_tokens)
+    common = _common(call, given, given.max_tokens, given.logprobs)
+    if given.best_of is not None:
+        _check_best_of(given.best_of, given)
+        common["n"] = given.best_of
+        if given.logprobs is None:
+            common["sampling"] = replace(common["sampling"], logprobs=LogprobMode.TEMPERED)
+    if given.echo and given.logprobs is not None:
+        common["sampling"] = replace(common["sampling"], prompt_logprobs_from=0)
     return [
         TextGenerationRequest(**common, prompt=prompt, default_max_new_tokens=COMPLETION_MAX_TOKENS)
         for prompt in _prompts(given.prompt)
@@ -133,10 +142,17 @@ def responses_request(
     """The input of the Responses API as one internal request."""
     effort = given.reasoning and given.reasoning.effort
     return TextGenerationRequest(
-        **_common(call, given, given.max_output_tokens),
+        **_common(call, given, given.max_output_tokens, None),
         messages=messages,
         chat_template_options={"reasoning_effort": effort} if effort else None,
     )
+
+
+def _check_best_of(best_of: int, given: CompletionBody) -> None:
+    if best_of < (given.n or 1):
+        raise invalid(f"best_of must be at least n, which is {given.n}, got {best_of}", "best_of")
+    if given.stream and best_of > (given.n or 1):
+        raise invalid("best_of above n cannot be streamed: the best answer is known at the end", "best_of")
 
 
 def _prompts(prompt: Any) -> list[Any]:
@@ -147,12 +163,16 @@ def _prompts(prompt: Any) -> list[Any]:
     return [prompt] if isinstance(prompt[0], int) else list(prompt)
 
 
-def _common(call: Call, given: TextBody, max_tokens: int | None) -> dict[str, Any]:
-    """Arguments of a `TextGenerationRequest` that both endpoints fill alike."""
+def _common(call: Call, given: TextBody, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+    """Arguments of a `TextGenerationRequest` that both endpoints fill alike; `logprobs` None: none are wanted."""
+    sampling = _sampling(given, max_tokens)
+    if logprobs is not None:
+        sampling = replace(sampling, logprobs=LogprobMode.TEMPERED, top_logprobs=logprobs)
     return {
         "request_id": call.request_id,
         "model_name": call.server.model_name,
-        "sampling": _sampling(given, max_tokens),
+        "sampling": sampling,
+        "token_details": logprobs is not None,
         "n": given.n or 1,
         "add_special_tokens": given.add_special_tokens,
         "truncate_prompt_to": given.truncate_prompt_tokens,
@@ -201,7 +221,7 @@ def _check(raw: Mapping[str, Any], model: type[TextBody], refused: Refusals) -> 
     if response_format is not None and response_format != {"type": "text"}:
         raise unsupported("response_format", "output in a prescribed form")
     best_of = raw.get("best_of")
-    if best_of is not None and best_of != (raw.get("n") or 1):
-        raise unsupported("best_of", "choosing the best of several answers")
+    if best_of is not None and best_of != (raw.get("n") or 1) and "best_of" not in model.model_fields:
+        raise unsupported("best_of", "choosing the best of several answers to a chat")
     if raw.get("echo") and "echo" not in model.model_fields:
         raise unsupported("echo", "repeating the prompt of a chat")

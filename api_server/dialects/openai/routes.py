@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute
 
 from api_server.dialects.openai import rendering, requests, responses
 from api_server.dialects.openai.errors import error_frame, render_error
+from api_server.dialects.openai.logprobs import Echo, LogprobWriter, echo_of
 from api_server.dialects.openai.schema import (
     ChatAnswer,
     ChatBody,
@@ -35,7 +36,7 @@ _CHAT = Document(
     body=ChatBody,
     answer=ChatAnswer,
     frame=ChatChunk,
-    example={"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 50},
+    example={"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 50, "logprobs": True},
     errors=_ERRORS,
 )
 _COMPLETION = Document(
@@ -44,7 +45,7 @@ _COMPLETION = Document(
     body=CompletionBody,
     answer=CompletionAnswer,
     frame=CompletionAnswer,
-    example={"prompt": "Once upon a time", "max_tokens": 30},
+    example={"prompt": "Once upon a time", "max_tokens": 30, "echo": True, "logprobs": 2},
     errors=_ERRORS,
 )
 
@@ -65,10 +66,11 @@ async def chat_completions(call: Call) -> Response:
     body = requests.read(call, ChatBody)
     envelope = rendering.envelope(call.server, "chatcmpl")
     generation = await generate(call.server, requests.chat_request(call, body))
+    writer = LogprobWriter(call.server.tokenizer) if body.logprobs else None
     if body.stream:
-        frames = rendering.chat_frames(envelope, generation, body.stream_options)
+        frames = rendering.chat_frames(envelope, generation, body.stream_options, writer)
         return EventStream(frames, generation.close, error_frame)
-    return _json(rendering.chat_answer(envelope, await generation.collect()))
+    return _json(rendering.chat_answer(envelope, await generation.collect(), writer))
 
 
 async def completions(call: Call) -> Response:
@@ -76,10 +78,11 @@ async def completions(call: Call) -> Response:
     envelope = rendering.envelope(call.server, "cmpl")
     generation = await generate(call.server, requests.completion_requests(call, body))
     echoes = await _echoes(call.server, body, generation)
+    writer = None if body.logprobs is None else LogprobWriter(call.server.tokenizer)
     if body.stream:
-        frames = rendering.completion_frames(envelope, generation, body.stream_options, echoes)
+        frames = rendering.completion_frames(envelope, generation, body.stream_options, echoes, writer)
         return EventStream(frames, generation.close, error_frame)
-    return _json(rendering.completion_answer(envelope, await generation.collect(), echoes))
+    return _json(rendering.completion_answer(envelope, await generation.collect(), body.n or 1, echoes, writer))
 
 
 async def list_models(call: Call) -> Response:
@@ -91,17 +94,12 @@ async def show_model(call: Call) -> Response:
     return _json(_model(call.server))
 
 
-async def _echoes(server: ServerState, body: CompletionBody, generation: Generation) -> list[str]:
-    """What precedes the text of each choice: its prompt, if the request wants it back."""
+async def _echoes(server: ServerState, body: CompletionBody, generation: Generation) -> list[Echo]:
+    """What precedes the text of each choice."""
     if not body.echo:
-        return [""] * len(generation.choices)
+        return [Echo("")] * len(generation.choices)
     try:
-        return [
-            choice.prompt_text
-            if choice.prompt_text is not None
-            else await server.tokenizer.decode(choice.prompt_token_ids.tolist(), choice.request.skip_special_tokens)
-            for choice in generation.choices
-        ]
+        return [await echo_of(server.tokenizer, choice, body.logprobs is not None) for choice in generation.choices]
     except BaseException:
         generation.close()
         raise

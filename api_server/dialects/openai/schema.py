@@ -18,6 +18,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
+MOST_LOGPROBS = 20
+
+
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="One more chunk at the end with the token counts")
     continuous_usage_stats: bool | None = Field(None, description="Token counts so far in every chunk")
@@ -74,6 +77,10 @@ class ChatBody(TextBody):
         description="The conversation: role and content (a text, or parts of type text)"
     )
     max_completion_tokens: int | None = Field(None, description="Newer name of max_tokens")
+    logprobs: bool | None = Field(None, description="Return the log probability of each token of the answer")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="Report so many most likely tokens at each place; needs logprobs"
+    )
     tools: list[dict[str, Any]] | None = Field(None, description="Functions, shown to the model by its chat template")
     tool_choice: Any = Field(None, description="none hides the tools from the model; auto (default) shows them")
     reasoning_effort: str | None = Field(None, description="Passed to the chat template")
@@ -89,7 +96,19 @@ class CompletionBody(TextBody):
     prompt: (
         str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     ) = Field(description="Text, token ids, or a list of either")
-    echo: bool | None = Field(None, description="Put the prompt before the answer")
+    echo: bool | None = Field(
+        None, description="Put the prompt before the answer; with logprobs, those of the prompt as well"
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="Report each token's log probability and so many most likely tokens"
+    )
+
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=128,
+        description="Draw so many answers per prompt, return the `n` most likely; not streamed",
+    )
 
 
 class PromptTokensDetails(BaseModel):
@@ -109,10 +128,37 @@ class AnswerMessage(BaseModel):
     refusal: None
 
 
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """`bytes` are exact where `token` alone is no whole character."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry a token, of the prompt too when it is echoed; its first token has no logprob. `text_offset` counts
+    characters of the returned text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
 
@@ -134,7 +180,7 @@ class Delta(BaseModel):
 class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
@@ -151,7 +197,7 @@ class ChatChunk(BaseModel):
 class CompletionChoice(BaseModel):
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
 
 

@@ -38,6 +38,7 @@ class Item:
     top_logprobs_num: int
     cache_salt: str
     extra_key: str
+    token_ids_logprob: list[int]
 
     @property
     def n(self) -> int:
@@ -58,6 +59,7 @@ def expand(body: GenerateRequest, fresh_rid: str) -> Batch:
     size = len(prompts)
     columns = [_spread(name, getattr(body, name), default, size, is_batch) for name, default in _SPREAD]
     rids = _rids(body, fresh_rid, size, is_batch)
+    columns.append(_named_tokens(body.token_ids_logprob or [], size))
     items = [Item(*values) for values in zip(rids, prompts, *columns, strict=True)]
     counts = {item.n for item in items}
     if len(counts) > 1:
@@ -85,6 +87,16 @@ def _spread(name: str, value: Any, default: Any, size: int, is_batch: bool) -> l
     if len(value) != size:
         raise ValueError(f"The length of {name} should be equal to the batch size.")
     return [default if v is None else v for v in value]
+
+
+def _named_tokens(given: Sequence[int | list[int] | None], size: int) -> list[list[int]]:
+    """Token ids once for all prompts, or a list of them for each."""
+    ids = [token for token in given if isinstance(token, int)]
+    if len(ids) == len(given):
+        return [ids] * size
+    if len(given) != size:
+        raise ValueError("The length of token_ids_logprob should be equal to the batch size.")
+    return [each if isinstance(each, list) else [] for each in given]
 
 
 def _rids(body: GenerateRequest, fresh_rid: str, size: int, is_batch: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import orjson
 from starlette.responses import Response
@@ -13,7 +14,12 @@ from api_server.dialects.sglang.batch import Batch, Item, expand
 from api_server.dialects.sglang.errors import ERROR_STATUSES, error_frame
 from api_server.dialects.sglang.rendering import Naming, result
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest, GenerateResponse, SamplingParameters
-from api_server.dialects.sglang.validation import sampling_problem, unsupported_field, unsupported_sampling
+from api_server.dialects.sglang.validation import (
+    logprob_problem,
+    sampling_problem,
+    unsupported_field,
+    unsupported_sampling,
+)
 from api_server.endpoint import Call, Document
 from api_server.errors import invalid, unsupported
 from api_server.generation import Choice, Generation, generate
@@ -52,7 +58,7 @@ async def generate_native(call: Call, stream: bool = False) -> Response:
     with ExitStack() as cleanup:
         cleanup.enter_context(_claimed(body, batch))
         generation = await generate(call.server, [_internal(item, call) for item in batch.items])
-        naming = Naming.of(batch, generation.choices)
+        naming = Naming.of(batch, generation.choices, call.server.tokenizer.piece)
         if not (stream or body.stream):
             await generation.collect()
             answers = [result(body, batch, choice, naming) for choice in generation.choices]
@@ -103,10 +109,9 @@ def _check(body: GenerateRequest, batch: Batch, call: Call) -> None:
         if name is not None:
             raise unsupported(name, "a value")
     for item in batch.items:
-        if item.return_logprob and item.logprob_start_len != -1:
-            raise unsupported("logprob_start_len", f"{item.logprob_start_len} (logprobs of the prompt)")
-        if item.return_logprob and item.top_logprobs_num != 0:
-            raise unsupported("top_logprobs_num", f"{item.top_logprobs_num}")
+        problem = logprob_problem(item, vocab_size) if item.return_logprob else None
+        if problem is not None:
+            raise invalid(problem)
 
 
 @contextmanager
@@ -129,7 +134,7 @@ def _internal(item: Item, call: Call) -> TextGenerationRequest:
         return TextGenerationRequest(
             request_id=RequestID(item.rid),
             prompt=item.prompt,
-            sampling=_sampling(given, item.return_logprob),
+            sampling=_with_logprobs(_sampling(given), item) if item.return_logprob else _sampling(given),
             model_defaults=False,
             default_max_new_tokens=None if "max_new_tokens" in given.model_fields_set else DEFAULT_MAX_NEW_TOKENS,
             n=item.n,
@@ -144,7 +149,17 @@ def _internal(item: Item, call: Call) -> TextGenerationRequest:
         raise invalid(str(error)) from None
 
 
-def _sampling(given: SamplingParameters, return_logprob: bool) -> SamplingParamsInput:
+def _with_logprobs(sampling: SamplingParamsInput, item: Item) -> SamplingParamsInput:
+    return replace(
+        sampling,
+        logprobs=LogprobMode.TEMPERED,
+        top_logprobs=item.top_logprobs_num,
+        logprob_ids=item.token_ids_logprob,
+        prompt_logprobs_from=None if item.logprob_start_len < 0 else item.logprob_start_len,
+    )
+
+
+def _sampling(given: SamplingParameters) -> SamplingParamsInput:
     temperature = given.temperature
     return SamplingParamsInput(
         temperature=0.0 if temperature is not None and temperature < GREEDY_BELOW else temperature,
@@ -161,5 +176,4 @@ def _sampling(given: SamplingParameters, return_logprob: bool) -> SamplingParams
         stop=given.stop_strings,
         stop_token_ids=[] if given.ignore_eos else given.stop_token_ids,
         seed=None if given.sampling_seed is None else given.sampling_seed % SEED_LIMIT,
-        logprobs=LogprobMode.TEMPERED if return_logprob else LogprobMode.NONE,
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api_server.dialects.sglang.batch import Batch
+from api_server.dialects.sglang.batch import Batch, Item
 from api_server.dialects.sglang.schema import GenerateRequest
 from api_server.generation import Choice, Finish
 
@@ -17,14 +17,16 @@ WEIGHT_VERSION = "default"
 
 @dataclass(frozen=True)
 class Naming:
-    """The id of each answer: its prompt's, or a fresh one when the prompt has several answers."""
+    """The id of each answer: its prompt's, or a fresh one when the prompt has several answers. `text_of` gives the text
+    of a token."""
 
     ids: Sequence[str]
+    text_of: Callable[[int], str]
 
     @classmethod
-    def of(cls, batch: Batch, choices: Sequence[Choice]) -> Naming:
+    def of(cls, batch: Batch, choices: Sequence[Choice], text_of: Callable[[int], str]) -> Naming:
         items = [batch.items[choice.request_index] for choice in choices]
-        return cls([item.rid if item.n == 1 else uuid.uuid4().hex for item in items])
+        return cls([item.rid if item.n == 1 else uuid.uuid4().hex for item in items], text_of)
 
 
 def result(body: GenerateRequest, batch: Batch, choice: Choice, naming: Naming) -> dict[str, Any]:
@@ -34,8 +36,9 @@ def result(body: GenerateRequest, batch: Batch, choice: Choice, naming: Naming) 
         "output_ids": choice.token_ids,
         "meta_info": _meta_info(choice, naming.ids[choice.index]),
     }
-    if batch.items[choice.request_index].return_logprob:
-        answer["meta_info"] |= _logprobs(choice, with_text=bool(body.return_text_in_logprobs))
+    item = batch.items[choice.request_index]
+    if item.return_logprob:
+        answer["meta_info"] |= _logprobs(item, choice, naming.text_of if body.return_text_in_logprobs else None)
     if body.return_prompt_token_ids:
         answer["prompt_token_ids"] = choice.prompt_token_ids.tolist()
     return answer
@@ -61,7 +64,7 @@ def _finish_reason(choice: Choice, finish: Finish | None) -> dict[str, Any] | No
     if finish is None:
         return None
     if finish.kind == "length":
-        return {"type": "length", "length": choice.sampling.max_new_tokens}
+        return {"type": "length", "length": choice.limit}
     if finish.kind == "cancelled":
         return _aborted("Aborted")
     return {"type": "stop", "matched": finish.matched}
@@ -82,10 +85,53 @@ def _aborted(message: str) -> dict[str, Any]:
     return {"type": "abort", "message": message, "status_code": None, "err_type": None}
 
 
-def _logprobs(choice: Choice, with_text: bool) -> dict[str, Any]:
-    entries = [[token.logprob, token.id, token.text if with_text else None] for token in choice.tokens]
-    return {
-        "input_token_logprobs": [],
-        "output_token_logprobs": entries,
-        "output_token_logprobs_length": len(entries),
-    }
+def _logprobs(item: Item, choice: Choice, text_of: Callable[[int], str] | None) -> dict[str, Any]:
+    outputs = [
+        (token.id, token.logprob, token.top, token.asked, token.text if text_of else None) for token in choice.tokens
+    ]
+    sides = {"input": _prompt(item, choice, text_of), "output": outputs}
+    found: dict[str, Any] = {"output_token_logprobs_length": len(outputs)}
+    for side, rows in sides.items():
+        found[f"{side}_token_logprobs"] = [[own, token, text] for token, own, _, _, text in rows]
+        if item.top_logprobs_num:
+            found[f"{side}_top_logprobs"] = [
+                None if own is None else _entries(top, top, text_of) for _, own, top, _, _ in rows
+            ]
+        if item.token_ids_logprob:
+            found[f"{side}_token_ids_logprobs"] = [
+                None if own is None else _entries(item.token_ids_logprob, asked, text_of)
+                for _, own, _, asked, _ in rows
+            ]
+    return found
+
+
+Row = tuple[int, float | None, Mapping[int, float], Mapping[int, float], str | None]
+"""A token, its logprob, the most probable tokens', the named tokens', and its text."""
+
+
+def _prompt(item: Item, choice: Choice, text_of: Callable[[int], str] | None) -> list[Row]:
+    """The prompt's tokens from the asked position on; nothing comes before the first one, so it has no logprob."""
+    start = item.logprob_start_len
+    if start < 0:
+        return []
+    known = choice.prompt_logprobs
+    columns = zip(
+        choice.prompt_token_ids[choice.first_prompt_logprob :].tolist(),
+        known.token_log_probabilities,
+        known.top_log_probabilities,
+        known.asked_log_probabilities,
+        strict=False,  # the prompt is on its way, in events of a choice that waits
+    )
+    rows: list[Row] = [
+        (token, own, top, asked, text_of(token) if text_of else None) for token, own, top, asked in columns
+    ]
+    if start > 0:
+        return rows
+    first = int(choice.prompt_token_ids[0])
+    return [(first, None, {}, {}, text_of(first) if text_of else None), *rows]
+
+
+def _entries(
+    ids: Iterable[int], logprobs: Mapping[int, float], text_of: Callable[[int], str] | None
+) -> list[list[Any]]:
+    return [[logprobs[token], token, text_of(token) if text_of else None] for token in ids]

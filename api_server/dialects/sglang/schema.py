@@ -72,10 +72,14 @@ class GenerateRequest(BaseModel):
     rid: str | Texts | None = Field(None, description="Name of the request; default: a new one")
     stream: bool | None = Field(None, description="Answer as server-sent events with cumulative text")
     return_logprob: bool | list[bool] | None = Field(None, description="Return the generated tokens' logprobs")
-    logprob_start_len: int | list[int] | None = Field(None, description="-1: generated tokens only")
-    top_logprobs_num: int | list[int] | None = None
-    token_ids_logprob: list[int] | list[list[int] | None] | None = Field(None, description="Not built yet")
-    return_text_in_logprobs: bool | None = None
+    logprob_start_len: int | list[int] | None = Field(
+        None, description="Return the logprobs of the prompt, too, from this position on; -1: generated tokens only"
+    )
+    top_logprobs_num: int | list[int] | None = Field(None, description="Report so many most likely tokens, up to 64")
+    token_ids_logprob: Integers | Annotated[list[Integers | None], Field(fail_fast=True)] | None = Field(
+        None, description="Report the logprobs of these tokens at each position; one list for all prompts or one each"
+    )
+    return_text_in_logprobs: bool | None = Field(None, description="Third element of each entry: the token's text")
     return_prompt_token_ids: bool | None = None
     return_hidden_states: bool | list[bool] | None = Field(None, description="Not built yet")
     cache_salt: str | list[str | None] | None = Field(
@@ -131,6 +135,10 @@ class MetaInfo(BaseModel):
     input_token_logprobs: list[Logprob] | None = None
     output_token_logprobs: list[Logprob] | None = None
     output_token_logprobs_length: int | None = None
+    input_top_logprobs: list[list[Logprob] | None] | None = None
+    output_top_logprobs: list[list[Logprob] | None] | None = None
+    input_token_ids_logprobs: list[list[Logprob] | None] | None = None
+    output_token_ids_logprobs: list[list[Logprob] | None] | None = None
 
 
 class GenerateResponse(BaseModel):

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from api_server.dialects.sglang.batch import Item
 from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
+from interfaces.sampling import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 32
 
@@ -17,7 +19,6 @@ _UNSUPPORTED_FIELDS = (
     "image_data",
     "video_data",
     "audio_data",
-    "token_ids_logprob",
     "return_hidden_states",
     "lora_path",
     "custom_logit_processor",
@@ -74,6 +75,20 @@ def unsupported_sampling(given: SamplingParameters) -> str | None:
 def sampling_problem(given: SamplingParameters, vocab_size: int) -> str | None:
     """The first value out of range, or None."""
     return next(_sampling_problems(given, vocab_size), None)
+
+
+def logprob_problem(item: Item, vocab_size: int) -> str | None:
+    """The first wish for log probabilities that is out of range, or None."""
+    if item.logprob_start_len < -1:
+        return f"logprob_start_len must be at least -1, got {item.logprob_start_len}."
+    if not 0 <= item.top_logprobs_num <= MOST_TOP_LOGPROBS:
+        return f"top_logprobs_num must be in [0, {MOST_TOP_LOGPROBS}], got {item.top_logprobs_num}."
+    if len(item.token_ids_logprob) > MOST_LOGPROB_IDS:
+        return f"token_ids_logprob may name {MOST_LOGPROB_IDS} tokens, got {len(item.token_ids_logprob)}."
+    for token in item.token_ids_logprob:
+        if not 0 <= token < vocab_size:
+            return f"token_ids_logprob must have ids in [0, {vocab_size - 1}], got {token}."
+    return None
 
 
 def _asks(value: Any) -> bool:

@@ -31,7 +31,8 @@ def read(model: type[R], call: Call) -> R:
 def check(body: GenerateRequest, call: Call, streaming: bool) -> None:
     """Raises RequestFailed for the value that upstream would name first."""
     total = call.server.max_model_len or _UNKNOWN_LIMIT
-    problem = first_problem(body.inputs, body.effective, Limits(total - 1, total), streaming)
+    limits = Limits(total - 1, total, call.server.settings.max_best_of)
+    problem = first_problem(body.inputs, body.effective, limits, streaming)
     if problem is not None:
         raise invalid(problem)
 
@@ -39,12 +40,13 @@ def check(body: GenerateRequest, call: Call, streaming: bool) -> None:
 def internal_request(body: GenerateRequest, call: Call, streaming: bool) -> TextGenerationRequest:
     """Token details cost a second detokenization, so they are only asked for when the answer shows them."""
     parameters = body.effective
-    tokens_shown = streaming or bool(parameters.details)
+    tokens_shown = streaming or parameters.wants_details
     return TextGenerationRequest(
         request_id=RequestID(call.request_id),
         prompt=body.inputs,
         truncate_prompt_to=parameters.truncate,
         sampling=_sampling(parameters, tokens_shown),
+        n=parameters.best_of or 1,
         model_defaults=False,
         keep_stop=True,
         token_details=tokens_shown,
@@ -60,6 +62,7 @@ def is_sampled(parameters: GenerateParameters) -> bool:
         or parameters.temperature not in (None, 1.0)
         or parameters.top_k is not None
         or parameters.top_p not in (None, 1.0)
+        or parameters.typical_p is not None
     )
 
 
@@ -68,11 +71,15 @@ def _sampling(parameters: GenerateParameters, logprobs: bool) -> SamplingParamsI
         temperature=(parameters.temperature or 1.0) if is_sampled(parameters) else 0.0,
         top_k=parameters.top_k,
         top_p=parameters.top_p,
+        typical_p=parameters.typical_p,
+        watermark=parameters.watermark,
         frequency_penalty=parameters.frequency_penalty,
         repetition_penalty=parameters.repetition_penalty,
         penalize_prompt=True,
         max_new_tokens=parameters.max_new_tokens,
         stop=parameters.stop_strings,
         seed=parameters.seed,
-        logprobs=LogprobMode.WARPED if logprobs else LogprobMode.NONE,
+        logprobs=LogprobMode.WARPED if logprobs or (parameters.best_of or 1) > 1 else LogprobMode.NONE,
+        top_logprobs=parameters.top_n_tokens if logprobs else None,
+        prompt_logprobs_from=0 if parameters.decoder_input_details else None,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from api_server.dialects.tgi.generate import is_sampled
@@ -12,28 +12,38 @@ from api_server.dialects.tgi.schema import GenerateRequest
 from api_server.endpoint import Call
 from api_server.generation import Choice, Generation, TextDelta, TokenDelta
 from api_server.sse import frame
+from api_server.tokenizer import Tokenizer
 
 _REASONS = {"stop_token": "eos_token", "stop_string": "stop_sequence", "length": "length"}
 _INCOMPLETE = {"error": "Incomplete generation", "error_type": "incomplete_generation"}
 
 
-def answer(body: GenerateRequest, choice: Choice) -> dict[str, Any]:
-    """The JSON object; `details` is left out unless asked for."""
+async def answer(body: GenerateRequest, choices: Sequence[Choice], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The JSON object, of the best choice first; `details` is left out unless asked for."""
+    choice, *others = choices
     text = _with_prompt(body, choice.text)
-    if not body.effective.details:
+    if not body.effective.wants_details:
         return {"generated_text": text}
-    tokens = [_token(token) for token in choice.tokens]
-    return {"generated_text": text, "details": {**_summary(body, choice), "prefill": [], "tokens": tokens}}
+    details = _summary(body, choice) | await _tokens(body, choice, tokenizer)
+    if others:
+        details["best_of_sequences"] = [
+            {"generated_text": _with_prompt(body, other.text)}
+            | _summary(body, other)
+            | await _tokens(body, other, tokenizer)
+            for other in others
+        ]
+    return {"generated_text": text, "details": details}
 
 
-async def events(body: GenerateRequest, generation: Generation) -> AsyncIterator[bytes]:
+async def events(body: GenerateRequest, generation: Generation, tokenizer: Tokenizer) -> AsyncIterator[bytes]:
     """One event per token; the last one has the whole text."""
     index = 0
     async for delta in generation:
         for position, token in enumerate(delta.tokens):
             index += 1
             last = delta.finish is not None and position == len(delta.tokens) - 1
-            yield frame(_event(body, generation.choices[0], index, token, last))
+            event = _event(body, generation.choices[0], index, token, last)
+            yield frame(event | {"top_tokens": _top(token, tokenizer)} if token.top else event)
         if _is_cut_short(delta):
             yield frame(_INCOMPLETE)
 
@@ -89,10 +99,32 @@ def _summary(body: GenerateRequest, choice: Choice) -> dict[str, Any]:
 
 def _finish_reason(choice: Choice) -> str:
     """An answer that reaches its length has that reason, even when its last token would have ended it."""
-    limit = choice.sampling.max_new_tokens
+    limit = choice.limit
     if choice.finish is None or (limit is not None and choice.completion_tokens >= limit):
         return "length"
     return _REASONS[choice.finish.kind]
+
+
+async def _tokens(body: GenerateRequest, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The parts of `details` that have an entry for each token; the first one of the prompt has no logprob."""
+    prefill: list[dict[str, Any]] = []
+    if body.effective.decoder_input_details:
+        ids = choice.prompt_token_ids.tolist()
+        columns = zip(
+            ids, await tokenizer.pieces(ids), [None, *choice.prompt_logprobs.token_log_probabilities], strict=True
+        )
+        prefill = [{"id": token, "text": text, "logprob": logprob} for token, text, logprob in columns]
+    found: dict[str, Any] = {"prefill": prefill, "tokens": [_token(token) for token in choice.tokens]}
+    if body.effective.top_n_tokens:
+        found["top_tokens"] = [_top(token, tokenizer) for token in choice.tokens]
+    return found
+
+
+def _top(token: TokenDelta, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    return [
+        {"id": other, "text": tokenizer.piece(other), "logprob": logprob, "special": tokenizer.is_special(other)}
+        for other, logprob in token.top.items()
+    ]
 
 
 def _token(token: TokenDelta) -> dict[str, Any]:

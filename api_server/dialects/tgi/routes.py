@@ -20,7 +20,7 @@ from api_server.dialects.tgi.schema import (
     StreamResponse,
     TokenizeRequest,
 )
-from api_server.dialects.tgi.validation import MAX_BEST_OF, MAX_STOP_SEQUENCES
+from api_server.dialects.tgi.validation import MAX_STOP_SEQUENCES
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation import generate
@@ -31,7 +31,7 @@ from api_server.tokenizer import THREADS
 TAG = "tgi"
 
 _ERRORS = dict.fromkeys(ERROR_STATUSES, ErrorResponse)
-_EXAMPLE = {"inputs": "What is 2 + 3?", "parameters": {"max_new_tokens": 20, "details": True}}
+_EXAMPLE = {"inputs": "What is 2 + 3?", "parameters": {"max_new_tokens": 20, "details": True, "top_n_tokens": 2}}
 
 GENERATE = Document(
     summary="Generate text",
@@ -114,7 +114,7 @@ async def info(call: Call) -> Response:
         model_sha=None,
         model_pipeline_tag="text-generation",
         max_concurrent_requests=settings.max_running + settings.max_queued,
-        max_best_of=MAX_BEST_OF,
+        max_best_of=settings.max_best_of,
         max_stop_sequences=MAX_STOP_SEQUENCES,
         max_input_tokens=total - 1,
         max_total_tokens=total,
@@ -131,17 +131,17 @@ async def info(call: Call) -> Response:
 async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response:
     check(body, call, streaming=False)
     generation = await generate(call.server, internal_request(body, call, streaming=False))
-    (choice,) = await generation.collect()
-    if not is_complete(choice):
+    choices = sorted(await generation.collect(), key=lambda choice: choice.mean_logprob, reverse=True)
+    if not all(map(is_complete, choices)):
         raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation")
-    content = answer(body, choice)
+    content = await answer(body, choices, call.server.tokenizer)
     encoded = orjson.dumps([content] if listed else content)
-    return Response(encoded, headers=headers(call, body, choice), media_type="application/json")
+    return Response(encoded, headers=headers(call, body, choices[0]), media_type="application/json")
 
 
 async def _stream(body: GenerateRequest, call: Call) -> Response:
     check(body, call, streaming=True)
     generation = await generate(call.server, internal_request(body, call, streaming=True))
-    response = EventStream(events(body, generation), generation.close, error_frame)
+    response = EventStream(events(body, generation, call.server.tokenizer), generation.close, error_frame)
     response.headers.update(stream_headers(call, body))
     return response

@@ -28,7 +28,9 @@ class GenerateParameters(Body):
 
     adapter_id: str | None = Field(None, description="LoRA adapter to use")
     best_of: UInt32 | None = Field(None, description="Sequences to draw, of which the most likely is returned")
-    decoder_input_details: bool | None = Field(None, description="Return the prompt's tokens with logprobs")
+    decoder_input_details: bool | None = Field(
+        None, description="Return the prompt's tokens with logprobs; implies `details`"
+    )
     details: bool | None = Field(None, description="Return the generated tokens, the finish reason and the seed")
     do_sample: bool | None = Field(None, description="Draw tokens at random; otherwise take the most likely one")
     frequency_penalty: float | None = Field(
@@ -49,6 +51,10 @@ class GenerateParameters(Body):
     truncate: UInt64 | None = Field(None, description="Keep only this many last tokens of the prompt")
     typical_p: float | None = Field(None, description="Typical decoding mass")
     watermark: bool | None = Field(None, description="Watermark the answer")
+
+    @property
+    def wants_details(self) -> bool:
+        return bool(self.details or self.decoder_input_details)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -100,11 +106,24 @@ class Details(BaseModel):
     seed: int | None = Field(description="The seed that was used; null when the answer was greedy")
     prefill: list[PrefillToken]
     tokens: list[Token]
+    top_tokens: list[list[Token]] | None = Field(
+        None, description="The most likely tokens at each place, when `top_n_tokens` asks for them"
+    )
+
+
+class BestOfSequence(Details):
+    generated_text: str
+
+
+class DetailsOfAll(Details):
+    best_of_sequences: list[BestOfSequence] | None = Field(
+        None, description="The answers that were less likely, when `best_of` is above 1"
+    )
 
 
 class GenerateResponse(BaseModel):
     generated_text: str
-    details: Details | None = Field(None, description="Only when the request asks for it")
+    details: DetailsOfAll | None = Field(None, description="Only when the request asks for it")
 
 
 class StreamDetails(BaseModel):
@@ -118,6 +137,7 @@ class StreamResponse(BaseModel):
 
     index: int
     token: Token
+    top_tokens: list[Token] | None = Field(None, description="Only when `top_n_tokens` asks for them")
     generated_text: str | None
     details: StreamDetails | None
 

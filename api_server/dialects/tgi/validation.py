@@ -13,15 +13,15 @@ from api_server.dialects.tgi.schema import GenerateParameters
 
 MAX_STOP_SEQUENCES = 4
 MAX_TOP_N_TOKENS = 5
-MAX_BEST_OF = 1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Prompt and prompt + answer, in tokens."""
+    """Prompt and prompt + answer, in tokens; and how many answers may be drawn for one."""
 
     max_input_tokens: int
     max_total_tokens: int
+    max_best_of: int = 1
 
 
 def first_problem(inputs: str, parameters: GenerateParameters, limits: Limits, streaming: bool) -> str | None:
@@ -43,7 +43,7 @@ def length_problem(prompt_tokens: int, max_new_tokens: int | None, limits: Limit
 
 
 def _problems(inputs: str, parameters: GenerateParameters, limits: Limits, streaming: bool) -> Iterator[str]:
-    yield from _best_of(parameters, streaming)
+    yield from _best_of(parameters, limits.max_best_of, streaming)
     yield from _ranges(parameters)
     yield from _lists(parameters)
     yield from _unsupported(parameters)
@@ -54,14 +54,20 @@ def _problems(inputs: str, parameters: GenerateParameters, limits: Limits, strea
         yield (f"`truncate` must be strictly positive and less than {limits.max_input_tokens}. Given: {truncate}")
 
 
-def _best_of(parameters: GenerateParameters, streaming: bool) -> Iterator[str]:
+def _best_of(parameters: GenerateParameters, most: int, streaming: bool) -> Iterator[str]:
     best_of = 1 if parameters.best_of is None else parameters.best_of
     if streaming and best_of != 1:
         yield "`best_of` != 1 is not supported when streaming tokens"
     if streaming and parameters.decoder_input_details:
         yield "`decoder_input_details` == true is not supported when streaming tokens"
-    if best_of > MAX_BEST_OF or best_of < 1:
-        yield "`best_of` != 1 is not allowed for this endpoint (unsupported: one sequence is drawn per request)"
+    if best_of != 1 and most == 1:
+        yield "`best_of` != 1 is not allowed for this endpoint"
+    if not 1 <= best_of <= most:
+        yield f"`best_of` must be > 0 and <= {most}. Given: {best_of}"
+    names = ("temperature", "top_k", "top_p", "typical_p")
+    sampling = parameters.do_sample or any(getattr(parameters, name) is not None for name in names)
+    if best_of > 1 and not sampling:
+        yield "you must use sampling when `best_of` is > 1"
 
 
 def _ranges(parameters: GenerateParameters) -> Iterator[str]:
@@ -86,6 +92,8 @@ def _lists(parameters: GenerateParameters) -> Iterator[str]:
     stops = parameters.stop_strings
     if len(stops) > MAX_STOP_SEQUENCES:
         yield f"`stop` supports up to {MAX_STOP_SEQUENCES} stop sequences. Given: {len(stops)}"
+    if parameters.seed is not None and (parameters.best_of or 1) > 1:
+        yield "`seed` must not be set when `best_of` > 1"
     if "" in stops:
         yield "`stop` must not contain an empty text, which would end every answer before it starts"
     if parameters.top_n_tokens is not None and parameters.top_n_tokens > MAX_TOP_N_TOKENS:
@@ -93,7 +101,7 @@ def _lists(parameters: GenerateParameters) -> Iterator[str]:
 
 
 def _unsupported(parameters: GenerateParameters) -> Iterator[str]:
-    for name in ("decoder_input_details", "top_n_tokens", "typical_p", "watermark", "grammar", "adapter_id"):
+    for name in ("grammar", "adapter_id"):
         value = getattr(parameters, name)
         if value is not None and value is not False and value != 0:
             yield f"`{name}` is unsupported by this server; leave it out. Given: {value!r:.100}"

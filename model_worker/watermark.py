@@ -1,0 +1,26 @@
+"""The watermark of Kirchenbauer et al., with TGI's constants: the last token seeds a permutation of the vocabulary, and
+the tokens in its first half, the green list, get a bonus.
+
+The generator is always the CPU's, so that a text can be tested without the device it was made on. Knows logits only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+GAMMA = 0.5
+"""Share of the vocabulary that is green."""
+DELTA = 2.0
+"""What is added to the logits of green tokens."""
+HASH_KEY = 15485863
+
+
+def green_list(last: int, vocab_size: int) -> torch.Tensor:
+    """The green tokens after token `last`."""
+    generator = torch.Generator("cpu").manual_seed(HASH_KEY * last)
+    return torch.randperm(vocab_size, generator=generator)[: int(vocab_size * GAMMA)]
+
+
+def favour_green(logits: torch.Tensor, last: int) -> None:
+    """Adds the bonus to one row of logits, in place."""
+    logits[green_list(last, logits.shape[0]).to(logits.device)] += DELTA
