@@ -167,7 +167,13 @@ def column_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
 
 
 def triples_reader(copy: bool, ipc_peer: bool) -> Reader:
+    spelled, triple_bytes = np.dtype(np.int32).str, 12
+
     def read(form: Any) -> NDArray[Any]:
+        if type(form) is dict and not copy and form.get(b"type") == spelled and form.get(b"nd") is True:
+            data, shape = form.get(b"data"), form.get(b"shape")
+            if type(data) is bytes and len(data) % triple_bytes == 0 and shape == [len(data) // triple_bytes, 3]:
+                return np.frombuffer(data, np.int32).reshape(-1, 3)
         array = read_array(form, copy, ipc_peer)
         if array.dtype != np.int32 or array.ndim != 2 or array.shape[1] != 3:
             raise WireError(f"expected an array of int32 triples, got {array.dtype} of shape {array.shape}")
