@@ -45,18 +45,19 @@ class Engine:
         self._identity = identity
         self._incarnation: int | None = None
         self._held: set[int] = set()
+        self._refused: dict[int, str] = {}
 
     def step(self, step: Step) -> StepResult:
         """Runs a step. Raises StepError when the step does not fit the rows; nothing else is expected to fail."""
         started = time.perf_counter_ns()
         self._follow(step.incarnation)
-        errors = self._change_rows(step)
+        self._change_rows(step)
         packed = self._rows.pack(step)
         logits = self._forward(self._batch(packed))
         sampled = self._sample(packed, logits)
         reports = self._reports(packed, logits, sampled)
         self._rows.computed_step(packed, sampled.tokens)
-        result = self._result(step, packed, sampled, errors, (time.perf_counter_ns() - started) // 1000)
+        result = self._result(step, packed, sampled, (time.perf_counter_ns() - started) // 1000)
         return result if reports is None else _with_reports(result, reports)
 
     def _follow(self, incarnation: int) -> None:
@@ -68,22 +69,23 @@ class Engine:
         for row in self._held:
             self._sampler.drop(row)
         self._held.clear()
+        self._refused.clear()
 
-    def _change_rows(self, step: Step) -> dict[int, str]:
+    def _change_rows(self, step: Step) -> None:
         for row in step.drop.tolist():
             self._held.discard(row)
+            self._refused.pop(row, None)
             self._sampler.drop(row)
         self._rows.apply(step)
-        errors: dict[int, str] = {}
         for join in step.joins:
             try:
                 prompt, emitted = np.split(join.tokens, [join.prompt_len])
                 self._sampler.join(join.row, join.sampling, join.sampling.stop_token_ids or [], prompt, emitted)
                 self._held.add(join.row)
             except ValueError as error:
-                # The row runs on, greedily, until its owner has heard of the error: a step in flight may name it.
-                errors[join.row] = str(error)
-        return errors
+                # The row runs on, greedily, and its owner hears of the error with the first token it would have had:
+                # until then the scheduler matches no results with it.
+                self._refused[join.row] = str(error)
 
     def _batch(self, packed: PackedStep) -> ForwardBatch:
         # Rows that sample come first; then the tokens whose successors in a prompt are reported.
@@ -116,10 +118,9 @@ class Engine:
         found = [reports for reports in (builder.columns(), sampled.reports) if reports is not None]
         return LogprobReports.joined(found)
 
-    def _result(
-        self, step: Step, packed: PackedStep, sampled: Sampled, errors: dict[int, str], device_us: int
-    ) -> StepResult:
+    def _result(self, step: Step, packed: PackedStep, sampled: Sampled, device_us: int) -> StepResult:
         rows = packed.rows[packed.sampling]
+        errors = {row: self._refused[row] for row in rows.tolist() if row in self._refused} if self._refused else {}
         if sampled.bad is not None:
             errors |= dict.fromkeys(rows[sampled.bad].tolist(), "the model's logits were not finite for this request")
         kept = _kept(rows, errors)
