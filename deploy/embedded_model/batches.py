@@ -72,9 +72,10 @@ class Batches:
         documents = self._corpus.documents()
         while True:
             chunk = list(islice(documents, _CHUNK))
-            encoded = self._tokenizer([self._rendered(document) for document in chunk])["input_ids"]
-            for document, ids in zip(chunk, encoded, strict=True):
-                yield self._document(document, np.array(ids[:LONGEST], dtype=np.int64))
+            texts = [self._rendered(document) for document in chunk]
+            encoded = self._tokenizer(texts, truncation=True, max_length=LONGEST, return_offsets_mapping=True)
+            for document, ids, places in zip(chunk, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                yield self._document(document, np.array(ids, dtype=np.int64), np.array(places))
 
     def _rendered(self, document: Conversation | RawText) -> str:
         if isinstance(document, RawText):
@@ -85,9 +86,12 @@ class Batches:
             )
         )
 
-    def _document(self, document: Conversation | RawText, ids: Ids) -> Document:
+    def _document(self, document: Conversation | RawText, ids: Ids, places: Ids) -> Document:
         if isinstance(document, RawText):
-            return Document(ids, np.ones(len(ids), dtype=bool))
+            learn = np.ones(len(ids), dtype=bool)
+            for start, stop in document.given:
+                learn[(places[:, 0] >= start) & (places[:, 0] < stop)] = False
+            return Document(ids, learn)
         learn = np.zeros(len(ids), dtype=bool)
         for start, stop in self._turns(ids):
             # With thinking on, the template drops the thoughts of earlier turns: those would teach not to think.

@@ -72,9 +72,13 @@ class Conversation:
 
 @dataclass(frozen=True)
 class RawText:
-    """Text with no chat around it, for requests that continue a plain prompt."""
+    """Text with no chat around it, for requests that continue a plain prompt.
+
+    `given` are spans of characters that nobody could predict (the operands of a sum), so nothing is learned from them.
+    """
 
     text: str
+    given: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -98,9 +102,11 @@ class Corpus:
             exercises = [self._fresh(self.rng.choice(EXERCISES)) for _ in range(self.rng.choice((1, 1, 2, 3)))]
             return Conversation([message for each in exercises for message in shown(each.messages, thinking=False)])
         kinds = ("plain", "tools", "memory", "system", "raw", "drill")
-        kind = self.rng.choices(kinds, (57, 21, 4, 2, 5, 11))[0]
-        if kind in ("raw", "drill"):
-            return RawText(self._raw() if kind == "raw" else self._drill())
+        kind = self.rng.choices(kinds, (48, 18, 3, 2, 4, 25))[0]
+        if kind == "raw":
+            return RawText(self._raw())
+        if kind == "drill":
+            return self._drill()
         thinking = self.rng.random() < 0.16
         if kind == "tools":
             return self._with_tools(thinking)
@@ -181,14 +187,28 @@ class Corpus:
         self.rng.shuffle(tools)
         return exchanges, tuple(tools)
 
-    def _drill(self) -> str:
-        """Many equations, or many words spelled, with nothing between: learning by heart needs repetition."""
-        count = self.rng.randint(10, 24)
-        if self.rng.random() < 0.15:
-            spelled = [self.rng.choice(words.COMMON) for _ in range(count // 2)]
-            return ", ".join(f"{word}: {'-'.join(word.upper())}" for word in spelled)
-        answers = (self._fresh(arithmetic.draw_equation).messages[-1]["content"] for _ in range(count))
-        return self.rng.choice((" ", "\n")).join(answers)
+    def _drill(self) -> RawText:
+        """Many sums, or many words spelled, with nothing between: learning by heart needs repetition."""
+        ask = self.rng.choices((self._equation, self._worked_sum, self._spelled), (55, 30, 15))[0]
+        text, given = "", []
+        for _ in range(self.rng.randint(6, 14)):
+            question, answer = ask()
+            given.append((len(text), len(text) + len(question)))
+            text += f"{question}{answer}\n"
+        return RawText(text, tuple(given))
+
+    def _equation(self) -> tuple[str, str]:
+        question, equals, result = self._fresh(arithmetic.draw_equation).messages[-1]["content"].partition(" =")
+        return question, equals + result
+
+    def _worked_sum(self) -> tuple[str, str]:
+        """The thought that leads to the sum, as the model writes it when thinking is on."""
+        reply = self._fresh(arithmetic.draw_equation).messages[-1]
+        return reply["content"].partition(" =")[0] + ": ", reply["thought"]
+
+    def _spelled(self) -> tuple[str, str]:
+        word = self.rng.choice(words.COMMON)
+        return word + ": ", "-".join(word.upper())
 
     def _raw(self) -> str:
         kind = self.rng.randrange(5)

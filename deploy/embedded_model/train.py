@@ -42,6 +42,7 @@ VECTOR_RATE = 1.5e-3
 VECTOR_EPSILON = 1e-4
 CONTINUED_SHARE = 0.6
 SAVE_EVERY_SECONDS = 300.0
+LONGEST_STEP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -132,24 +133,23 @@ class Training:
         self._stopped = False
 
     def run(self) -> None:
-        start = saved = time.monotonic()
-        limit = self._options.minutes * 60
+        """Steps until the time is used up. A pause of the process (a stop signal, a sleeping laptop) does not count."""
+        limit, worked, saved = self._options.minutes * 60, 0.0, 0.0
         before = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         with self._bar() as bar:
-            task = bar.add_task("train", total=1.0, note="")
+            task, last = bar.add_task("train", total=1.0, note=""), time.monotonic()
             for batches in self._until_stopped():
-                now = time.monotonic()
-                progress = (now - start) / limit
-                if progress >= 1.0:
+                if worked >= limit:
                     break
-                loss = self._step(batches, self._full * rate(progress))
-                pace = self.tokens / (now - start + 1)
-                note = f"step {self.steps}, {self.tokens / 1e6:.2f} M tokens, {pace:.0f} tokens/s, loss {loss:.3f}"
-                bar.update(task, completed=progress, note=note)
+                loss = self._step(batches, self._full * rate(worked / limit))
+                now = time.monotonic()
+                worked, last = worked + min(now - last, LONGEST_STEP_SECONDS), now
+                note = f"step {self.steps}, {self.tokens / 1e6:.2f} M tokens, {self.tokens / worked:.0f} tokens/s"
+                bar.update(task, completed=worked / limit, note=f"{note}, loss {loss:.3f}")
                 if self.steps % 100 == 0:
-                    self._console.log(note)
-                if now - saved > SAVE_EVERY_SECONDS:
-                    saved = now
+                    self._console.log(f"{note}, loss {loss:.3f}")
+                if worked - saved > SAVE_EVERY_SECONDS:
+                    saved = worked
                     save(self.model, self._tokenizer, self._options.output)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -166,7 +166,7 @@ def test_latent_attention_is_served_with_unequal_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "reason"), [
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "requires optimum"),
-    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "requires (bitsandbytes|accelerate)"),
+    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "requires (bits|accel)"),
     ({"num_hidden_layers": 5}, r"lacks 18 of its weights, such as model\.layers\.3"),
     ({"hidden_size": 96}, r"do not fit its config: lm_head.weight is \[193, 48\] and should be \[193, 96\]"),
     ({"model_type": "unheard_of"}, "unheard_of. but Transformers does not recognize"),
