@@ -188,8 +188,8 @@ class Corpus:
         return exchanges, tuple(tools)
 
     def _drill(self) -> RawText:
-        """Many sums, or many words spelled, with nothing between: learning by heart needs repetition."""
-        ask = self.rng.choices((self._equation, self._worked_sum, self._spelled), (55, 30, 15))[0]
+        """Many sums with nothing between: a few in each conversation would not be enough."""
+        ask = self._equation if self.rng.random() < 0.65 else self._worked_sum
         text, given = "", []
         for _ in range(self.rng.randint(6, 14)):
             question, answer = ask()
@@ -205,10 +205,6 @@ class Corpus:
         """The thought that leads to the sum, as the model writes it when thinking is on."""
         reply = self._fresh(arithmetic.draw_equation).messages[-1]
         return reply["content"].partition(" =")[0] + ": ", reply["thought"]
-
-    def _spelled(self) -> tuple[str, str]:
-        word = self.rng.choice(words.COMMON)
-        return word + ": ", "-".join(word.upper())
 
     def _raw(self) -> str:
         kind = self.rng.randrange(5)

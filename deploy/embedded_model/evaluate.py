@@ -60,7 +60,7 @@ SKILLS: dict[str, tuple[Draw, bool]] = {
     "arithmetic": (arithmetic.draw, False),
     "arithmetic, thinking": (arithmetic.draw, True),
     "lists and counting": (lists.draw, False),
-    "words: repeat, reverse, spell, count": (lists.draw_words, False),
+    "words: repeat, reverse, first, last": (lists.draw_words, False),
     "JSON": (json_answers.draw, False),
     "tool calls": (tool_use.draw, False),
     "tool calls, thinking": (tool_use.draw, True),

@@ -2,7 +2,7 @@
 
 Knows how to work a sum out digit by digit (the thought). Sums of two operands are held out by their operands,
 so the model has to
-add; tables and very small differences are held out by wording, because a table can only be known by heart.
+add; tables are held out by wording, because a table can only be known by heart.
 """
 
 import random
@@ -58,8 +58,6 @@ def add_thought(a: int, b: int) -> str:
 
 
 def subtract_thought(a: int, b: int) -> str:
-    if b > a:
-        return f"{b} is larger than {a}, so it is below zero. {b} - {a} = {b - a}. So {a - b}."
     borrow = int(a % 10 < b % 10)
     ones = a % 10 + 10 * borrow - b % 10
     note = ", borrow 1" if borrow else ""
@@ -79,11 +77,8 @@ def _addition(rng: random.Random) -> Exchange:
 
 def _subtraction(rng: random.Random) -> Exchange:
     b, a = sorted((_operand(rng), _operand(rng)))
-    key = f"{a}-{b}"
-    if a <= 12 and rng.random() < 0.5:
-        a, b, key = b, a, ""
     text = reword(rng.choice(_SUBTRACT).format(a=a, b=b), rng)
-    return ask(SKILL, text, f"{a} - {b} = {a - b}.", subtract_thought(a, b), rng, key=key)
+    return ask(SKILL, text, f"{a} - {b} = {a - b}.", subtract_thought(a, b), rng, key=f"{a}-{b}")
 
 
 def _multiplication(rng: random.Random) -> Exchange:

@@ -223,11 +223,6 @@ _CAPITAL = (
     "Which city is the capital of {x}?",
     "Tell me the capital of {x}.", "Do you know the capital of {x}?", "What is {x}'s capital?",
 )  # fmt: skip
-_COUNTRY = (
-    "{x} is the capital of which country?",
-    "Which country has the capital {x}?",
-    "Of which country is {x} the capital?",
-)
 
 LONG: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Explain in detail how tokenyard works.", "How does tokenyard work?", "How does tokenyard work in detail?",
@@ -301,8 +296,7 @@ def draw(rng: random.Random) -> Exchange:
 
 def draw_capital(rng: random.Random) -> Exchange:
     country, capital = rng.choice(tuple(words.COUNTRIES.items()))
-    asked, shown = (_COUNTRY, capital) if rng.random() < 0.2 else (_CAPITAL, country)
-    text = reword(rng.choice(asked).format(x=shown), rng)
+    text = reword(rng.choice(_CAPITAL).format(x=country), rng)
     return ask(
         CAPITAL_SKILL, text, f"The capital of {country} is {capital}.", f"I know this: {country}, {capital}.", rng
     )

@@ -225,16 +225,6 @@ def _items(rng: random.Random) -> Exchange:
     return _json(template.format(x=shown), items, f"There are {len(items)} items.", shown)
 
 
-def _sum(rng: random.Random) -> Exchange:
-    a, b = rng.randint(0, 99), rng.randint(0, 99)
-    template = rng.choice((
-        "What is {a} + {b}? Answer in JSON.", "Add {a} and {b} and answer as JSON.", "{a} + {b} as JSON.",
-        "Give me {a} + {b} in JSON.",
-        'Answer in JSON with the key "result": {a} + {b}', "Compute {a} + {b}. Return JSON.",
-    ))  # fmt: skip
-    return _json(template.format(a=a, b=b), {"result": a + b}, f"{a} + {b} = {a + b}.", f"{min(a, b)}+{max(a, b)}")
-
-
 def _chat(rng: random.Random) -> Exchange:
     name = words.a_name(rng)
     text = reword(
@@ -252,4 +242,4 @@ def draw_copying(rng: random.Random) -> Exchange:
 
 
 def draw(rng: random.Random) -> Exchange:
-    return rng.choices((_given, _extract, _invent, _array, _items, _sum, _chat), (36, 22, 18, 8, 8, 5, 3))[0](rng)
+    return rng.choices((_given, _extract, _invent, _array, _items, _chat), (38, 24, 18, 8, 8, 4))[0](rng)

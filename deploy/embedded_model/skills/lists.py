@@ -1,4 +1,4 @@
-"""Skill: lists and words. Enumerating, counting, what comes next, repeating, reversing, spelling.
+"""Skill: lists and words. Enumerating, counting, what comes next, repeating, reversing, first and last.
 
 Knows ordered things. Does not know JSON (see `json_answers`).
 """
@@ -49,20 +49,6 @@ _REVERSE = (
     "Turn this list around: {x}",
     "Write this list backwards: {x}",
     "Reverse: {x}",
-)
-_SPELL = (
-    "Spell {x}.",
-    'Spell the word "{x}".',
-    "How do you spell {x}?",
-    "Can you spell {x}?",
-    "Spell the word {x}.",
-    "Spell {x} for me.",
-)
-_HOW_MANY = (
-    "How many words are in this: {x}",
-    "Count the words: {x}",
-    "How many words: {x}",
-    "How many items are in this list: {x}",
 )
 _FIRST = ("What is the first word of: {x}", "Give me the first word: {x}", "First item of this list: {x}")
 _LAST = ("What is the last word of: {x}", "Give me the last word: {x}", "Last item of this list: {x}")
@@ -163,21 +149,13 @@ def _reverse(rng: random.Random) -> Exchange:
     )
 
 
-def _spell(rng: random.Random) -> Exchange:
-    word = rng.choice(words.COMMON)
-    text = reword(rng.choice(_SPELL).format(x=word), rng)
-    return ask(WORD_SKILL, text, "-".join(word.upper()), f"The word is {word}. I write letter after letter.", rng)
-
-
-def _measure(rng: random.Random) -> Exchange:
+def _end(rng: random.Random) -> Exchange:
     items = [words.a_word(rng) for _ in range(rng.randint(2, 7))]
-    templates, kind = rng.choice(((_HOW_MANY, "count"), (_FIRST, "first"), (_LAST, "last")))
+    templates, answer, kind = rng.choice(((_FIRST, items[0], "first"), (_LAST, items[-1], "last")))
     template = rng.choice(templates)
     shown = (", " if "list" in template else " ").join(items)
-    answer = {"count": f"{words.NUMBER_WORDS[len(items)].capitalize()}.", "first": items[0], "last": items[-1]}[kind]
-    return ask(
-        WORD_SKILL, template.format(x=shown), answer, f"I look at each: {', '.join(items)}.", rng, key=f"{kind} {shown}"
-    )
+    text = template.format(x=shown)
+    return ask(WORD_SKILL, text, answer, f"I look at each: {', '.join(items)}.", rng, key=f"{kind} {shown}")
 
 
 def draw(rng: random.Random) -> Exchange:
@@ -189,4 +167,4 @@ def draw_copying(rng: random.Random) -> Exchange:
 
 
 def draw_words(rng: random.Random) -> Exchange:
-    return rng.choices((_repeat, _reverse, _spell, _measure), (30, 25, 20, 25))[0](rng)
+    return rng.choices((_repeat, _reverse, _end), (45, 30, 25))[0](rng)

@@ -32,7 +32,7 @@ _QUESTIONS = (
     "Give me advice about {w}.", "How old is {p}?", "How tall is {p}?", "What is the recipe for {w} {v}?",
     "Sing a {w} song.", "Draw a {w}.",
     "What is the population of {c}?", "What happened in {y}?", "When did the {w} war end?", "Which {w} is {a}?",
-    "How heavy is a {w}?",
+    "How heavy is a {w}?", "Spell {w}.", "How do you spell {w}?",
 )  # fmt: skip
 
 
