@@ -42,4 +42,5 @@ def test_the_crowd_does_not_matter(overlap: bool, tmp_path: Path) -> None:
         for prompt, params in asked:
             crowd.submit(prompt, params)
         assert [answer.tokens for answer in crowd.run()] == alone, f"seed {seed}, {shape}"
-        assert (crowd.scheduler.counters["preemptions"] > 0) == (shape.num_blocks < 400)
+        if shape.workers == 1:  # two workers may have blocks enough, by the random lengths
+            assert (crowd.scheduler.counters["preemptions"] > 0) == (shape.num_blocks < 400)
