@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interfaces.audio import *
     from interfaces.chat import *
     from interfaces.codec import *
+    from interfaces.constraint import *
     from interfaces.context import *
     from interfaces.generation_output import *
     from interfaces.generators import *
@@ -47,6 +48,7 @@ audio: AudioGenerationMetadata AudioGenerationOutput AudioGenerationRequest Audi
 chat: ImageContentPart MessageContent TextContentPart TextGenerationRequestFunction TextGenerationRequestMessage
     TextGenerationRequestTool TextGenerationResponseFormat VideoContentPart
 codec: WireError decode encode msgpack_numpy_decoder msgpack_numpy_encoder
+constraint: Constraint ConstraintKind
 context: AudioGenerationContext AudioGenerationContextType AudioGeneratorContext BaseContext BaseContextType
     EmbeddingsContext EmbeddingsGenerationContextType EmbeddingsGeneratorContext InputContext PixelGenerationContext
     PixelGenerationContextType SpecDecodingState TextGenerationContext TextGenerationContextType VLMContextType

@@ -19,6 +19,7 @@ from interfaces.chat import (
     TextGenerationResponseFormat,
     VideoContentPart,
 )
+from interfaces.constraint import Constraint
 from interfaces.request_id import Request, RequestID, RequestType
 from interfaces.sampling import SamplingParams, SamplingParamsInput
 
@@ -91,6 +92,9 @@ class TextGenerationRequest(Request):
 
     model_defaults: bool = True
     """Whether generation_config.json fills what `sampling` leaves open. Its EOS ids apply in any case."""
+
+    constraint: Constraint | None = None
+    """The form that the answer must have; wins over `response_format`."""
 
     default_max_new_tokens: int | None = None
     """The dialect's length when none was asked for, cut to what fits. None: the model's, else all that fits."""
