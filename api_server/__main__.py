@@ -20,6 +20,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from api_server.answer_formats import AnswerFormats
 from api_server.app import create
 from api_server.engine_client import EngineClient
 from api_server.state import ServerState
@@ -58,6 +59,7 @@ def main() -> int:
     try:
         phases.phase("load tokenizer")
         tokenizer = Tokenizer.load(settings.model)
+        AnswerFormats.of(settings, tokenizer)
         listener = listen(settings.host, settings.port)
     except (OSError, ValueError) as error:
         phases.fatal(str(error))

@@ -27,6 +27,7 @@ from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import admin as sglang_admin
 from api_server.dialects.sglang import info as sglang_info
 from api_server.dialects.sglang import loads as sglang_loads
+from api_server.dialects.sglang import parsing as sglang_parsing
 from api_server.dialects.sglang import tokenize as sglang_tokenize
 from api_server.dialects.tgi import routes as tgi
 from api_server.endpoint import Call, Document, Endpoint, ErrorRenderer, endpoint, internal_error
@@ -51,6 +52,7 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
         *sglang_info.routes(),
         *sglang_admin.routes(),
         *sglang_tokenize.routes(),
+        *sglang_parsing.routes(),
         sglang_loads.route(),
         *health_routes(),
         *further_routes,

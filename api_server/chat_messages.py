@@ -30,6 +30,9 @@ def _message(given: Any, path: str) -> TextGenerationRequestMessage:
     if role not in ROLES:
         raise invalid(f"{path}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{path}.role")
     fields = dict(given) | {"content": text_content(given.get("content"), f"{path}.content")}
+    if "reasoning" in fields:
+        # Two names for one thing: answers have both, and templates know the longer one.
+        fields.setdefault("reasoning_content", fields.pop("reasoning"))
     calls = given.get("tool_calls")
     if calls:
         if not isinstance(calls, list):

@@ -5,6 +5,8 @@ Knows what Jinja templates of Hugging Face models understand. It does not know d
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -42,6 +44,8 @@ def render(tokenizer: Any, request: TextGenerationRequest) -> str:
         raise invalid(f"chat_template_kwargs must not contain {name!r}", "chat_template_kwargs")
     template = _template_of(tokenizer, bool(request.tools))
     messages = [_turn(message, i, template) for i, message in enumerate(request.messages)]
+    if request.tools and "tools" not in template:
+        messages[-1]["content"] += _introduced(request.tools, request.tool_prompt)
     if request.continue_final_message and not messages[-1]["content"]:
         raise invalid("continue_final_message needs a last message with content to continue", "messages")
     try:
@@ -61,6 +65,18 @@ def render(tokenizer: Any, request: TextGenerationRequest) -> str:
             ErrorKind.TEMPLATE, f"the chat template failed on the messages: {type(error).__name__}: {error}"
         ) from None
     return text
+
+
+_TOOL_PROMPT = (
+    "If one of these functions helps to answer, respond with a JSON object for a call of it and nothing else, in the "
+    'form {"name": name of the function, "parameters": object with its arguments}.'
+)
+
+
+def _introduced(tools: Sequence[Any], prompt: str | None) -> str:
+    """The tools as text, for a template that has no place for them."""
+    functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    return f"\n---\n{prompt or _TOOL_PROMPT}\n{functions}"
 
 
 def _template_of(tokenizer: Any, tools: bool) -> str:

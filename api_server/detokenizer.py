@@ -8,7 +8,7 @@ of which only the new end is taken. Knows the `tokenizers` library; knows no sto
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from tokenizers import decoders
@@ -37,15 +37,18 @@ class Vocabulary:
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        self.special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+        added = backend.get_added_tokens_decoder()
+        self.added = frozenset(added)
+        """Tokens that no text is cut into, special ones and others."""
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
         self._pieces: dict[int, str] = {}
 
-    def detokenizer(self, context: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        if self._byte_level:
-            return _ByteLevel(self, skip_special_tokens)
-        return _Windowed(self, context, skip_special_tokens)
+    def detokenizer(self, context: Sequence[int], skip_special_tokens: bool, kept: Collection[int] = ()) -> Detokenizer:
+        """`kept` are special tokens that are not skipped."""
+        skipped = self.special.difference(kept) if skip_special_tokens else frozenset()
+        return _ByteLevel(self, skipped) if self._byte_level else _Windowed(self, context, skipped)
 
     def piece(self, token: int) -> str:
         """A token as it reads inside a text; bytes that are no whole character, as replacement characters."""
@@ -54,7 +57,7 @@ class Vocabulary:
         found = self._pieces.get(token)
         if found is None:
             # After itself: alone, it may lose its leading space.
-            window = _Windowed(self, [token], False)
+            window = _Windowed(self, [token], frozenset())
             found = self._pieces[token] = window.add(token) or window.flush()
         return found
 
@@ -92,9 +95,9 @@ def _to_bytes(token: str) -> bytes:
 class _ByteLevel:
     __slots__ = ("_bytes_of", "_decoder", "_skipped")
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
         self._bytes_of = vocabulary.bytes_of
-        self._skipped = vocabulary.special if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
@@ -110,16 +113,18 @@ class _Windowed:
     The window's front keeps some emitted text, because a token alone may be spelled otherwise than after another one.
     """
 
-    __slots__ = ("_backend", "_old", "_old_text", "_skip", "_window")
+    __slots__ = ("_backend", "_old", "_old_text", "_skipped", "_window")
 
-    def __init__(self, vocabulary: Vocabulary, context: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, context: Sequence[int], skipped: frozenset[int]) -> None:
         self._backend = vocabulary.backend
-        self._skip = skip_special_tokens
-        self._window = list(context[-_CONTEXT:])
+        self._skipped = skipped
+        self._window = [token for token in context[-_CONTEXT:] if token not in skipped]
         self._old = len(self._window)
         self._old_text = self._decode(self._window)
 
     def add(self, token: int) -> str:
+        if token in self._skipped:
+            return ""
         self._window.append(token)
         text = self._decode(self._window)
         waiting = len(self._window) - self._old
@@ -135,4 +140,4 @@ class _Windowed:
         return self._decode(self._window)[len(self._old_text) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._backend.decode(tokens, skip_special_tokens=self._skip))
+        return str(self._backend.decode(tokens, skip_special_tokens=False))

@@ -28,8 +28,11 @@ from types import TracebackType
 from typing import Literal, Self
 
 from api_server import preparation
+from api_server.answer_reader import AnswerReader
 from api_server.engine_client import Inbox, Submission
 from api_server.errors import ErrorKind, RequestFailed, from_scheduler
+from api_server.parsers.answer import ParsedAnswer, text_of
+from api_server.parsers.scanner import Piece
 from api_server.preparation import Prepared
 from api_server.state import ServerState
 from api_server.stop_strings import StopStrings
@@ -81,7 +84,8 @@ class TextDelta:
 
     `tokens` is empty unless `token_details` was asked for; `count` tokens arrived with this delta in any case. Tokens
     whose text is still held back (an unfinished character, a possible stop string) are in the delta in which they
-    arrived. `finish` is set in the last delta of a choice, and in no other.
+    arrived. `finish` is set in the last delta of a choice, and in no other. `pieces` are empty unless `parse_answer`
+    was asked for; then they are all that is new, in order, and `text` is the plain text among them.
     """
 
     index: int
@@ -89,6 +93,7 @@ class TextDelta:
     count: int
     tokens: list[TokenDelta]
     finish: Finish | None
+    pieces: Sequence[Piece] = ()
 
 
 @dataclass
@@ -110,6 +115,10 @@ class Choice:
     tokens: list[TokenDelta] = field(default_factory=list)
     """Details of these tokens, when `token_details` was asked for."""
     pieces: list[str] = field(default_factory=list)
+    answer: ParsedAnswer = field(default_factory=ParsedAnswer)
+    """Reasoning, text and calls in order, when `parse_answer` was asked for."""
+    reasoning_tokens: int = 0
+    """Among the `completion_tokens`, as far as the model's reasoning is known and the answer is parsed."""
     cached_tokens: int = 0
     logprob_sum: float = 0.0
     finish: Finish | None = None
@@ -246,11 +255,13 @@ class Generation:
         self.choices.append(choice)
         for observer in self._server.observers:
             observer.started(choice)
+        reader = self._server.formats.reader(item.request, choice.prompt_token_ids.tolist())
+        choice.answer = choice.answer if reader is None else reader.answer
         if choice.sampling.max_new_tokens == 0:
             self._ready.append(self._finished(choice, Finish("length")))
             return
         submission = self._server.engine.submit(context, self._inbox)
-        self._running[submission] = _Answer(choice, self._server)
+        self._running[submission] = _Answer(choice, self._server, reader)
 
     async def _next(self) -> TextDelta:
         while True:
@@ -271,6 +282,10 @@ class Generation:
                 del self._running[submission]
                 self._server.engine.cancel([submission])
                 self._finished(answer.choice, delta.finish)
+            elif answer.has_thought_enough:
+                del self._running[submission]
+                self._server.engine.cancel([submission])
+                self._running[self._server.engine.submit(answer.go_on(), self._inbox)] = answer
             return delta
 
     def _note_times(self, choice: Choice, count: int) -> None:
@@ -291,13 +306,18 @@ class Generation:
 
 
 class _Answer:
-    """Turns one choice's tokens into text: detokenizes, finds stop strings, says why it ended."""
+    """Turns one choice's tokens into text: detokenizes, finds stop strings, says why it ended.
 
-    def __init__(self, choice: Choice, server: ServerState) -> None:
+    A `reader` takes the text apart.
+    """
+
+    def __init__(self, choice: Choice, server: ServerState, reader: AnswerReader | None) -> None:
         request, tokenizer = choice.request, server.tokenizer
         context: list[int] = choice.prompt_token_ids[-16:].tolist()
         self.choice = choice
-        self._text = tokenizer.detokenizer(context, request.skip_special_tokens)
+        self._reader = reader
+        self._closing = server.formats.closing if request.max_thinking_tokens is not None else []
+        self._text = tokenizer.detokenizer(context, request.skip_special_tokens, server.formats.kept(request))
         self._details = tokenizer.detokenizer(context, False) if request.token_details else None
         self._is_special = tokenizer.is_special
         self._stops = StopStrings(choice.sampling.stop or [], request.keep_stop)
@@ -312,6 +332,7 @@ class _Answer:
             return TextDelta(choice.index, "", 0, [], Finish("cancelled" if cancelled else "length") if ended else None)
         before = choice.completion_tokens
         pieces: list[str] = []
+        i = -1
         last = len(output.tokens) - 1
         at_stop_token = output.final_status is GenerationStatus.END_OF_SEQUENCE
         logprobs = output.log_probabilities
@@ -324,13 +345,49 @@ class _Answer:
                 choice.tokens.append(self._detail(self._details.add(token), token, report))
             hidden = at_stop_token and i == last and not choice.request.keep_stop
             pieces.append("" if hidden else self._cut(self._text.add(token)))
+            if self._reader is not None:
+                self._reader.add(token, pieces[-1])
+                if self._reader.enough or self.has_thought_enough:
+                    break
             if self._stops.matched is not None:
                 break
-        choice.cached_tokens = output.num_cached_tokens or choice.cached_tokens
-        finish = self._end(output.final_status, pieces)
-        text = "".join(pieces)
+        if not before:
+            choice.cached_tokens = output.num_cached_tokens or choice.cached_tokens
+        goes_on = self.has_thought_enough and output.final_status is not GenerationStatus.CANCELLED
+        finish = None if goes_on else self._end(output.final_status, pieces)
+        parts = self._read(pieces[i + 1 :], finish)
+        text = "".join(pieces) if self._reader is None or not choice.request.parse_answer else text_of(parts)
         choice.pieces.append(text)
-        return TextDelta(choice.index, text, choice.completion_tokens - before, choice.tokens[before:], finish)
+        return TextDelta(choice.index, text, choice.completion_tokens - before, choice.tokens[before:], finish, parts)
+
+    @property
+    def has_thought_enough(self) -> bool:
+        """Whether reasoning is to be ended from outside, and there is room for that."""
+        context = self.choice.context
+        length = self.choice.prompt_tokens + self.choice.completion_tokens + len(self._closing)
+        fits = context.max_length is None or length < context.max_length
+        return self._reader is not None and self._reader.exhausted and bool(self._closing) and fits
+
+    def go_on(self) -> TextContext:
+        """The context with the end of its reasoning instead of what came after the last token that was read."""
+        context = self.choice.context
+        context.drop_last_tokens(len(context.tokens) - self.choice.prompt_tokens - self.choice.completion_tokens)
+        context.status = GenerationStatus.ACTIVE
+        closing, self._closing = self._closing, []
+        for token in closing:
+            # What is forced is certain.
+            context.receive_token(token, LogProbabilities([0.0], [{}]) if context.log_probabilities else None)
+        return context
+
+    def _read(self, rest: Sequence[str], finish: Finish | None) -> Sequence[Piece]:
+        """The pieces of a delta; `rest` is text that came with no token of its own."""
+        if self._reader is None:
+            return ()
+        self._reader.feed("".join(rest))
+        if finish is not None:
+            self._reader.finish()
+        self.choice.reasoning_tokens = self._reader.reasoning_tokens
+        return self._reader.take()
 
     def _cut(self, piece: str) -> str:
         # As with EOS and stop ids, stop strings count only after the minimum length.
@@ -351,6 +408,8 @@ class _Answer:
         )
 
     def _end(self, status: GenerationStatus, pieces: list[str]) -> Finish | None:
+        if self._reader is not None and self._reader.enough:
+            return Finish("stop_token")
         if self._stops.matched is None and status.is_done:
             pieces.append(self._stops.add(self._text.flush()))
         if self._stops.matched is not None:

@@ -57,7 +57,9 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
     if total > most:
         raise invalid(f"the request asks for {total} answers at once; at most {most} are possible", "n")
     limit, vocab_size = server.max_model_len, server.engine.vocab_size
-    return [await prepare_one(server.tokenizer, request, limit, vocab_size) for request in batch]
+    formats = server.formats
+    found = [await prepare_one(server.tokenizer, formats.opened(each), limit, vocab_size) for each in batch]
+    return [replace(item, request=formats.constrained(item.request, item.prompt.tokens.tolist())) for item in found]
 
 
 def seed_of(seed: int, k: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from api_server.answer_formats import AnswerFormats
 from api_server.engine_client import EngineClient
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.observer import Observer
@@ -28,8 +29,12 @@ class ServerState:
     engine: EngineClient
     observers: list[Observer] = field(default_factory=list)
     """Told about every generation (metrics)."""
+    formats: AnswerFormats = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time shown as the model's creation time."""
+
+    def __post_init__(self) -> None:
+        self.formats = AnswerFormats.of(self.settings, self.tokenizer)
 
     @property
     def model_name(self) -> str:

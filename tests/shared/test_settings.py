@@ -31,6 +31,8 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "max_best_of": st.integers(1, 64),
     "kv_memory": st.one_of(st.just("auto"), st.integers(1, 4000).map(lambda n: f"{n}MB")),
     "served_model_name": st.text("abc/-é'\"", max_size=20),
+    "tool_parser": st.sampled_from(["auto", "none", "hermes"]),
+    "reasoning_parser": st.sampled_from(["auto", "none", "think"]),
     "overlap": st.booleans(),
     "prefix_cache": st.booleans(),
     "log_level": st.sampled_from(LOG_LEVELS),

@@ -6,7 +6,11 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+import orjson
+
 from api_server.generation import Choice, Generation, complete
+from api_server.parsers.answer import Block, Call, ParsedAnswer, Passage
+from api_server.parsers.scanner import Piece, Thought
 from api_server.sse import named_frame
 
 _REASON = {"stop_token": "end_turn", "stop_string": "stop_sequence"}
@@ -14,27 +18,80 @@ _REASON = {"stop_token": "end_turn", "stop_string": "stop_sequence"}
 
 def message(model: str, choice: Choice) -> dict[str, Any]:
     """The whole body of an answer."""
-    return _message(model, [_block(choice.text)], _ending(choice), _usage(choice))
+    blocks = [_block(block) for block in choice.answer.blocks] or [_EMPTY]
+    return _message(model, blocks, _ending(choice), _usage(choice))
 
 
 async def frames(model: str, generation: Generation) -> AsyncIterator[bytes]:
-    """One content block, whose text comes as it is generated; the reason and the final usage at the end."""
+    """Block by block, as each is generated; the reason and the final usage at the end."""
     choice = generation.choices[0]
     opening = _message(model, [], {"stop_reason": None, "stop_sequence": None}, _usage(choice))
-    yield (
-        named_frame({"type": "message_start", "message": opening})
-        + named_frame({"type": "content_block_start", "index": 0, "content_block": _block("")})
-        + named_frame({"type": "ping"})
-    )
+    yield named_frame({"type": "message_start", "message": opening}) + named_frame({"type": "ping"})
+    told = ParsedAnswer()
     async for delta in generation:
-        if delta.text:
-            text = {"type": "text_delta", "text": delta.text}
-            yield named_frame({"type": "content_block_delta", "index": 0, "delta": text})
+        news = b"".join(_news(told, piece) for piece in delta.pieces)
+        if news:
+            yield news
+    last = len(told.blocks) - 1
     yield (
-        named_frame({"type": "content_block_stop", "index": 0})
+        (_start(0, _EMPTY) + _stop(0) if last < 0 else _stop(last))
         + named_frame({"type": "message_delta", "delta": _ending(choice), "usage": _usage(choice)})
         + named_frame({"type": "message_stop"})
     )
+
+
+def _news(told: ParsedAnswer, piece: Piece) -> bytes:
+    """The events of one piece; `told` are the blocks that the client knows, of which the last is open."""
+    known = len(told.blocks)
+    told.add([piece])
+    index = len(told.blocks) - 1
+    opening = b""
+    if index == known:
+        opening = (_stop(known - 1) if known else b"") + _start(index, _begun(told.blocks[-1]))
+    if isinstance(piece, Thought):
+        news = {"type": "thinking_delta", "thinking": piece.text}
+    elif piece.content is not None:
+        news = {"type": "text_delta", "text": piece.content}
+    elif piece.arguments:
+        news = {"type": "input_json_delta", "partial_json": piece.arguments}
+    else:
+        return opening
+    return opening + named_frame({"type": "content_block_delta", "index": index, "delta": news})
+
+
+def _start(index: int, block: dict[str, Any]) -> bytes:
+    return named_frame({"type": "content_block_start", "index": index, "content_block": block})
+
+
+def _stop(index: int) -> bytes:
+    return named_frame({"type": "content_block_stop", "index": index})
+
+
+def _block(block: Block) -> dict[str, Any]:
+    if isinstance(block, Call):
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.parsed.arguments)}
+    if block.is_thought:
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text, "citations": None}
+
+
+def _begun(block: Block) -> dict[str, Any]:
+    """A block as it is before its content comes."""
+    if isinstance(block, Call):
+        return _block(Call(block.id, block.name))
+    return _block(Passage(block.is_thought))
+
+
+_EMPTY = _block(Passage(False))
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Arguments that broke off, or were no JSON, are none that could be acted upon."""
+    try:
+        found = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _message(
@@ -51,16 +108,14 @@ def _message(
     }
 
 
-def _block(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text, "citations": None}
-
-
 def _ending(choice: Choice) -> dict[str, Any]:
     finish = complete(choice.finish)
     if finish.kind == "length":
         asked = choice.request.sampling and choice.request.sampling.max_new_tokens
         reached = choice.sampling.max_new_tokens == asked
         return {"stop_reason": "max_tokens" if reached else "model_context_window_exceeded", "stop_sequence": None}
+    if choice.answer.calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     matched = finish.matched if finish.kind == "stop_string" else None
     return {"stop_reason": _REASON[finish.kind], "stop_sequence": matched}
 

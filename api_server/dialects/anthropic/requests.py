@@ -5,17 +5,18 @@ Whatever a body asks for and this server cannot do is refused by name: nothing t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from api_server import body, refusals
-from api_server.chat_messages import text_content
-from api_server.dialects.anthropic.schema import Conversation, MessagesBody
+from api_server.chat_tools import tool_use
+from api_server.dialects.anthropic.schema import Conversation, MessagesBody, Tool, ToolChoice
+from api_server.dialects.anthropic.turns import system_parts, turns
 from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
 from api_server.refusals import Refusals
-from interfaces.chat import TextContentPart, TextGenerationRequestMessage
+from api_server.thinking import template_options
+from interfaces.chat import TextGenerationRequestMessage
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SamplingParamsInput
@@ -23,9 +24,7 @@ from interfaces.sampling import SamplingParamsInput
 B = TypeVar("B", bound=Conversation)
 
 REFUSED: Refusals = {
-    "tools": ("calling tools", (None, [])),
-    "tool_choice": ("calling tools", (None, {"type": "auto"}, {"type": "none"})),
-    "mcp_servers": ("calling tools", (None, [])),
+    "mcp_servers": ("running tools", (None, [])),
     "container": ("running code", (None,)),
     "output_config": ("output in a prescribed form or effort", (None, {})),
     "output_format": ("output in a prescribed form", (None,)),
@@ -38,17 +37,15 @@ REFUSED: Refusals = {
 _WITHOUT_EFFECT = frozenset({"cache_control", "service_tier", "inference_geo", "betas"})
 """Prompts are cached without being asked, and there is one tier in one place."""
 
-_ROLES = ("user", "assistant", "system")
-_BLOCKS = {"text": "text"}
-
 
 def read(call: Call, model: type[B]) -> B:
     """The body, checked. Raises RequestFailed."""
     raw = call.json
     refusals.check(raw, REFUSED, {*MessagesBody.model_fields, *_WITHOUT_EFFECT})
-    thinking = raw.get("thinking")
-    if isinstance(thinking, Mapping) and thinking.get("type") in ("enabled", "adaptive"):
-        raise unsupported("thinking", "thinking apart from the answer")
+    for i, tool in enumerate(raw["tools"] if isinstance(raw.get("tools"), list) else ()):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if kind not in (None, "custom"):
+            raise unsupported(f"tools[{i}].type", f"a tool of type {kind!r}, which servers run themselves,")
     try:
         parsed = body.parse(model, raw)
     except body.Mismatch as error:
@@ -59,16 +56,25 @@ def read(call: Call, model: type[B]) -> B:
 
 def request(call: Call, given: Conversation) -> TextGenerationRequest:
     """The conversation as one internal request; its length and sampling if it is to be answered."""
-    turns = _turns(given.messages)
-    system = [] if not given.system else [_message("system", _parts(given.system, "system"))]
+    messages = turns(given.messages)
+    system = []
+    if given.system:
+        system.append(TextGenerationRequestMessage(role="system", content=system_parts(given.system)))
+    choice, thinking = given.tool_choice, given.thinking
+    use = tool_use([_tool(tool) for tool in given.tools or ()], _choice(choice))
     return TextGenerationRequest(
         request_id=RequestID(call.request_id),
         model_name=call.server.model_name,
-        messages=[*system, *turns],
+        messages=[*system, *messages],
+        tools=use.tools,
+        forced_tools=use.forced,
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         sampling=_sampling(given) if isinstance(given, MessagesBody) else None,
         clamp_max_new_tokens=True,
-        continue_final_message=turns[-1].role == "assistant",
-        chat_template_options=None if given.thinking is None else {"enable_thinking": False},
+        continue_final_message=messages[-1].role == "assistant",
+        chat_template_options=template_options(None, enabled=None if thinking is None else thinking.type != "disabled"),
+        parse_answer=True,
+        max_thinking_tokens=None if thinking is None else thinking.budget_tokens,
         request_path=call.path,
         received=call.received,
     )
@@ -84,39 +90,20 @@ def _sampling(given: MessagesBody) -> SamplingParamsInput:
     )
 
 
-def _turns(given: Sequence[Any]) -> list[TextGenerationRequestMessage]:
-    """Messages of one role in a row are one turn; an empty last one of the assistant is none at all."""
-    last = len(given) - 1
-    read = [_turn(message, f"messages[{i}]", i == last) for i, message in enumerate(given)]
-    turns = [
-        _message(role, [part for _, parts in group for part in parts])
-        for role, group in groupby((turn for turn in read if turn[1]), key=lambda turn: turn[0])
-    ]
-    if not turns:
-        raise invalid("messages must have a turn that is not empty", "messages")
-    if turns[-1].role == "assistant" and turns[-1].text != turns[-1].text.rstrip():
-        path = f"messages[{last}].content"
-        raise invalid(f"{path}: the final assistant content cannot end with trailing whitespace: strip it", path)
-    return turns
+def _tool(given: Tool) -> dict[str, Any]:
+    """In the form of OpenAI, which chat templates know."""
+    function: dict[str, Any] = {
+        "name": given.name,
+        "description": given.description,
+        "parameters": given.input_schema,
+        "strict": given.strict,
+    }
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
-def _turn(given: Any, path: str, last: bool) -> tuple[str, list[TextContentPart]]:
-    role = given.get("role")
-    if role not in _ROLES:
-        raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r}", f"{path}.role")
-    content = given.get("content")
-    if last and role == "assistant" and content in ("", []):
-        return role, []
-    return role, _parts(content, f"{path}.content")
-
-
-def _parts(given: Any, path: str) -> list[TextContentPart]:
-    content = text_content(given, path, _BLOCKS)
-    parts = [TextContentPart(text=content)] if isinstance(content, str) else content
-    if not parts or not all(isinstance(part, TextContentPart) and part.text for part in parts):
-        raise invalid(f"{path} must not be empty, nor any text in it", path)
-    return [part for part in parts if isinstance(part, TextContentPart)]
-
-
-def _message(role: Any, parts: Sequence[TextContentPart]) -> TextGenerationRequestMessage:
-    return TextGenerationRequestMessage(role=role, content=list(parts))
+def _choice(given: ToolChoice | None) -> Any:
+    if given is None:
+        return None
+    if given.type == "tool":
+        return {"type": "function", "function": {"name": given.name}}
+    return "required" if given.type == "any" else given.type

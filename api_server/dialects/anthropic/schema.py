@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 StopText = Annotated[str, Field(min_length=1)]
 
 
@@ -22,7 +22,29 @@ class Metadata(_Body):
 
 
 class Thinking(_Body):
-    type: Literal["disabled"] = Field(description="Passed to the chat template as enable_thinking: false")
+    """`adaptive` leaves the length to the model."""
+
+    type: Literal["enabled", "adaptive", "disabled"] = Field(
+        description="Whether the model reasons before it answers: told to its chat template (enable_thinking)"
+    )
+    budget_tokens: int | None = Field(None, ge=1, description="Reasoning that has become so long is ended")
+    display: str | None = Field(None, description="Accepted, without effect: reasoning is shown as it is")
+
+
+class Tool(_Body):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = Field(None, description="Calls have exactly this schema")
+
+
+class ToolChoice(_Body):
+    type: Literal["auto", "any", "tool", "none"] = Field(description="any: the answer is a call; tool: of `name`")
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = Field(None, description="true: the answer ends with its first call")
 
 
 class Conversation(_Body):
@@ -30,11 +52,13 @@ class Conversation(_Body):
 
     model: str | None = Field(None, description="The served model's name, or nothing")
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
-        description="Turns: role (user, assistant, system) and content (a text, or blocks of type text). The answer "
-        "continues a last turn of the assistant"
+        description="Turns: role (user, assistant, system) and content (a text, or blocks of type text, tool_use, "
+        "tool_result and thinking). The answer continues a last turn of the assistant"
     )
     system: str | list[dict[str, Any]] | None = Field(None, description="System prompt: a text, or blocks of type text")
     thinking: Thinking | None = None
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call")
+    tool_choice: ToolChoice | None = None
 
 
 class MessagesBody(Conversation):
@@ -70,12 +94,28 @@ class TextBlock(BaseModel):
     citations: None
 
 
+class ThinkingBlock(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = Field(description="Empty: nothing is signed")
+
+
+class ToolUseBlock(BaseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+
+
 class Message(BaseModel):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock]
+    content: list[ContentBlock]
     stop_reason: StopReason | None = Field(description="Null at the start of a stream")
     stop_sequence: str | None
     usage: Usage
@@ -89,7 +129,7 @@ class MessageStart(BaseModel):
 class ContentBlockStart(BaseModel):
     type: Literal["content_block_start"]
     index: int
-    content_block: TextBlock
+    content_block: ContentBlock
 
 
 class Ping(BaseModel):
@@ -101,10 +141,20 @@ class TextDelta(BaseModel):
     text: str
 
 
+class ThinkingDelta(BaseModel):
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class InputJsonDelta(BaseModel):
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
 class ContentBlockDelta(BaseModel):
     type: Literal["content_block_delta"]
     index: int
-    delta: TextDelta
+    delta: Annotated[TextDelta | ThinkingDelta | InputJsonDelta, Field(discriminator="type")]
 
 
 class ContentBlockStop(BaseModel):

@@ -16,6 +16,7 @@ from typing import Any
 from api_server.dialects.openai.logprobs import Echo, LogprobWriter, joined
 from api_server.dialects.openai.schema import StreamOptions
 from api_server.generation import Choice, Finish, Generation, TextDelta, complete
+from api_server.parsers.scanner import Piece, Thought
 from api_server.sse import DONE, frame
 from api_server.state import ServerState
 
@@ -50,9 +51,10 @@ def envelope(server: ServerState, prefix: str) -> Envelope:
     return Envelope(prefix, server.model_name, f"fp_{digest}")
 
 
-def finish_reason(finish: Finish | None) -> str:
-    """`stop` or `length`. An answer that the server itself cut off is none: raises RequestFailed."""
-    return _REASON[complete(finish).kind]
+def finish_reason(finish: Finish | None, calls: bool = False) -> str:
+    """`calls`: the answer has some. An answer that the server itself cut off is none: raises RequestFailed."""
+    reason = _REASON[complete(finish).kind]
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -65,6 +67,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(choice.cached_tokens for choice in first_of_prompt)},
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
     }
 
 
@@ -73,13 +76,40 @@ def chat_answer(envelope: Envelope, choices: Sequence[Choice], writer: LogprobWr
     rendered = [
         {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": _message(choice),
             "logprobs": None if writer is None else writer.chat(choice.tokens),
-            "finish_reason": finish_reason(choice.finish),
+            "finish_reason": finish_reason(choice.finish, bool(choice.answer.calls)),
         }
         for choice in choices
     ]
     return envelope.around("chat.completion", rendered, usage=usage(choices))
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    answer = choice.answer
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in answer.calls
+    ]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not answer.text else answer.text,
+        "refusal": None,
+    }
+    if answer.reasoning:
+        message |= {"reasoning_content": answer.reasoning, "reasoning": answer.reasoning}
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, Thought):
+        return {"reasoning_content": piece.text, "reasoning": piece.text}
+    if piece.content is not None:
+        return {"content": piece.content}
+    if piece.name is None:
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.arguments or ""}}]}
+    function = {"name": piece.name, "arguments": piece.arguments or ""}
+    return {"tool_calls": [{"index": piece.index, "id": piece.id, "type": "function", "function": function}]}
 
 
 def completion_answer(
@@ -121,7 +151,9 @@ def chat_frames(
 
     def news(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
         told = None if writer is None or not delta.tokens else writer.chat(delta.tokens)
-        rendered = [_chat_choice(delta.index, {"content": delta.text}, None, told)] if delta.text or told else []
+        # What is not decided yet has tokens all the same.
+        deltas = [_delta(piece) for piece in delta.pieces] or [{"content": ""}] * (told is not None)
+        rendered = [_chat_choice(delta.index, each, None, None if i else told) for i, each in enumerate(deltas)]
         return rendered if reason is None else [*rendered, _chat_choice(delta.index, {}, reason)]
 
     return _frames(envelope, "chat.completion.chunk", generation, options, opening, news)
@@ -173,7 +205,9 @@ async def _frames(
     if opening:
         yield b"".join(map(chunk, opening))
     async for delta in generation:
-        reason = None if delta.finish is None else finish_reason(delta.finish)
+        reason = None
+        if delta.finish is not None:
+            reason = finish_reason(delta.finish, bool(generation.choices[delta.index].answer.calls))
         rendered = news(delta, reason)
         if rendered:
             yield b"".join(map(chunk, rendered))

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 from api_server import body, refusals
 from api_server.chat_messages import chat_messages
+from api_server.chat_tools import tool_use
 from api_server.dialects.openai.responses_schema import ResponsesBody
 from api_server.dialects.openai.schema import ChatBody, CompletionBody, TextBody
 from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
 from api_server.refusals import Refusals
+from api_server.thinking import template_options
 from interfaces.chat import TextGenerationRequestMessage
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
@@ -35,7 +37,6 @@ _REFUSED: Refusals = {
     "web_search_options": ("web search", (None,)),
     "functions": ("the old form of tools", (None, [])),
     "function_call": ("the old form of tools", (None, "none", "auto")),
-    "tool_choice": ("forcing a tool call", (None, "none", "auto")),
     "use_beam_search": ("beam search", _OFF),
     "documents": ("documents for the template", (None, [])),
     "chat_template": ("a template sent by a client", (None,)),
@@ -72,7 +73,6 @@ _WITHOUT_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "parallel_tool_calls",
         "verbosity",
         "best_of",
         "response_format",
@@ -101,9 +101,7 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     """The conversation as one internal request."""
     if given.continue_final_message and given.add_generation_prompt:
         raise invalid("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
-    options = dict(given.chat_template_kwargs or {})
-    if given.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", given.reasoning_effort)
+    use = tool_use(given.tools, given.tool_choice)
     asked = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
     if asked is not None and asked < 1:
         raise invalid(f"max_tokens must be at least 1, got {asked}", "max_tokens")
@@ -113,8 +111,17 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     return TextGenerationRequest(
         **_common(call, given, asked, wanted),
         messages=chat_messages(given.messages),
-        tools=given.tools if given.tool_choice != "none" else None,
-        chat_template_options=options,
+        tools=use.tools,
+        forced_tools=use.forced,
+        parallel_tool_calls=given.parallel_tool_calls is not False,
+        tool_prompt=given.tool_prompt,
+        chat_template_options=template_options(
+            given.chat_template_kwargs, given.reasoning_effort, budget=given.max_thinking_tokens
+        ),
+        parse_answer=True,
+        separate_reasoning=given.separate_reasoning is not False,
+        stream_reasoning=given.stream_reasoning is not False,
+        max_thinking_tokens=given.max_thinking_tokens,
         add_generation_prompt=given.add_generation_prompt is not False,
         continue_final_message=bool(given.continue_final_message),
     )
@@ -140,11 +147,17 @@ def responses_request(
     call: Call, given: ResponsesBody, messages: list[TextGenerationRequestMessage]
 ) -> TextGenerationRequest:
     """The input of the Responses API as one internal request."""
-    effort = given.reasoning and given.reasoning.effort
+    effort = (given.reasoning and given.reasoning.effort) or None
+    use = tool_use(given.tools, given.tool_choice)
     return TextGenerationRequest(
         **_common(call, given, given.max_output_tokens, None),
         messages=messages,
-        chat_template_options={"reasoning_effort": effort} if effort else None,
+        tools=use.tools,
+        forced_tools=use.forced,
+        parallel_tool_calls=given.parallel_tool_calls is not False,
+        chat_template_options=template_options(None, effort, budget=given.max_thinking_tokens),
+        parse_answer=True,
+        max_thinking_tokens=given.max_thinking_tokens,
     )
 
 

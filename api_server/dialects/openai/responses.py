@@ -8,7 +8,8 @@ from starlette.routing import BaseRoute
 
 from api_server.dialects.openai import requests, responses_input
 from api_server.dialects.openai.errors import render_error
-from api_server.dialects.openai.responses_rendering import Events, Form, named
+from api_server.dialects.openai.responses_events import Events
+from api_server.dialects.openai.responses_rendering import Form, named
 from api_server.dialects.openai.responses_schema import ResponseAnswer, ResponseEvent, ResponsesBody
 from api_server.dialects.openai.schema import ErrorAnswer
 from api_server.endpoint import Call, Document, endpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from api_server.chat_messages import text_content
+from api_server.chat_messages import chat_messages, text_content
 from api_server.dialects.openai.responses_schema import ResponsesBody
 from api_server.errors import invalid, unsupported
 from api_server.refusals import Refusals
@@ -17,7 +17,6 @@ REFUSED: Refusals = {
     "conversation": ("keeping conversations (send the whole conversation as input)", (None,)),
     "background": ("answering in the background", (None, False)),
     "prompt": ("a stored prompt", (None,)),
-    "tools": ("calling tools", (None, [])),
     "include": ("adding to the answer", (None, [])),
     "truncation": ("dropping turns that do not fit", (None, "disabled")),
     "context_management": ("editing the context", (None, [])),
@@ -45,23 +44,60 @@ def check(raw: Mapping[str, Any]) -> None:
 
 
 def messages(given: ResponsesBody) -> list[TextGenerationRequestMessage]:
-    """Raises RequestFailed for the first item that is no message of text."""
-    before = [] if given.instructions is None else [_message("system", given.instructions)]
+    """Raises RequestFailed for the first item that cannot be read."""
+    before = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
     if isinstance(given.input, str):
-        return [*before, _message("user", given.input)]
-    return before + [_item(item, f"input[{i}]") for i, item in enumerate(given.input)]
+        return chat_messages([*before, {"role": "user", "content": given.input}])
+    turns: list[dict[str, Any]] = before
+    thought = ""
+    for i, item in enumerate(given.input):
+        path = f"input[{i}]"
+        if item.get("type") == "reasoning":
+            thought += _thought(item, path)
+            continue
+        turn = _turn(item, path)
+        if turn["role"] == "assistant":
+            if thought:
+                turn["reasoning_content"], thought = thought, ""
+            if "tool_calls" in turn and turns and turns[-1]["role"] == "assistant":
+                # A message and the calls that followed it were one answer.
+                turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])
+                continue
+        turns.append(turn)
+    return chat_messages(turns)
 
 
-def _item(item: Mapping[str, Any], path: str) -> TextGenerationRequestMessage:
-    kind, role, content = item.get("type"), item.get("role"), item.get("content")
+def _turn(item: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind = item.get("type")
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        if not isinstance(function["name"], str):
+            raise invalid(f"{path}.name is missing: the name of the function", f"{path}.name")
+        return {"role": "assistant", "content": None, "tool_calls": [{"id": item.get("call_id"), "function": function}]}
+    if kind == "function_call_output":
+        call_id = item.get("call_id")
+        if not isinstance(call_id, str):
+            raise invalid(f"{path}.call_id is missing: the id of the call that this answers", f"{path}.call_id")
+        return {"role": "tool", "tool_call_id": call_id, "content": _content(item.get("output"), f"{path}.output")}
     if kind not in (None, "message"):
         raise unsupported(f"{path}.type", f"an item of type {kind!r}")
+    role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
         raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r}", f"{path}.role")
     if content is None:
         raise invalid(f"{path}.content is missing", f"{path}.content")
-    return _message(role, text_content(content, f"{path}.content", _PARTS))
+    return {"role": role, "content": _content(content, f"{path}.content")}
 
 
-def _message(role: Any, content: Any) -> TextGenerationRequestMessage:
-    return TextGenerationRequestMessage(role=role, content=content)
+def _content(given: Any, path: str) -> Any:
+    """A text, or parts in the form of chats."""
+    found = text_content(given, path, _PARTS)
+    return found if isinstance(found, str) else [part.model_dump() for part in found]
+
+
+def _thought(item: Mapping[str, Any], path: str) -> str:
+    """What a reasoning item says; only a summary, or an encrypted one, says nothing here."""
+    content = item.get("content") or []
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        raise invalid(f"{path}.content must be a list of parts", f"{path}.content")
+    return "".join(str(part.get("text", "")) for part in content)

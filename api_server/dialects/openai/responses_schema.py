@@ -16,17 +16,26 @@ class Reasoning(Body):
 
 
 class ResponsesBody(TextBody):
-    """One text for one conversation; the server keeps nothing of it."""
+    """One answer to one conversation; the server keeps nothing of it."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
-        description="What the user says, or messages: role and content (a text, or parts of type input_text)"
+        description="What the user says, or items: messages (role and content: a text, or parts of type input_text), "
+        "function_call, function_call_output and reasoning, as an answer had them"
     )
     instructions: str | None = Field(None, description="A system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Given back as it is")
     reasoning: Reasoning | None = None
     store: Literal[False] | None = Field(None, description="Nothing is stored")
-    max_tool_calls: int | None = Field(None, description="Without effect: no tools are called")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="auto (default), none, required, a function, or allowed_tools"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: the answer ends with its first call")
+    max_thinking_tokens: int | None = Field(
+        None, ge=0, description="Reasoning that has become so long is ended; 0 asks the model not to reason"
+    )
+    max_tool_calls: int | None = Field(None, description="Without effect: the server runs no tools")
     max_tokens: None = Field(None, description="Called max_output_tokens here")
     n: Literal[1] | None = Field(None, description="There is one answer")
 
@@ -44,6 +53,31 @@ class OutputMessage(BaseModel):
     role: Literal["assistant"]
     status: Literal["in_progress", "completed", "incomplete"]
     content: list[OutputText]
+
+
+class ReasoningText(BaseModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(BaseModel):
+    id: str
+    type: Literal["reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[None]
+    content: list[ReasoningText]
+
+
+class FunctionCallItem(BaseModel):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = Annotated[OutputMessage | ReasoningItem | FunctionCallItem, Field(discriminator="type")]
 
 
 class InputTokensDetails(BaseModel):
@@ -98,15 +132,15 @@ class ResponseAnswer(BaseModel):
     max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None
     reasoning: ReasoningConfig
     store: Literal[False]
     temperature: float
     text: TextConfig
-    tool_choice: Literal["auto"]
-    tools: list[None]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
@@ -128,7 +162,7 @@ class LifecycleEvent(_Event):
 class ItemEvent(_Event):
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
-    item: OutputMessage
+    item: OutputItem
 
 
 class _ContentEvent(_Event):
@@ -139,7 +173,7 @@ class _ContentEvent(_Event):
 
 class PartEvent(_ContentEvent):
     type: Literal["response.content_part.added", "response.content_part.done"]
-    part: OutputText
+    part: Annotated[OutputText | ReasoningText, Field(discriminator="type")]
 
 
 class TextDeltaEvent(_ContentEvent):
@@ -154,6 +188,32 @@ class TextDoneEvent(_ContentEvent):
     logprobs: list[None]
 
 
+class ReasoningDeltaEvent(_ContentEvent):
+    type: Literal["response.reasoning_text.delta"]
+    delta: str
+
+
+class ReasoningDoneEvent(_ContentEvent):
+    type: Literal["response.reasoning_text.done"]
+    text: str
+
+
+class _CallEvent(_Event):
+    item_id: str
+    output_index: int
+
+
+class ArgumentsDeltaEvent(_CallEvent):
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+
+
+class ArgumentsDoneEvent(_CallEvent):
+    type: Literal["response.function_call_arguments.done"]
+    name: str
+    arguments: str
+
+
 class ErrorEvent(_Event):
     type: Literal["error"]
     code: str | None
@@ -163,6 +223,15 @@ class ErrorEvent(_Event):
 
 class ResponseEvent(RootModel[Any]):
     root: Annotated[
-        LifecycleEvent | ItemEvent | PartEvent | TextDeltaEvent | TextDoneEvent | ErrorEvent,
+        LifecycleEvent
+        | ItemEvent
+        | PartEvent
+        | TextDeltaEvent
+        | TextDoneEvent
+        | ReasoningDeltaEvent
+        | ReasoningDoneEvent
+        | ArgumentsDeltaEvent
+        | ArgumentsDoneEvent
+        | ErrorEvent,
         Field(discriminator="type"),
     ]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Body(BaseModel):
@@ -81,9 +81,24 @@ class ChatBody(TextBody):
     top_logprobs: int | None = Field(
         None, ge=0, le=MOST_LOGPROBS, description="Report so many most likely tokens at each place; needs logprobs"
     )
-    tools: list[dict[str, Any]] | None = Field(None, description="Functions, shown to the model by its chat template")
-    tool_choice: Any = Field(None, description="none hides the tools from the model; auto (default) shows them")
-    reasoning_effort: str | None = Field(None, description="Passed to the chat template")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None,
+        description="auto (default); none hides the tools from the model; required, or the name of a tool: the answer "
+        "is a call of one",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: the answer ends with its first call")
+    tool_prompt: str | None = Field(
+        None, description="What introduces the tools to a model whose chat template has no place for them"
+    )
+    reasoning_effort: str | None = Field(
+        None, description="For the chat template; none switches reasoning off, anything else on"
+    )
+    separate_reasoning: bool | None = Field(None, description="false leaves reasoning in the text, with its marks")
+    stream_reasoning: bool | None = Field(None, description="false sends reasoning at once when it is complete")
+    max_thinking_tokens: int | None = Field(
+        None, ge=0, description="Reasoning that has become so long is ended; 0 asks the model not to reason"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template")
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn (default true)")
     continue_final_message: bool | None = Field(None, description="Continue the last message instead of a new turn")
@@ -115,17 +130,38 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON text")
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
 
 
 class AnswerMessage(BaseModel):
+    """`reasoning` says the same as `reasoning_content`: clients look for either. Absent without reasoning."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="Null when there are only calls")
     refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class TopLogprob(BaseModel):
@@ -172,9 +208,26 @@ class ChatAnswer(BaseModel):
     usage: Usage
 
 
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(BaseModel):
+    """`id`, `type` and the name come first, then pieces of the arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):

@@ -1,0 +1,133 @@
+"""How the served model writes reasoning and tool calls, as the operator said or its chat template shows.
+
+Makes the reader of each answer. Knows settings and the tokenizer; the formats themselves are in `parsers/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from api_server.answer_reader import AnswerReader
+from api_server.parsers import detection
+from api_server.parsers.answer import AnswerParser
+from api_server.parsers.call_grammar import CallGrammar
+from api_server.parsers.reasoning import MarkedReasoning
+from api_server.parsers.registry import TOOL_FORMATS, ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from api_server.tokenizer import Tokenizer
+from interfaces.constraint import Constraint, ConstraintKind
+from interfaces.requests import TextGenerationRequest
+from shared.settings import Settings
+
+
+@dataclass(frozen=True)
+class AnswerFormats:
+    """None: the model has no such thing, or the operator wants it left in the text."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, settings: Settings, tokenizer: Tokenizer) -> AnswerFormats:
+        """ValueError, naming the setting, for a name that is none."""
+        template = tokenizer.chat_template
+        tools, reasoning = settings.tool_parser, settings.reasoning_parser
+        return cls(
+            detection.tools_of(template) if tools == "auto" else None if tools == "none" else tool_format(tools),
+            detection.reasoning_of(template)
+            if reasoning == "auto"
+            else None
+            if reasoning == "none"
+            else reasoning_format(reasoning),
+            tokenizer,
+        )
+
+    def tools_for(self, request: TextGenerationRequest) -> ToolFormat | None:
+        """A call that is forced can be had of any model: what it cannot say its own way, it says as JSON."""
+        if not request.tools:
+            return None
+        return TOOL_FORMATS["json"] if self.tools is None and request.forced_tools else self.tools
+
+    def kept(self, request: TextGenerationRequest) -> frozenset[int]:
+        """Special tokens that mean something to the reader of this answer, and so are not left out of its text."""
+        marks = [mark for each in (self.tools_for(request),) if each is not None for mark in each.marks]
+        if self.reasoning is not None:
+            marks += self.reasoning.marks
+        ids = (self.tokenizer.token_of(mark) for mark in marks if request.parse_answer)
+        return frozenset(token for token in ids if token is not None)
+
+    def reader(self, request: TextGenerationRequest, prompt: Sequence[int]) -> AnswerReader | None:
+        """None when this answer is to stay as the model writes it."""
+        if not request.parse_answer and request.max_thinking_tokens is None:
+            return None
+        finder = self._finder()
+        thinking = finder is not None and self.opens(prompt)
+        tools = self.tools_for(request) if request.parse_answer else None
+        separate = request.separate_reasoning and request.parse_answer
+        parser = AnswerParser(tools, self.reasoning if separate else None, schemas_of(request), thinking)
+        return AnswerReader(parser, finder, thinking, request)
+
+    def opens(self, prompt: Sequence[int]) -> bool:
+        """Whether the answer begins within reasoning."""
+        finder = self._finder()
+        if finder is None or self.reasoning is None:
+            return False
+        return self.reasoning.inside or finder.will_reason_after_prompt(prompt)
+
+    def opened(self, request: TextGenerationRequest) -> TextGenerationRequest:
+        """The request with its reasoning opened, if it asks for reasoning and for a form that begins after it.
+
+        Otherwise the model might leave reasoning out, and the form would never begin.
+        """
+        options = request.chat_template_options or {}
+        wanted = options.get("enable_thinking") is True or options.get("thinking") is True
+        formed = request.constraint is not None or request.forced_tools is not None
+        if self.reasoning is None or not (request.messages and wanted and formed) or request.continue_final_message:
+            return request
+        return replace(request, opening=self.reasoning.opening)
+
+    def constrained(self, request: TextGenerationRequest, prompt: Sequence[int]) -> TextGenerationRequest:
+        """The request with the grammar of the calls that it forces, or that it allows beside a document.
+
+        A form begins after the reasoning that the prompt has opened.
+        """
+        tools, given = self.tools_for(request), request.constraint
+        beside = given is not None and given.kind is ConstraintKind.JSON_SCHEMA
+        opened = bool(request.messages) and self.opens(prompt)
+        after = self.reasoning.markers.ends[0] if self.reasoning is not None and opened else ""
+        if tools is None or not (request.forced_tools or beside):
+            if given is None or not after or given.begins_after:
+                return request
+            return replace(request, constraint=replace(given, begins_after=after))
+        schemas = schemas_of(request)
+        if request.forced_tools is not None:
+            schemas = {name: schemas[name] for name in request.forced_tools}
+        instead = given.source if given is not None and not request.forced_tools else None
+        thinks = self.reasoning if not opened and _may_think(request) else None
+        grammar = CallGrammar(tools, self.tokenizer.token_of, after_thought=opened)
+        source = grammar.source(schemas, request.parallel_tool_calls, thinks, instead)
+        field = given.field if given is not None and instead else "tool_choice"
+        return replace(request, constraint=Constraint(ConstraintKind.LARK, source, after, field))
+
+    @property
+    def closing(self) -> list[int]:
+        """The tokens that end reasoning for a model that has thought long enough."""
+        return [] if self.reasoning is None else self.tokenizer.ids_of(self.reasoning.closing)
+
+    def _finder(self) -> MarkedReasoning | None:
+        if self.reasoning is None:
+            return None
+        return self.reasoning.finder(self.tokenizer.piece, self.tokenizer.added)
+
+
+def _may_think(request: TextGenerationRequest) -> bool:
+    options = request.chat_template_options or {}
+    return options.get("enable_thinking") is not False and options.get("thinking") is not False
+
+
+def schemas_of(request: TextGenerationRequest) -> Mapping[str, Any]:
+    """The schemas of the parameters of the request's tools, by name."""
+    functions = [tool.get("function") for tool in request.tools or ()]
+    return {each["name"]: each.get("parameters") or {} for each in functions if isinstance(each, Mapping)}

@@ -1,0 +1,91 @@
+"""One answer on its way to its client: tokens and their text in, pieces out, and when to stop.
+
+Knows what a request wants of reasoning and of calls. Knows no format, and nothing of how tokens are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from api_server.parsers.answer import AnswerParser, ParsedAnswer, merged
+from api_server.parsers.reasoning import MarkedReasoning
+from api_server.parsers.scanner import Piece, Thought
+from interfaces.parsers import ParsedToolCallDelta
+from interfaces.requests import TextGenerationRequest
+
+
+class AnswerReader:
+    """State of one answer. `finder` counts its reasoning; `thinking`: the prompt leaves the model within it."""
+
+    def __init__(
+        self, parser: AnswerParser, finder: MarkedReasoning | None, thinking: bool, request: TextGenerationRequest
+    ) -> None:
+        self.answer = ParsedAnswer()
+        """All pieces so far."""
+        self.reasoning_tokens = 0
+        """Tokens of reasoning, its markers included."""
+        self._parser = parser
+        self._finder = finder
+        self._thinking = thinking
+        self._one_call = not request.parallel_tool_calls
+        self._inline = not request.separate_reasoning
+        self._at_once = not request.stream_reasoning
+        self._budget = request.max_thinking_tokens
+        self._thoughts: list[str] = []
+        self._news: list[Piece] = []
+
+    @property
+    def enough(self) -> bool:
+        """Whether the one call that is wanted is there."""
+        return self._one_call and self._parser.completed_calls > 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the model has thought as long as it may, and still does."""
+        return self._thinking and self._budget is not None and self.reasoning_tokens >= self._budget
+
+    def add(self, token: int, text: str) -> None:
+        """The next token, and the text that it completes."""
+        if self._finder is not None:
+            self._count(token, self._finder)
+        self.feed(text)
+
+    def feed(self, text: str) -> None:
+        if text:
+            self._tell(self._parser.feed(text))
+
+    def finish(self) -> None:
+        """The answer has ended: what was held back."""
+        self._tell(self._parser.finish())
+        self._tell_thoughts()
+
+    def take(self) -> Sequence[Piece]:
+        """The pieces since the last call."""
+        news, self._news = merged(self._news), []
+        self.answer.add(news)
+        return news
+
+    def _count(self, token: int, finder: MarkedReasoning) -> None:
+        found = finder.stream([token], self._thinking)
+        start, end = found.span.reasoning_with_delimiters
+        self.reasoning_tokens += end - start
+        self._thinking = found.is_still_reasoning
+        if not self._thinking and not finder.repeats and (self.reasoning_tokens or finder.has_passed):
+            self._finder = None
+
+    def _tell(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if not isinstance(piece, Thought):
+                self._tell_thoughts()
+                self._news.append(piece)
+            elif self._inline:
+                self._news.append(ParsedToolCallDelta(0, content=piece.text))
+            elif self._at_once:
+                self._thoughts.append(piece.text)
+            else:
+                self._news.append(piece)
+
+    def _tell_thoughts(self) -> None:
+        if self._thoughts:
+            self._news.append(Thought("".join(self._thoughts)))
+            self._thoughts = []

@@ -1,0 +1,109 @@
+"""The tools of a body and the choice among them, in the forms that clients of OpenAI, TGI and vLLM send.
+
+Knows their forms and what must fit together; knows neither templates nor how a model writes calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from api_server.errors import RequestFailed, invalid, unsupported
+from api_server.parsers.calls import is_name
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools to show to the model; of `forced` ones the answer must call one at least."""
+
+    tools: list[dict[str, Any]] | None = None
+    forced: list[str] | None = None
+
+
+def tool_use(tools: Sequence[Any] | None, choice: Any) -> ToolUse:
+    """Raises RequestFailed. Tools may have their function's fields in `function` or, as Responses has it, beside it."""
+    listed = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
+    names = [tool["function"]["name"] for tool in listed]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise invalid(f"tools[{i}].function.name is {name!r} again: each tool needs a name of its own", "tools")
+    mode, chosen = _choice(choice, names)
+    if mode == "none":
+        return ToolUse()
+    if mode == "required" and not listed:
+        raise invalid("tool_choice needs tools: give the tools of which one must be called", "tool_choice")
+    # With one tool named the others are shown all the same: the prompt stays what it was, and cached.
+    hidden = set(names).difference(chosen or names) if _is_selection(choice) else ()
+    shown = [tool for tool in listed if tool["function"]["name"] not in hidden]
+    return ToolUse(shown or None, (chosen or names) if mode == "required" else None)
+
+
+def _is_selection(choice: Any) -> bool:
+    return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
+
+
+def _tool(given: Any, path: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise invalid(f"{path} must be an object with type and function", "tools")
+    kind = given.get("type", "function")
+    if kind != "function":
+        raise unsupported(f"{path}.type", f"a tool of type {kind!r}, which servers run themselves,")
+    own = given.get("function")
+    function = dict(own) if isinstance(own, Mapping) else {k: v for k, v in given.items() if k != "type"}
+    name = function.get("name")
+    if not isinstance(name, str) or not is_name(name):
+        raise invalid(
+            f"{path}.function.name must be a name of letters, digits, '_', '-' and '.', got {name!r}", "tools"
+        )
+    if "parameters" not in function and isinstance(function.get("arguments"), Mapping):
+        function["parameters"] = function.pop("arguments")
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise invalid(f"{path}.function.parameters must be a JSON schema, an object, got {parameters!r}", "tools")
+    extra = {k: v for k, v in given.items() if k not in ("type", "function")} if isinstance(own, Mapping) else {}
+    return {"type": "function", "function": function, **extra}
+
+
+def _choice(given: Any, names: Sequence[str]) -> tuple[str, list[str] | None]:
+    """`none`, `auto` or `required`, and the tools that are meant; None: all."""
+    if given is None:
+        return "auto", None
+    if isinstance(given, str):
+        if given in ("none", "auto", "required"):
+            return given, None
+        return "required", [_known(given, names)]
+    if not isinstance(given, Mapping):
+        raise _wrong_choice(given)
+    if _is_selection(given):
+        inner = given.get("allowed_tools")
+        allowed = inner if isinstance(inner, Mapping) else given
+        mode, tools = allowed.get("mode", "auto"), allowed.get("tools")
+        if mode not in ("none", "auto", "required") or not isinstance(tools, list) or not tools:
+            raise _wrong_choice(given)
+        return mode, [_known(_named(tool), names) for tool in tools]
+    return "required", [_known(_named(given), names)]
+
+
+def _named(given: Any) -> Any:
+    if not isinstance(given, Mapping):
+        return given
+    function = given.get("function")
+    return (function if isinstance(function, Mapping) else given).get("name")
+
+
+def _known(name: Any, names: Sequence[str]) -> str:
+    if not isinstance(name, str):
+        raise _wrong_choice(name)
+    if name not in names:
+        listed = ", ".join(names) or "none"
+        raise invalid(f"tool_choice names {name!r}, which is not among the tools (they are: {listed})", "tool_choice")
+    return name
+
+
+def _wrong_choice(given: Any) -> RequestFailed:
+    return invalid(
+        "tool_choice must be none, auto, required, or name a function as "
+        f'{{"type": "function", "function": {{"name": ...}}}}, got {given!r}',
+        "tool_choice",
+    )

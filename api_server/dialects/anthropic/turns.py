@@ -1,0 +1,142 @@
+"""From Anthropic's turns, whose content is a list of blocks, to messages as chat templates know them.
+
+A turn of the assistant has text, thinking and calls; the results of calls are blocks of the user's turn there, and
+messages of their own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from api_server.chat_messages import text_content
+from api_server.errors import invalid
+from interfaces.chat import MessageContent, TextContentPart, TextGenerationRequestMessage
+
+_ROLES = ("user", "assistant", "system")
+_BLOCKS = {"text": "text"}
+_NOT_SHOWN = ("redacted_thinking",)
+"""Blocks that say nothing that the model could read."""
+
+
+@dataclass
+class _Turn:
+    """What one message says: results of calls, thinking, text, calls."""
+
+    role: str
+    parts: list[TextContentPart] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    results: list[TextGenerationRequestMessage] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.parts or self.thoughts or self.calls or self.results)
+
+
+def turns(given: Sequence[Any]) -> list[TextGenerationRequestMessage]:
+    """Messages of one role in a row are one turn; an empty last one of the assistant is none at all.
+
+    Raises RequestFailed for the first message that is wrong.
+    """
+    last = len(given) - 1
+    read = [_turn(message, f"messages[{i}]", i == last) for i, message in enumerate(given)]
+    found = [
+        m for role, group in groupby(filter(None, read), key=lambda t: t.role) for m in _messages(role, list(group))
+    ]
+    if not found:
+        raise invalid("messages must have a turn that is not empty", "messages")
+    if found[-1].role == "assistant":
+        _check_continued(found[-1], f"messages[{last}].content")
+    return found
+
+
+def system_parts(given: Any) -> list[MessageContent]:
+    """The content of the system prompt."""
+    return [*_texts(given, "system")]
+
+
+def _check_continued(turn: TextGenerationRequestMessage, path: str) -> None:
+    """The answer continues a last turn of the assistant, which must be a text to be continued."""
+    if turn.tool_calls:
+        raise invalid(f"{path}: the final assistant content has a tool_use, which needs its tool_result", path)
+    if turn.text != turn.text.rstrip():
+        raise invalid(f"{path}: the final assistant content cannot end with trailing whitespace: strip it", path)
+
+
+def _messages(role: Any, group: list[_Turn]) -> list[TextGenerationRequestMessage]:
+    found = [result for turn in group for result in turn.results]
+    parts = [part for turn in group for part in turn.parts]
+    calls = [call for turn in group for call in turn.calls]
+    thoughts = "\n".join(thought for turn in group for thought in turn.thoughts)
+    if parts or calls or thoughts:
+        more: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if thoughts:
+            more["reasoning_content"] = thoughts
+        found.append(TextGenerationRequestMessage(role=role, content=[*parts], **more))
+    return found
+
+
+def _turn(given: Any, path: str, last: bool) -> _Turn:
+    role = given.get("role")
+    if role not in _ROLES:
+        raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r}", f"{path}.role")
+    content, turn, path = given.get("content"), _Turn(role), f"{path}.content"
+    if last and role == "assistant" and content in ("", []):
+        return turn
+    if not isinstance(content, list):
+        turn.parts = _texts(content, path)
+        return turn
+    if not content:
+        raise invalid(f"{path} must not be empty, nor any text in it", path)
+    for i, block in enumerate(content):
+        _read(block, turn, f"{path}[{i}]")
+    return turn
+
+
+def _read(block: Any, turn: _Turn, path: str) -> None:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "tool_use" and turn.role == "assistant":
+        turn.calls.append(_call(block, path))
+    elif kind == "tool_result" and turn.role == "user":
+        turn.results.append(_result(block, path))
+    elif kind == "thinking" and turn.role == "assistant":
+        turn.thoughts.append(_text(block, "thinking", path))
+    elif kind in ("tool_use", "tool_result", "thinking"):
+        raise invalid(f"{path} of type {kind!r} cannot be in a turn of the {turn.role}", path)
+    elif kind not in _NOT_SHOWN:
+        turn.parts += _texts([block], path.rpartition("[")[0])
+
+
+def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, Mapping):
+        raise invalid(f"{path}.input must be an object", f"{path}.input")
+    function = {"name": _text(block, "name", path), "arguments": dict(arguments)}
+    return {"id": _text(block, "id", path), "type": "function", "function": function}
+
+
+def _result(block: Mapping[str, Any], path: str) -> TextGenerationRequestMessage:
+    content, call_id = block.get("content"), _text(block, "tool_use_id", path)
+    parts: Any = content or ""
+    if isinstance(content, list):
+        parts = text_content(content, f"{path}.content", _BLOCKS)
+    elif not isinstance(parts, str):
+        raise invalid(f"{path}.content must be a text or a list of blocks", f"{path}.content")
+    return TextGenerationRequestMessage(role="tool", content=parts, tool_call_id=call_id)
+
+
+def _text(block: Mapping[str, Any], name: str, path: str) -> str:
+    found = block.get(name)
+    if not isinstance(found, str):
+        raise invalid(f"{path}.{name} must be a text", f"{path}.{name}")
+    return found
+
+
+def _texts(given: Any, path: str) -> list[TextContentPart]:
+    content = text_content(given, path, _BLOCKS)
+    parts = [TextContentPart(text=content)] if isinstance(content, str) else content
+    if not parts or not all(isinstance(part, TextContentPart) and part.text for part in parts):
+        raise invalid(f"{path} must not be empty, nor any text in it", path)
+    return [part for part in parts if isinstance(part, TextContentPart)]

@@ -1,0 +1,216 @@
+"""A grammar of forced calls, in the form in which the model writes them and the reader of its format reads them.
+
+The language is the dialect of Lark that llguidance has. Marks that are one token are named by their ids, so that
+special tokens are met, and cannot be spelled out. Knows forms of calls; compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from api_server.parsers import harmony
+from api_server.parsers.calls import schema_of
+from api_server.parsers.registry import ReasoningFormat, ToolFormat
+from api_server.parsers.sectioned_calls import DEEPSEEK, KIMI
+
+_FREE_TEXT = r"/([^<]|<[^\/])*/"
+"""Text without `</`, which is how everything ends that such a text stands in."""
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """What stands around calls (`begin`, `separator`, `end`), and around name and arguments of one.
+
+    `separator` None: there is one call. `tagged`: arguments are no JSON object, but have this form each.
+    """
+
+    begin: str
+    before_name: str
+    before_arguments: str
+    after_arguments: str
+    separator: str | None
+    end: str
+    tagged: ArgumentForm | None = None
+
+
+@dataclass(frozen=True)
+class ArgumentForm:
+    """`spelled`: texts stand as they are, and not as JSON."""
+
+    before_name: str
+    before_value: str
+    after_value: str
+    separator: str
+    spelled: bool
+
+
+def _objects(begin: str, end: str, around: tuple[str, str], separator: str, arguments: str = "arguments") -> CallForm:
+    return CallForm(begin, around[0] + '{"name": "', f'", "{arguments}": ', "}" + around[1], separator, end)
+
+
+_SECTION, _CALL, _SEP, _CALL_END, _SECTION_END = DEEPSEEK
+_KIMI_SECTION, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END, _KIMI_SECTION_END = KIMI
+
+FORMS: Mapping[str, CallForm] = {
+    "hermes": _objects("", "", ("<tool_call>\n", "\n</tool_call>"), "\n"),
+    "llama3_json": _objects("", "", ("", ""), "; ", "parameters"),
+    "granite": _objects("<|tool_call|>[", "]", ("", ""), ", "),
+    "mistral_list": _objects("[TOOL_CALLS][", "]", ("", ""), ", "),
+    "mistral": CallForm("", "[TOOL_CALLS]", "[ARGS]", "", "", ""),
+    "deepseek_v3": CallForm(_SECTION, f"{_CALL}function{_SEP}", "\n```json\n", f"\n```{_CALL_END}", "\n", _SECTION_END),
+    "deepseek_v31": CallForm(_SECTION, _CALL, _SEP, _CALL_END, "", _SECTION_END),
+    "kimi_k2": CallForm(
+        _KIMI_SECTION, f"{_KIMI_CALL}functions.", f":\0{_KIMI_ARGUMENTS}", _KIMI_CALL_END, "", _KIMI_SECTION_END
+    ),
+    "glm45": CallForm(
+        "",
+        "<tool_call>",
+        "\n",
+        "</tool_call>",
+        "\n",
+        "",
+        ArgumentForm("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", "", True),
+    ),
+    "qwen3_coder": CallForm(
+        "",
+        "<tool_call>\n<function=",
+        ">\n",
+        "</function>\n</tool_call>",
+        "\n",
+        "",
+        ArgumentForm("<parameter=", ">\n", "\n</parameter>\n", "", True),
+    ),
+    "pythonic": CallForm("[", "", "(", ")", ", ", "]", ArgumentForm("", "=", "", ", ", False)),
+    "harmony": CallForm(
+        "",
+        f"{harmony.CHANNEL}commentary to=functions.",
+        f" {harmony.CONSTRAIN}json{harmony.MESSAGE}",
+        "",
+        None,
+        "",
+    ),
+    "json": _objects("[", "]", ("", ""), ", ", "parameters"),
+}
+"""By the names of the formats. A NUL stands for the number of a call."""
+
+
+class CallGrammar:
+    """Writes the grammar for one model.
+
+    `token_of` tells the id of a text that is a token. `after_thought`: it applies from the end of reasoning on.
+    """
+
+    def __init__(self, tools: ToolFormat, token_of: Callable[[str], int | None], after_thought: bool = False) -> None:
+        self._gap = after_thought
+        self._form = FORMS[tools.name]
+        self._marks = re.compile("|".join(map(re.escape, sorted(tools.marks, key=len, reverse=True))) or r"(?!)")
+        self._token_of = token_of
+        self._rules: list[str] = []
+
+    def source(
+        self, schemas: Mapping[str, Any], parallel: bool, thought: ReasoningFormat | None, instead: str | None = None
+    ) -> str:
+        """Lark. Calls of the tools with these schemas; before them reasoning, if `thought` says how.
+
+        `instead` is the text of a JSON schema: an answer of that form will do as well.
+        """
+        form, self._rules = self._form, []
+        names = [self._call(i, name, schema) for i, (name, schema) in enumerate(schemas.items())]
+        before = "thought? " if thought else f"TEXT_{self._terminal('GAP', _GAP)} " if self._gap else ""
+        more = parallel and form.separator is not None
+        repeated = f" ({self._literal(form.separator or '')} call)*" if more else ""
+        rules = [
+            f"start: {before}{'answer' if instead else 'calls'}",
+            f"calls: {self._literal(form.begin)} call{repeated} {self._literal(form.end)}",
+            f"call: {' | '.join(names)}",
+        ]
+        if instead:
+            rules += ["answer: calls | document", f"document: %json {instead}"]
+        if thought:
+            rules.append(self._thought(thought))
+        return "\n".join([*rules, *self._rules]) + "\n"
+
+    def _call(self, number: int, name: str, schema: Any) -> str:
+        form, rule = self._form, f"call_{number}"
+        arguments = self._tagged(number, schema, form.tagged) if form.tagged else self._object(number, schema)
+        parts = (form.before_name + name + form.before_arguments, arguments, form.after_arguments)
+        self._rules.append(f"{rule}: {self._literal(parts[0])} {parts[1]} {self._literal(parts[2])}")
+        return rule
+
+    def _object(self, number: int, schema: Any) -> str:
+        whole = {"type": "object"} | dict(schema) if isinstance(schema, Mapping) else {"type": "object"}
+        return self._rule(f"arguments_{number}", f"%json {json.dumps(whole, ensure_ascii=False)}")
+
+    def _tagged(self, number: int, schema: Any, form: ArgumentForm) -> str:
+        """Arguments in the order of the schema; a separator stands between two that are there."""
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        names = list(properties) if isinstance(properties, Mapping) else []
+        required = schema.get("required") or () if isinstance(schema, Mapping) else ()
+        separator = self._literal(form.separator)
+        first = self._rule(f"first_{number}_{len(names)}", '""')
+        later = self._rule(f"later_{number}_{len(names)}", '""')
+        for i in range(len(names) - 1, -1, -1):
+            own = self._argument(f"{number}_{i}", names[i], schema_of(schema, names[i]), form)
+            skip_first, skip_later = ("", "") if names[i] in required else (f" | {first}", f" | {later}")
+            first = self._rule(f"first_{number}_{i}", f"{own} {later}{skip_first}")
+            later = self._rule(f"later_{number}_{i}", f"{separator} {own} {later}{skip_later}")
+        return first
+
+    def _argument(self, place: str, name: str, schema: Mapping[str, Any], form: ArgumentForm) -> str:
+        before, after = self._literal(form.before_name + name + form.before_value), self._literal(form.after_value)
+        return self._rule(f"argument_{place}", f"{before} {self._value(place, schema, form)} {after}")
+
+    def _value(self, place: str, schema: Mapping[str, Any], form: ArgumentForm) -> str:
+        if not form.spelled or schema.get("type") != "string":
+            return self._rule(f"value_{place}", f"%json {json.dumps(schema, ensure_ascii=False)}")
+        choices = schema.get("enum")
+        if isinstance(choices, Sequence) and choices and all(isinstance(choice, str) for choice in choices):
+            return f"({' | '.join(map(json.dumps, choices))})"
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        bounded = isinstance(least, int) and (most == "" or isinstance(most, int)) and (least or most != "")
+        return f"TEXT_{self._terminal(place, f'/[^<]{{{least},{most}}}/' if bounded else _FREE_TEXT)}"
+
+    def _thought(self, form: ReasoningFormat) -> str:
+        if form.name == "harmony":
+            begin = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}"
+            end = f"{harmony.END}{harmony.START}assistant"
+        else:
+            begin, end = form.markers.starts[0], form.markers.ends[0]
+        marks = re.compile("|".join(map(re.escape, form.marks)))
+        text = f"TEXT_{self._terminal('THOUGHT', _FREE_TEXT)}"
+        gap = f"TEXT_{self._terminal('GAP', _GAP)}"
+        return f"thought: {self._literal(begin, marks)} {text} {self._literal(end, marks)} {gap}"
+
+    def _rule(self, name: str, body: str) -> str:
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _terminal(self, name: str, pattern: str) -> str:
+        self._rules.append(f"TEXT_{name}: {pattern}")
+        return name
+
+    def _literal(self, text: str, marks: re.Pattern[str] | None = None) -> str:
+        """A text as Lark has it: marks that are tokens by their ids, all else in quotes."""
+        parts, at = [], 0
+        for found in (marks or self._marks).finditer(text):
+            token = self._token_of(found[0])
+            if token is not None:
+                parts += [*_quoted(text[at : found.start()]), f"<[{token}]>"]
+                at = found.end()
+        return " ".join([*parts, *_quoted(text[at:])]) or '""'
+
+
+_GAP = r"/[ \n]{0,4}/"
+
+
+def _quoted(text: str) -> list[str]:
+    before, number, after = text.partition("\0")
+    return [
+        *([json.dumps(before)] if before else []),
+        *(["/[0-9]{1,3}/"] if number else []),
+        *([json.dumps(after)] if after else []),
+    ]
