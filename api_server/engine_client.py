@@ -25,9 +25,10 @@ from interfaces.logprob_reports import LogprobReports
 from interfaces.messages import Cancel, Finish, Goodbye, Hello, Order, OrderAnswer, Results, Status, Submit
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, RequestError, SchedulerResult
+from interfaces.shared_memory import Segments
 from interfaces.status import GenerationStatus, SchedulerStatus
 from interfaces.text_context import TextContext
-from shared.sockets import connect_dealer
+from shared.sockets import connect_dealer, same_host
 
 log = logging.getLogger("tokenyard")
 
@@ -86,7 +87,17 @@ class Inbox:
 class Submission:
     """One request in the scheduler's hands, from `EngineClient.submit` to its last result or `cancel`."""
 
-    __slots__ = ("_announced", "_error", "_reports", "_wants_logprobs", "context", "handle", "inbox", "queued")
+    __slots__ = (
+        "_announced",
+        "_error",
+        "_reports",
+        "_wants_logprobs",
+        "context",
+        "handle",
+        "inbox",
+        "queued",
+        "shared",
+    )
 
     def __init__(self, handle: int, context: TextContext, inbox: Inbox) -> None:
         self.handle = handle
@@ -160,6 +171,7 @@ class EngineClient:
         self._endpoint = endpoint
         self._context: zmq.Context[Any] = zmq.Context()
         self._open: dict[int, Submission] = {}
+        self._segments = Segments() if same_host(endpoint) else None
         self._last_handle = secrets.randbits(20)
         self._incarnation: int | None = None
         self._past: set[int] = set()
@@ -187,6 +199,8 @@ class EngineClient:
             self._hello.cancel()
         self._socket.close(linger=500)
         self._context.term()
+        if self._segments is not None:
+            self._segments.release_all()
 
     @property
     def running(self) -> int:
@@ -231,15 +245,14 @@ class EngineClient:
         if reason:
             submission.fail(RequestError(ErrorCode.UNAVAILABLE, reason))
             return submission
-        self._open[submission.handle] = submission
-        if not self._send(Submit(submission.handle, context)):
-            del self._open[submission.handle]
-            submission.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
+        if self._segments is not None:
+            context.share_arrays(self._segments)
+        self._send_submit(submission)
         return submission
 
     def cancel(self, submissions: Iterable[Submission]) -> None:
         """Nobody waits for these any more. Idempotent; finished ones are left out."""
-        handles = [s.handle for s in submissions if self._open.pop(s.handle, None) is not None]
+        handles = [s.handle for s in submissions if self._forget(s)]
         if handles:
             self._send(Cancel(np.array(handles, np.int32)))
 
@@ -275,6 +288,20 @@ class EngineClient:
         if not self.status.ready and self.max_model_len is None:
             return f"the model is not loaded yet: {self.status.reason}"
         return ""
+
+    def _send_submit(self, submission: Submission) -> None:
+        self._open[submission.handle] = submission
+        if not self._send(Submit(submission.handle, submission.context)):
+            self._forget(submission)
+            submission.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
+
+    def _forget(self, submission: Submission) -> bool:
+        """It has ended: what it had in shared memory goes. False when that was so before."""
+        if self._open.pop(submission.handle, None) is None:
+            return False
+        if self._segments is not None:
+            submission.context.unshare_arrays(self._segments)
+        return True
 
     def _new_handle(self) -> int:
         # The wire's handles are int32; one that is still in flight is never given again.
@@ -362,13 +389,11 @@ class EngineClient:
         if not orphans:
             return
         log.warning("the scheduler restarted: submitting %d open requests again", len(orphans))
-        self.cancel(orphans)
+        self._send(Cancel(np.array(list(self._open), np.int32)))
+        self._open.clear()
         for orphan in orphans:
             orphan.handle = self._new_handle()
-            self._open[orphan.handle] = orphan
-            if not self._send(Submit(orphan.handle, orphan.context)):
-                del self._open[orphan.handle]
-                orphan.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
+            self._send_submit(orphan)
 
     def _take_reports(self, reports: LogprobReports) -> bool:
         """False when they make no sense, and with them the whole message."""
@@ -403,7 +428,7 @@ class EngineClient:
                 continue  # cancelled here while its token was on the way
             submission.add(token, logprob)
             if finished != Finish.ACTIVE:
-                del self._open[handle]
+                self._forget(submission)
                 if finished == Finish.FAILED:
                     submission.fail(results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given")))
                 else:

@@ -1,6 +1,6 @@
 """`python -m benchmarks.wire`: what the wire between our processes costs, as a table.
 
-Times are the best of several rounds on this machine, in one thread: what the code costs when nothing else runs.
+Times are the best of several rounds of CPU time in one thread: what the code costs when nothing else runs.
 `--kills N` instead passes arrays through shared memory for N rounds in which one side is killed at a random moment,
 and tells whether a sweep left anything.
 """
@@ -20,9 +20,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from interfaces import SamplingParams, Step, StepResult, Submit, TextContext, WireError, decode, encode
+from interfaces import (
+    ImageMetadata,
+    Join,
+    SamplingParams,
+    Step,
+    StepResult,
+    Submit,
+    TextAndVisionContext,
+    TextContext,
+    WireError,
+    decode,
+    encode,
+)
 from interfaces.codec import msgpack_numpy_decoder, msgpack_numpy_encoder
-from interfaces.shared_memory import DIRECTORY, PREFIX, sweep
+from interfaces.shared_memory import DIRECTORY, MESSAGE_THRESHOLD, PREFIX, Segments, sweep
 
 ROWS = 256
 PROMPT_TOKENS = 1000
@@ -41,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _table(rounds: int) -> Table:
-    table = Table("message", "bytes", "encode, us", "decode, us", title="the wire, one way each")
+    table = Table("message", "bytes", "encode, us", "decode, us", "both, us", title="the wire")
     rows = np.arange(ROWS, dtype=np.int32)
     step = Step(1, 0, 5, rows, None, np.zeros((16, 3), np.int32), np.empty(0, np.int32), [])
     result = StepResult(1, 0, 0, 5, rows, rows, None, {}, 100)
@@ -55,14 +67,34 @@ def _table(rounds: int) -> Table:
         data = encode(message)
         encoding = _microseconds(partial(encode, message), rounds)
         decoding = _microseconds(partial(decode, data), rounds)
-        table.add_row(name, f"{len(data)}", f"{encoding:.1f}", f"{decoding:.1f}")
+        table.add_row(name, f"{len(data)}", f"{encoding:.1f}", f"{decoding:.1f}", f"{encoding + decoding:.1f}")
     array = np.random.default_rng(0).random(ARRAY_BYTES // 4, np.float32)
     for name, shared in (("8 MB array, inline", False), ("8 MB array, shared memory", True)):
         table.add_row(name, *_array_row(array, shared, rounds))
+    for size in (MESSAGE_THRESHOLD, ARRAY_BYTES):
+        for name, segments in (("inline", None), ("shared memory", Segments())):
+            passing = _microseconds(partial(_pass_image, array[: size // 4], segments), rounds)
+            table.add_row(f"image of {size} bytes to the worker, {name}", "", "", "", f"{passing:.0f}")
     return table
 
 
-def _array_row(array: np.ndarray, shared: bool, rounds: int) -> tuple[str, str, str]:
+def _pass_image(pixels: np.ndarray, segments: Segments | None) -> float:
+    """From the replica's context to the numbers in the worker; the scheduler reads and writes it in between."""
+    image = ImageMetadata(start_idx=0, end_idx=1, pixel_values=pixels)
+    context = TextAndVisionContext.from_prompt([9], SamplingParams(), vision_token_ids=[9], images=[image])
+    if segments is not None:
+        context.share_arrays(segments)
+    received = decode(encode(Submit(1, context)), ipc_peer=True).context
+    join = Join(0, np.zeros(1, np.int32), 1, 0, received.sampling_params, images=received.images)
+    none = np.empty(0, np.int32)
+    step = Step(1, 0, 1, none, None, none.reshape(0, 3), none, [join])
+    result = float(decode(encode(step), ipc_peer=True).joins[0].images[0].pixels.sum())
+    if segments is not None:
+        segments.release_all()
+    return result
+
+
+def _array_row(array: np.ndarray, shared: bool, rounds: int) -> tuple[str, str, str, str]:
     encoder = msgpack_numpy_encoder(use_shared_memory=shared, shared_memory_threshold=1)
     decoder = msgpack_numpy_decoder(np.ndarray, copy=False, ipc_peer=True)
 
@@ -75,11 +107,12 @@ def _array_row(array: np.ndarray, shared: bool, rounds: int) -> tuple[str, str, 
     # Summing reads every page: without it a mapping would look free.
     reading = _microseconds(lambda: decoder(data).sum(), rounds) - _microseconds(array.sum, rounds)
     encoding = _microseconds(encode_and_release, rounds)
-    return f"{len(data)}", f"{encoding:.0f}", f"{max(0.0, reading):.0f}"
+    reading = max(0.0, reading)
+    return f"{len(data)}", f"{encoding:.0f}", f"{reading:.0f}", f"{encoding + reading:.0f}"
 
 
 def _microseconds(work: Callable[[], object], rounds: int) -> float:
-    timer = timeit.Timer(work)
+    timer = timeit.Timer(work, timer=time.thread_time)
     number = max(1, int(0.01 / max(1e-7, timer.timeit(1))))
     return min(timer.repeat(rounds, number)) / number * 1e6
 

@@ -61,7 +61,7 @@ __all__ = [
     "msgpack_numpy_encoder",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """First element of every message; a peer of another version is refused, because fields are positional."""
 
 SHARED_MEMORY_THRESHOLD = 24_000_000
@@ -74,9 +74,9 @@ T = TypeVar("T")
 
 _by_tag: dict[int, type] = {}
 _tag_of: dict[type, int] = {}
-_message_readers: dict[type[Any], Reader] = {}
+_message_readers: dict[tuple[type[Any], bool], Reader] = {}
 _getters: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {}
-_MESSAGE_READERS = Readers(positional=True, copy=False, ipc_peer=False)
+_plain_of: dict[type[Any], Callable[[Any], Any]] = {}
 
 
 def message(tag: int) -> Callable[[type[T]], type[T]]:
@@ -100,8 +100,12 @@ def encode(value: Any) -> bytes:
     return _packed(_packers.message, [PROTOCOL_VERSION, tag, *_fields_getter(type(value))(value)])
 
 
-def decode(data: bytes | memoryview) -> Any:
-    """The message in `data`, of the class its tag names. Arrays are read-only views of it. Raises WireError."""
+def decode(data: bytes | memoryview, *, ipc_peer: bool = False) -> Any:
+    """The message in `data`, of the class its tag names. Arrays are read-only views of it. Raises WireError.
+
+    `ipc_peer` says that the bytes come from a process of this host and user: then arrays may be named that are in
+    shared memory. They are not mapped here.
+    """
     parts = _unpack(data)
     if type(parts) is not list or len(parts) < 2:
         raise WireError("a message is an array [version, tag, fields...]")
@@ -110,7 +114,7 @@ def decode(data: bytes | memoryview) -> Any:
     cls = _by_tag.get(parts[1]) if type(parts[1]) is int else None
     if cls is None:
         raise WireError(f"unknown message tag {str(parts[1])[:80]}")
-    return _checked(_message_reader(cls), parts[2:], cls.__name__)
+    return _checked(_message_reader(cls, ipc_peer), parts[2:], cls.__name__)
 
 
 class MsgpackNumpyEncoder:
@@ -185,10 +189,11 @@ def _decoder(type_: Any, copy: bool, ipc_peer: bool) -> MsgpackNumpyDecoder:
     return MsgpackNumpyDecoder(type_, copy, ipc_peer=ipc_peer)
 
 
-def _message_reader(cls: type[Any]) -> Reader:
-    reader = _message_readers.get(cls)
+def _message_reader(cls: type[Any], ipc_peer: bool) -> Reader:
+    reader = _message_readers.get((cls, ipc_peer))
     if reader is None:
-        reader = _message_readers[cls] = _MESSAGE_READERS.reader(cls)
+        reader = Readers(positional=True, copy=False, ipc_peer=ipc_peer).reader(cls)
+        _message_readers[cls, ipc_peer] = reader
     return reader
 
 
@@ -203,12 +208,23 @@ def _fields_getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _positional_plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return message_form(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type | SharedMemoryArray):
-        state = value.to_wire() if hasattr(value, "to_wire") else value
-        return _fields_getter(type(state))(state)
-    return _other(value)
+    plain = _plain_of.get(type(value))
+    if plain is None:
+        plain = _plain_of[type(value)] = _positional_form(type(value))
+    return plain(value)
+
+
+def _positional_form(cls: type[Any]) -> Callable[[Any], Any]:
+    """Makes one level of a value of that class into what msgpack or this module knows."""
+    if issubclass(cls, np.ndarray):
+        return message_form
+    if not dataclasses.is_dataclass(cls) or cls is SharedMemoryArray:
+        return _other
+    wire_type: type[Any] | None = getattr(cls, "wire_type", None)
+    if wire_type is not None:
+        getter = _fields_getter(wire_type)
+        return lambda value: getter(value.to_wire())
+    return _fields_getter(cls)
 
 
 def _other(value: Any) -> Any:

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 
 from interfaces.codec import F32, I8, I32, I32x3, message
 from interfaces.logprob_reports import LogprobReports
+from interfaces.media_contexts import SpeechContext
 from interfaces.results import RequestError
 from interfaces.sampling import SamplingParams
 from interfaces.text_context import TextContext
+from interfaces.vision_context import ImageMetadata, TextAndVisionContext
 
 _LARGEST_INT32 = 2**31 - 1
 
@@ -37,11 +39,11 @@ class Submit:
     resubmits after a restart of the scheduler.
 
     `context.eos_tracker` has the EOS ids that apply. Stop strings are found in the API process, which then cancels the
-    request.
+    request. Large arrays in it may stand in shared memory: they are the replica's until the request ends.
     """
 
     handle: int
-    context: TextContext
+    context: TextContext | TextAndVisionContext | SpeechContext
 
     def __post_init__(self) -> None:
         if not 0 <= self.handle <= _LARGEST_INT32:
@@ -206,6 +208,7 @@ class Join:
     `tokens` are all known tokens, prompt first; those from `prompt_len` on were emitted before (a replay or a
     preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
     `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on; None: no more.
+    `images` are those with tokens from `start` on.
     """
 
     row: int
@@ -214,6 +217,7 @@ class Join:
     start: int
     sampling: SamplingParams
     report_from: int | None = None
+    images: list[ImageMetadata] = field(default_factory=list)
 
 
 @message(17)

@@ -15,6 +15,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -31,6 +32,7 @@ from interfaces.wire import (
     kind_of,
     read_array,
     read_placeholder,
+    read_shareable,
     triples_reader,
 )
 
@@ -43,6 +45,10 @@ _BUILD_ERRORS = (ValueError, TypeError, AssertionError, OverflowError, RuntimeEr
 _LISTS = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
 _MAPS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _SETS = (set, frozenset, collections.abc.Set)
+
+
+class _NoType:
+    """The type of no value."""
 
 
 _wire_fields: dict[type[Any], tuple[dataclasses.Field[Any], ...]] = {}
@@ -140,11 +146,14 @@ class Readers:
 
     def _union(self, arguments: tuple[Any, ...]) -> Reader:
         inner = [a for a in arguments if a is not type(None)]
+        if SharedMemoryArray in inner:
+            return self._shareable(arguments)
+        if self.positional and len(inner) > 1 and all(_is_record(a) for a in inner):
+            return self._one_of(inner, optional=len(inner) < len(arguments))
         readers = [self.reader(a) for a in inner]
         optional = len(inner) < len(arguments)
         if len(readers) == 1:
-            only = readers[0]
-            return lambda value: None if value is None else only(value)
+            return _optional(readers[0])
 
         def read(value: Any) -> Any:
             if value is None and optional:
@@ -156,6 +165,36 @@ class Readers:
                 except WireError as error:
                     problems.append(str(error))
             raise WireError(f"fits none of the declared types ({'; '.join(problems)})")
+
+        return read
+
+    def _shareable(self, arguments: tuple[Any, ...]) -> Reader:
+        """A message is passed on as it came; what is decoded to be used has its arrays mapped."""
+        optional = type(None) in arguments
+
+        def read(value: Any) -> Any:
+            if value is None and optional:
+                return None
+            if self.positional:
+                return read_shareable(value, self.ipc_peer)
+            return read_array(value, self.copy, self.ipc_peer)
+
+        return read
+
+    def _one_of(self, classes: list[type[Any]], optional: bool) -> Reader:
+        """Dataclasses as lists of their fields are told apart by how many those are."""
+        readers = {len(wire_fields(cls)): self.reader(cls) for cls in classes}
+        names = ", ".join(cls.__name__ for cls in classes)
+        if len(readers) < len(classes):
+            raise TypeError(f"of {names} two have the same number of fields: on the wire nothing tells them apart")
+
+        def read(value: Any) -> Any:
+            if value is None and optional:
+                return None
+            reader = readers.get(len(value)) if type(value) is list else None
+            if reader is None:
+                raise WireError(f"expected the fields of one of {names}")
+            return reader(value)
 
         return read
 
@@ -174,12 +213,16 @@ class Readers:
 
     def _items(self, kind: type, element: Any) -> Reader:
         reader = self.reader(element)
+        exact = _exact(reader)
 
         def read(value: Any) -> Any:
             if type(value) is not list:
                 raise WireError(f"expected a list, got {kind_of(value)}")
+            if not value:
+                return kind()
             try:
-                return kind([reader(item) for item in value])
+                items = [item if type(item) is exact else reader(item) for item in value]
+                return items if kind is list else kind(items)
             except WireError as error:
                 i, inner = _first_failure(value, reader)
                 raise (inner or error).within(f"[{i}]") from None
@@ -281,15 +324,25 @@ class Readers:
         return value
 
 
+def _is_record(hint: Any) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint) and not hasattr(hint, "from_wire")
+
+
 def _positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
     names, ordered = tuple(readers), tuple(readers.values())
+    exact = tuple(map(_exact, ordered))
     build = _builder(cls, names)
 
     def read(value: Any) -> Any:
         if type(value) is not list or len(value) != len(ordered):
             raise WireError(f"expected an array of {len(ordered)} fields")
         try:
-            return build([reader(item) for reader, item in zip(ordered, value, strict=True)])
+            return build(
+                [
+                    item if type(item) is kind else reader(item)
+                    for kind, reader, item in zip(exact, ordered, value, strict=True)
+                ]
+            )
         except WireError as error:
             for name, reader, item in zip(names, ordered, value, strict=True):
                 _within(f".{name}", reader, item)
@@ -388,7 +441,24 @@ def _scalar(cls: type) -> Reader:
             return float(value)
         raise WireError(f"expected {cls.__name__}, got {kind_of(value)}")
 
+    _exact_types[read] = cls
     return read
+
+
+def _optional(reader: Reader) -> Reader:
+    def read(value: Any) -> Any:
+        return None if value is None else reader(value)
+
+    _exact_types[read] = _exact(reader)
+    return read
+
+
+_exact_types: WeakKeyDictionary[Reader, type] = WeakKeyDictionary()
+
+
+def _exact(reader: Reader) -> type:
+    """The type whose values `reader` gives back as they are, so that it need not be called for them."""
+    return _exact_types.get(reader, _NoType)
 
 
 def _text(cls: type[str]) -> Reader:

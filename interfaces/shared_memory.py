@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,9 @@ log = logging.getLogger("tokenyard")
 
 PREFIX = "tokenyard-"
 DIRECTORY = Path("/dev/shm")
+MESSAGE_THRESHOLD = 65536
+"""Bytes from which an array of a message is put into a segment: below, packing it twice costs no more than the
+segment (measured: `python -m benchmarks.wire`)."""
 WATERMARK_VARIABLES = ("TOKENYARD_SHM_WATERMARK", "MODULAR_MAX_SHM_WATERMARK")
 """Environment variables, the first that is set counts: the share of free shared memory one array may take; 0 turns
 shared memory off."""
@@ -93,39 +96,37 @@ class SharedMemoryArray:
 
     def unlink(self) -> None:
         """Removes the segment; who has opened it keeps it. Idempotent."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(DIRECTORY / self.name)
+        _unlink(self.name)
+
+
+Shareable: TypeAlias = NDArray[Any] | SharedMemoryArray
+"""An array of a message: itself, or what stands for it until `mapped`. A process that only passes it on never maps."""
+
+
+def mapped(array: Shareable) -> NDArray[Any]:
+    """The array, wherever it is. Raises SharedMemoryError when its owner has removed it."""
+    return array.open() if isinstance(array, SharedMemoryArray) else array
 
 
 class Segments:
-    """The book of an owner: what it has put into shared memory and not released yet.
+    """The book of an owner: what it has put into shared memory and not released yet, and how many hold each.
 
     All of it is released when the book goes, and when the process ends in order. After a kill, `sweep` does it.
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, SharedMemoryArray] = {}
+        self._holders: dict[str, int] = {}
         self._new: list[SharedMemoryArray] = []
-        self._finalizer = weakref.finalize(self, _release_all, self._open, os.getpid())
+        self._finalizer = weakref.finalize(self, _release_all, self._holders, os.getpid())
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._holders)
 
     def share(self, array: NDArray[Any]) -> SharedMemoryArray | None:
         """Copies `array` into a new segment. None when there is no room, or it is empty: then it travels inline."""
-        if not 0 < array.nbytes < _room():
-            if array.nbytes:
-                _warn(f"no room in {DIRECTORY} for an array of {array.nbytes} bytes: it travels inline")
-            return None
-        segment = SharedMemoryArray(_new_name(), array.shape, array.dtype.str)
-        self._open[segment.name] = segment
-        try:
-            _write(segment.name, np.ascontiguousarray(array))
-        except OSError as error:
-            self.release([segment])
-            _warn(f"{DIRECTORY} takes no array of {array.nbytes} bytes ({error.strerror}): it travels inline")
-            return None
-        self._new.append(segment)
+        segment = self._create(array)
+        if segment is not None:
+            self._new.append(segment)
         return segment
 
     def take(self) -> list[SharedMemoryArray]:
@@ -133,15 +134,58 @@ class Segments:
         new, self._new = self._new, []
         return new
 
+    def hold(self, array: Shareable) -> Shareable:
+        """What stands for `array` in a message: a segment when it is large and there is room, else the array itself.
+
+        A segment of this book has one more holder now, and goes with the last: each calls `release` once.
+        """
+        if isinstance(array, SharedMemoryArray):
+            if array.name in self._holders:
+                self._holders[array.name] += 1
+            return array
+        if array.nbytes < MESSAGE_THRESHOLD:
+            return array
+        return self._create(array) or array
+
+    def give_back(self, array: Shareable) -> Shareable:
+        """The opposite of `hold`: the last holder of a segment gets its array, which outlives it."""
+        if not isinstance(array, SharedMemoryArray):
+            return array
+        last = self._holders.get(array.name) == 1
+        try:
+            return array.open() if last else array
+        finally:
+            self.release([array])
+
     def release(self, segments: Iterable[SharedMemoryArray]) -> None:
-        """Removes segments of this book; others are left alone."""
+        """One holder less for each; those without any are removed. Segments of others are left alone."""
         for segment in segments:
-            if self._open.pop(segment.name, None) is not None:
+            holders = self._holders.get(segment.name, 0)
+            if holders > 1:
+                self._holders[segment.name] = holders - 1
+            elif holders:
+                del self._holders[segment.name]
                 segment.unlink()
 
     def release_all(self) -> None:
         self._new = []
-        self.release(list(self._open.values()))
+        while self._holders:
+            _unlink(self._holders.popitem()[0])
+
+    def _create(self, array: NDArray[Any]) -> SharedMemoryArray | None:
+        if not 0 < array.nbytes < _room():
+            if array.nbytes:
+                _warn(f"no room in {DIRECTORY} for an array of {array.nbytes} bytes: it travels inline")
+            return None
+        segment = SharedMemoryArray(_new_name(), array.shape, array.dtype.str)
+        self._holders[segment.name] = 1
+        try:
+            _write(segment.name, np.ascontiguousarray(array))
+        except OSError as error:
+            self.release([segment])
+            _warn(f"{DIRECTORY} takes no array of {array.nbytes} bytes ({error.strerror}): it travels inline")
+            return None
+        return segment
 
 
 def sweep() -> int:
@@ -172,11 +216,16 @@ def _write(name: str, array: NDArray[Any]) -> None:
         os.close(descriptor)
 
 
-def _release_all(segments: dict[str, SharedMemoryArray], owner: int) -> None:
+def _unlink(name: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(DIRECTORY / name)
+
+
+def _release_all(holders: dict[str, int], owner: int) -> None:
     # A forked child has a copy of the book, but the segments are its parent's.
     if os.getpid() == owner:
-        for segment in list(segments.values()):
-            segment.unlink()
+        for name in list(holders):
+            _unlink(name)
 
 
 def _room() -> float:

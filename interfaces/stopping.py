@@ -6,12 +6,20 @@ The tracker judges; what is shown or withheld of the end is decided elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, field_validator
+from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr
 
 from interfaces.tokens import TokenSlice
+
+if TYPE_CHECKING:
+    TokenSequences = Sequence[Sequence[int]]
+    Strings = Sequence[str]
+else:
+    # Whatever is given, a tuple is kept, so that a tracker equals its copy from the wire.
+    TokenSequences = tuple[tuple[StrictInt, ...], ...]
+    Strings = tuple[StrictStr, ...]
 
 
 class EOSTracker(BaseModel):
@@ -20,16 +28,10 @@ class EOSTracker(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     eos_token_ids: set[StrictInt] = set()
-    eos_sequences: Sequence[Sequence[StrictInt]] = ()
-    eos_stop_strings: Sequence[StrictStr] = ()
+    eos_sequences: TokenSequences = ()
+    eos_stop_strings: Strings = ()
     text_tail: StrictStr = ""
     """Text in which a stop string may still begin."""
-
-    @field_validator("eos_sequences", "eos_stop_strings")
-    @classmethod
-    def _fixed(cls, value: Sequence[Any]) -> Sequence[Any]:
-        # One form, so that a tracker equals its copy from the wire.
-        return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
     def is_eos_from_tokens(self, generated_tokens: TokenSlice) -> bool:
         """Whether the last token, or the last few, end the sequence. The prompt must not be among the tokens."""

@@ -22,6 +22,7 @@ from interfaces.log_probabilities import LogProbabilities
 from interfaces.outputs import TextGenerationOutput
 from interfaces.request_id import RequestID
 from interfaces.sampling import SamplingParams
+from interfaces.shared_memory import Segments
 from interfaces.status import GenerationStatus
 from interfaces.stopping import EOSTracker
 from interfaces.tokens import TokenBuffer
@@ -158,6 +159,12 @@ class TextContext(IndexFace, EqualByValue):
         view: Any = TextInputContext(self)
         face: InputContext = view
         return face
+
+    def share_arrays(self, segments: Segments) -> None:
+        """Large arrays of this context stand in shared memory from now on, until `unshare_arrays`."""
+
+    def unshare_arrays(self, segments: Segments) -> None:
+        """The arrays are this process's own again; nothing happens where they are."""
 
     # Tokens
 

@@ -57,7 +57,7 @@ class Range:
         self.start = self.end
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenBufferState:
     """A TokenBuffer on the wire."""
 
@@ -302,12 +302,15 @@ class TokenBuffer:
 
     @classmethod
     def from_wire(cls, state: TokenBufferState) -> Self:
+        n, prompt_length, start, end = len(state.tokens), state.prompt_length, state.start, state.end
+        offset, delivered = state.offset, state.delivered
+        marks = 1 <= prompt_length <= n and 0 <= delivered <= n and 0 <= start <= end <= n and end > 0
+        if not marks or not 0 <= start + offset <= end:
+            marks_of_state = (prompt_length, start, end, offset, delivered)
+            raise ValueError(f"the marks of a token buffer contradict each other: {n} tokens, {marks_of_state}")
         buffer = cls(state.tokens)
-        n, start, end = len(state.tokens), state.start, state.end
-        marks = 1 <= state.prompt_length <= n and 0 <= state.delivered <= n and 0 <= start <= end <= n and end > 0
-        if not marks or not 0 <= start + state.offset <= end:
-            raise ValueError(f"the marks of a token buffer contradict each other: {n} tokens, {_marks_of(state)}")
-        buffer._prompt_length, buffer._start, buffer._end, buffer._offset, buffer._delivered = _marks_of(state)
+        buffer._prompt_length, buffer._start, buffer._end = prompt_length, start, end
+        buffer._offset, buffer._delivered = offset, delivered
         return buffer
 
     @property
@@ -325,7 +328,3 @@ class TokenBuffer:
         grown = np.zeros(capacity, np.int64)
         grown[: self._length] = self.all
         self.array = grown
-
-
-def _marks_of(state: TokenBufferState) -> tuple[int, int, int, int, int]:
-    return state.prompt_length, state.start, state.end, state.offset, state.delivered

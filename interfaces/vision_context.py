@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces.equality import EqualByValue
+from interfaces.shared_memory import Segments, Shareable, mapped
 from interfaces.text_context import TextContext
 
 
@@ -16,12 +17,13 @@ from interfaces.text_context import TextContext
 class ImageMetadata(EqualByValue):
     """An image and the prompt positions [start_idx, end_idx) that stand for it.
 
-    `pixel_values` are float32, or bfloat16 bits as uint16. `image_hash` names the content for the prefix cache.
+    `pixel_values` are float32, or bfloat16 bits as uint16; on the way to a worker they may stand in shared memory, and
+    `pixels` are they in either case. `image_hash` names the content for the prefix cache.
     """
 
     start_idx: int
     end_idx: int
-    pixel_values: NDArray[Any]
+    pixel_values: Shareable
     image_hash: int | None = None
 
     def __post_init__(self) -> None:
@@ -29,8 +31,13 @@ class ImageMetadata(EqualByValue):
             raise ValueError(f"start_idx must be at least 0, got {self.start_idx}")
         if self.end_idx <= self.start_idx:
             raise ValueError(f"end_idx must be above start_idx {self.start_idx}, got {self.end_idx}")
-        if self.pixel_values.dtype not in (np.float32, np.uint16):
+        if np.dtype(self.pixel_values.dtype) not in (np.float32, np.uint16):
             raise ValueError(f"pixel_values must be float32 or uint16 (bfloat16 bits), got {self.pixel_values.dtype}")
+
+    @property
+    def pixels(self) -> NDArray[Any]:
+        """Raises SharedMemoryError when the request that the image belongs to has ended."""
+        return mapped(self.pixel_values)
 
     def __repr__(self) -> str:
         return (
@@ -72,6 +79,14 @@ class TextAndVisionContext(TextContext):
                     f"the token at {position} belongs to an image, but {self.tokens[position]} is none of the vision "
                     f"token ids {self.vision_token_ids}"
                 )
+
+    def share_arrays(self, segments: Segments) -> None:
+        for image in self.images:
+            image.pixel_values = segments.hold(image.pixel_values)
+
+    def unshare_arrays(self, segments: Segments) -> None:
+        for image in self.images:
+            image.pixel_values = segments.give_back(image.pixel_values)
 
     @property
     def image_idx(self) -> int:

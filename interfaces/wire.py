@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces.shared_memory import SharedMemoryArray, SharedMemoryError
+from interfaces.shared_memory import Shareable, SharedMemoryArray, SharedMemoryError
 
 Reader = Callable[[Any], Any]
 """Checks a value that msgpack gave and builds what it stands for. Raises WireError."""
@@ -85,12 +85,19 @@ def check_dtype(dtype: np.dtype[Any]) -> None:
         raise TypeError(f"arrays of dtype {dtype} have no place on the wire: only numbers do")
 
 
+_spelled: dict[np.dtype[Any], str] = {}
+
+
 def message_form(array: NDArray[Any]) -> dict[bytes, Any]:
     """msgpack-numpy's spelling."""
-    check_dtype(array.dtype)
+    spelled = _spelled.get(array.dtype)
+    if spelled is None:
+        check_dtype(array.dtype)
+        # numpy spells a dtype out anew each time it is asked.
+        spelled = _spelled[array.dtype] = array.dtype.str
     return {
         b"nd": True,
-        b"type": array.dtype.str,
+        b"type": spelled,
         b"kind": b"",
         b"shape": array.shape,
         b"data": _bytes(array),
@@ -127,6 +134,13 @@ def read_array(form: Any, copy: bool, ipc_peer: bool) -> NDArray[Any]:
     return array.copy() if copy else array
 
 
+def read_shareable(form: Any, ipc_peer: bool) -> Shareable:
+    """What `form` spells, without a look into shared memory: who wants the numbers of a segment maps it."""
+    if type(form) is dict and "__shm__" in form:
+        return read_placeholder(form, ipc_peer)
+    return read_array(form, copy=False, ipc_peer=ipc_peer)
+
+
 def read_placeholder(form: Any, ipc_peer: bool) -> SharedMemoryArray:
     """The segment that `form` names, unopened."""
     if type(form) is not dict or form.get("__shm__") is not True:
@@ -145,15 +159,14 @@ def read_placeholder(form: Any, ipc_peer: bool) -> SharedMemoryArray:
 
 def column_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
     """Reads one-dimensional arrays of one element type; messages are made of them, so the plain case comes first."""
-    spelled = dtype.str
+    spelled, size = dtype.str, dtype.itemsize
 
     def read(form: Any) -> NDArray[Any]:
-        if type(form) is dict and not copy and form.get(b"type") == spelled and form.get(b"nd") is True:
+        if not copy and type(form) is dict and form.get(b"type") == spelled and form.get(b"nd") is True:
             data, shape = form.get(b"data"), form.get(b"shape")
-            if type(data) is bytes and type(shape) is list and len(shape) == 1 and len(data) % dtype.itemsize == 0:
-                column = np.frombuffer(data, dtype)
-                if type(shape[0]) is int and shape[0] == len(column):
-                    return column
+            count = shape[0] if type(shape) is list and len(shape) == 1 else None
+            if type(data) is bytes and type(count) is int and count * size == len(data):
+                return np.frombuffer(data, dtype)
         if type(form) is not dict:
             raise WireError(f"expected an array of {dtype}, got {kind_of(form)}")
         array = read_array(form, copy, ipc_peer)
@@ -167,13 +180,14 @@ def column_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
 
 
 def triples_reader(copy: bool, ipc_peer: bool) -> Reader:
-    spelled, triple_bytes = np.dtype(np.int32).str, 12
+    int32, triple_bytes = np.dtype(np.int32), 12
+    spelled = int32.str
 
     def read(form: Any) -> NDArray[Any]:
-        if type(form) is dict and not copy and form.get(b"type") == spelled and form.get(b"nd") is True:
-            data, shape = form.get(b"data"), form.get(b"shape")
-            if type(data) is bytes and len(data) % triple_bytes == 0 and shape == [len(data) // triple_bytes, 3]:
-                return np.frombuffer(data, np.int32).reshape(-1, 3)
+        if not copy and type(form) is dict and form.get(b"type") == spelled and form.get(b"nd") is True:
+            data = form.get(b"data")
+            if type(data) is bytes and form.get(b"shape") == [len(data) / triple_bytes, 3]:
+                return np.frombuffer(data, int32).reshape(-1, 3)
         array = read_array(form, copy, ipc_peer)
         if array.dtype != np.int32 or array.ndim != 2 or array.shape[1] != 3:
             raise WireError(f"expected an array of int32 triples, got {array.dtype} of shape {array.shape}")

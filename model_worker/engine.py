@@ -79,6 +79,8 @@ class Engine:
         self._rows.apply(step)
         for join in step.joins:
             try:
+                if join.images:
+                    raise ValueError("this model takes no images")
                 prompt, emitted = np.split(join.tokens, [join.prompt_len])
                 self._sampler.join(join.row, join.sampling, join.sampling.stop_token_ids or [], prompt, emitted)
                 self._held.add(join.row)

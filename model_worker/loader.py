@@ -64,11 +64,11 @@ def load_model(
     the longest sequence that will be served, the model's own limit by default.
     """
     target = torch.device(device)
-    weights_dtype = _weights_dtype(dtype, target)
-    config = _read_config(source)
+    wanted_dtype = weights_dtype(dtype, target)
+    config = read_config(source)
     architecture = _refuse_by_config(config)
     with _reported_weights(progress):
-        model = _load_weights(source, config, architecture, weights_dtype)
+        model = _load_weights(source, config, architecture, wanted_dtype)
     if target.type == "cpu":
         _half_as_bfloat16(model)
     nn.Module.to(model, target)
@@ -85,7 +85,7 @@ def _half_as_bfloat16(model: PreTrainedModel) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def _weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+def weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype == "auto":
         return dtype
     if dtype not in DTYPES:
@@ -95,7 +95,7 @@ def _weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     return DTYPES[dtype]
 
 
-def _read_config(source: str | Path) -> PreTrainedConfig:
+def read_config(source: str | Path) -> PreTrainedConfig:
     """The model's config, from a directory or from the hub (or its local cache)."""
     path = Path(source).expanduser()
     looks_local = isinstance(source, Path) or source.startswith((".", "/", "~"))
@@ -109,7 +109,7 @@ def _read_config(source: str | Path) -> PreTrainedConfig:
         )
         return config
     except (OSError, ValueError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if "trust_remote_code" in str(error):
             reason = "it needs Python code of its own (trust_remote_code), and code from a checkpoint is never run"
         elif not path.is_dir():
@@ -159,7 +159,7 @@ def _load_weights(
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ModelRefused(architecture, _first_line(error)) from error
+        raise ModelRefused(architecture, first_line(error)) from error
     # transformers fills what a checkpoint lacks with random numbers and a warning: that is not a model to serve.
     if missing := sorted(info["missing_keys"]):
         raise ModelRefused(architecture, f"the checkpoint lacks {len(missing)} of its weights, such as {missing[0]}")
@@ -173,7 +173,7 @@ def _load_weights(
     return model
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """transformers' messages run over paragraphs; the first one says what is wrong."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -189,7 +189,7 @@ def _prove(model: PreTrainedModel, device: torch.device, progress: Progress) -> 
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         if isinstance(error, ModelRefused):
             raise
-        reason = f"a forward pass over plain tokens fails: {_first_line(error)}"
+        reason = f"a forward pass over plain tokens fails: {first_line(error)}"
         raise ModelRefused(architecture, reason) from error
     loaded = LoadedModel(
         model=model,

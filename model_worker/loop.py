@@ -15,7 +15,7 @@ import zmq
 from interfaces import Step, WireError, WorkerHello, decode, encode
 from model_worker.engine import Engine
 from shared.endpoints import RunDirectory
-from shared.sockets import connect_dealer
+from shared.sockets import connect_dealer, same_host
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class Loop:
         self._context: zmq.Context[Any] = zmq.Context()
         identity = f"worker:{hello.index}:{hello.epoch}:{os.getpid()}".encode()
         self._socket = connect_dealer(self._context, run_directory.worker_endpoint, identity)
+        self._same_host = same_host(run_directory.worker_endpoint)
         self._epoch = hello.epoch
         self._stopping = False
 
@@ -57,7 +58,7 @@ class Loop:
         if not self._socket.poll(timeout_ms):
             return None
         try:
-            message = decode(self._socket.recv())
+            message = decode(self._socket.recv(), ipc_peer=self._same_host)
         except WireError as error:
             log.warning("dropped a message: %s", error)
             return None

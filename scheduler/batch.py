@@ -28,16 +28,18 @@ def build_step(worker: Worker, incarnation: int, budget: int, preempted: Preempt
     `preempted` gets each sequence that had to leave.
     """
     rows = _with_blocks(worker, preempted)
-    ntok = _chunks(worker, rows, max(budget, worker.rows.running))
-    rows, ntok = rows[ntok > 0], ntok[ntok > 0]
     if not len(rows):
         return None
+    ntok = _chunks(worker, rows, max(budget, worker.rows.running))
+    if ntok is not None:
+        chosen = ntok > 0
+        rows, ntok = rows[chosen], ntok[chosen]
     step = Step(
         incarnation=incarnation,
         epoch=worker.hello.epoch,
         step=worker.steps + 1,
         rows=rows,
-        ntok=None if (ntok == 1).all() else ntok,
+        ntok=ntok,
         new_blocks=np.array(worker.new_blocks, np.int32).reshape(-1, 3),
         drop=np.array(worker.dropped, np.int32),
         joins=[_join(worker, sequence) for sequence in worker.joined],
@@ -77,15 +79,18 @@ def _grow(worker: Worker, row: int, preempted: Preempted) -> bool:
     return True
 
 
-def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.int32]:
-    """Tokens each row computes in this step, within the budget: one for rows in decode, the rest for prompts by age."""
+def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.int32] | None:
+    """Tokens each row computes in this step, within the budget: one for rows in decode, the rest for prompts by age.
+
+    None when no row has more than its one to compute.
+    """
     table = worker.rows
     todo = table.known[rows] - table.computed[rows]
+    if (todo == 1).all():
+        return None
     ntok: NDArray[np.int32] = np.minimum(todo, 1)
     left = budget - len(rows)
     prefill = np.flatnonzero(todo > 1)
-    if not len(prefill):
-        return ntok
     # A prompt that gets no more than its one guaranteed token would only waste a row of the forward.
     ntok[prefill] = 0
     left += len(prefill)
@@ -109,4 +114,5 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         start=int(worker.rows.computed[sequence.row]),
         sampling=sequence.sampling,
         report_from=sequence.next_report if sequence.reports_prompt else None,
+        images=sequence.next_images,
     )

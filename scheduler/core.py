@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 CRASHES_BEFORE_ALONE = 2
 """A sequence that was on a worker at so many crashes runs alone the next time, and fails if that crashes too."""
 
-_STOP, _LENGTH = np.int8(Finish.STOP), np.int8(Finish.LENGTH)
+_ACTIVE, _STOP, _LENGTH = np.int8(Finish.ACTIVE), np.int8(Finish.STOP), np.int8(Finish.LENGTH)
 
 
 @dataclass(frozen=True)
@@ -305,18 +305,20 @@ class Scheduler:
 
     def _book(self, worker: Worker, new: NewTokens) -> None:
         table, rows, tokens = worker.rows, new.rows, new.tokens
+        sequences = table.sequences
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
-            sequence = table.sequences[row]
+            sequence = sequences[row]
             assert sequence is not None
             sequence.context.tokens.advance_with_token(token)
             if sequence.queued_us >= 0:
                 self._tell_placed(sequence, int(table.replica[row]))
-        table.length[rows] += 1
-        finished = np.where(table.length[rows] >= table.limit[rows], _LENGTH, np.int8(Finish.ACTIVE))
-        finished = np.where(table.hits_stop(rows, tokens), _STOP, finished)
+        length = table.length[rows] + 1
+        table.length[rows] = length
+        finished = np.where(length >= table.limit[rows], _LENGTH, _ACTIVE)
+        finished[table.hits_stop(rows, tokens)] = _STOP
         self.outbox.tokens(table.replica[rows], table.handle[rows], tokens, finished, new.logprobs)
-        for row in rows[finished != Finish.ACTIVE].tolist():
-            sequence = table.sequences[row]
+        for row in rows[finished != _ACTIVE].tolist():
+            sequence = sequences[row]
             assert sequence is not None
             self._forget(sequence)
             self.counters["finished"] += 1

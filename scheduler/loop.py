@@ -23,7 +23,7 @@ from interfaces import (
 )
 from scheduler.core import Scheduler
 from shared.endpoints import RunDirectory
-from shared.sockets import bind_router, send_to
+from shared.sockets import bind_router, receive_from, send_to
 
 log = logging.getLogger(__name__)
 
@@ -70,18 +70,17 @@ class Loop:
             if socket not in ready:
                 continue
             for _ in range(MESSAGES_PER_TURN):
-                try:
-                    identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
+                received = receive_from(socket)
+                if received is None:
                     break
-                self._guarded(handle, identity, frames)
+                self._guarded(handle, *received)
 
     def _guarded(self, handle: Any, identity: bytes, frames: list[bytes]) -> None:
         """No message, however wrong, ends this process."""
         try:
             if len(frames) != 1:
                 raise WireError(f"{len(frames)} frames where one was expected")
-            handle(identity, decode(frames[0]))
+            handle(identity, decode(frames[0], ipc_peer=True))
         except WireError as error:
             log.warning("dropped a message from %r: %s", identity, error)
         except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from interfaces.logprob_reports import LogprobReports
 
 # A message may carry reports alone.
 _NO_ENTRY = np.empty(0, np.int32)
+_NO_CODE = np.empty(0, np.int8)
+
+_Number = TypeVar("_Number", bound=np.generic)
 
 
 @dataclass(slots=True)
@@ -19,12 +23,32 @@ class _Columns:
     handles: list[NDArray[np.int32]] = field(default_factory=list)
     tokens: list[NDArray[np.int32]] = field(default_factory=list)
     finished: list[NDArray[np.int8]] = field(default_factory=list)
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    any_logprobs: bool = False
+    logprobs: list[NDArray[np.float32] | None] = field(default_factory=list)
     reports: list[LogprobReports] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
+
+    def add(
+        self,
+        handles: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        finished: NDArray[np.int8],
+        logprobs: NDArray[np.float32] | None,
+    ) -> None:
+        self.handles.append(handles)
+        self.tokens.append(tokens)
+        self.finished.append(finished)
+        self.logprobs.append(logprobs)
+
+    @property
+    def any_logprobs(self) -> bool:
+        return any(part is not None for part in self.logprobs)
+
+    def all_logprobs(self) -> NDArray[np.float32]:
+        """Zero for entries that have none."""
+        parts = zip(self.handles, self.logprobs, strict=True)
+        return np.concatenate([np.zeros(len(h), np.float32) if part is None else part for h, part in parts])
 
 
 class Outbox:
@@ -43,14 +67,14 @@ class Outbox:
         logprobs: NDArray[np.float32] | None,
     ) -> None:
         """One token for each handle."""
+        first = int(replicas[0])
+        if (replicas == first).all():
+            self._of(first).add(handles, tokens, finished, logprobs)
+            return
         for replica in np.unique(replicas).tolist():
             mine = replicas == replica
-            columns = self._of(replica)
-            columns.handles.append(handles[mine])
-            columns.tokens.append(tokens[mine])
-            columns.finished.append(finished[mine])
-            columns.logprobs.append(_zeros(int(mine.sum())) if logprobs is None else logprobs[mine])
-            columns.any_logprobs |= logprobs is not None
+            part = None if logprobs is None else logprobs[mine]
+            self._of(replica).add(handles[mine], tokens[mine], finished[mine], part)
 
     def reports(self, replicas: NDArray[np.int32], reports: LogprobReports) -> None:
         """Log-probabilities of tokens, by handle; `replicas[i]` wants entry i."""
@@ -70,10 +94,7 @@ class Outbox:
     def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
         """A request ends without a token."""
         columns = self._of(replica)
-        columns.handles.append(np.array([handle], np.int32))
-        columns.tokens.append(np.array([-1], np.int32))
-        columns.finished.append(np.array([code], np.int8))
-        columns.logprobs.append(_zeros(1))
+        columns.add(np.array([handle], np.int32), np.array([-1], np.int32), np.array([code], np.int8), None)
         if error is not None:
             columns.errors[handle] = error
 
@@ -93,10 +114,10 @@ class Outbox:
     def _results(self, columns: _Columns) -> Results:
         return Results(
             incarnation=self._incarnation,
-            handles=np.concatenate([_NO_ENTRY, *columns.handles]),
-            tokens=np.concatenate([_NO_ENTRY, *columns.tokens]),
-            finished=np.concatenate([_NO_ENTRY.astype(np.int8), *columns.finished]),
-            logprobs=np.concatenate(columns.logprobs) if columns.any_logprobs else None,
+            handles=_joined(columns.handles, _NO_ENTRY),
+            tokens=_joined(columns.tokens, _NO_ENTRY),
+            finished=_joined(columns.finished, _NO_CODE),
+            logprobs=columns.all_logprobs() if columns.any_logprobs else None,
             cached=columns.cached,
             errors=columns.errors,
             queued=columns.queued,
@@ -104,5 +125,7 @@ class Outbox:
         )
 
 
-def _zeros(count: int) -> NDArray[np.float32]:
-    return np.zeros(count, np.float32)
+def _joined(parts: list[NDArray[_Number]], empty: NDArray[_Number]) -> NDArray[_Number]:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else empty

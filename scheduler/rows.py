@@ -39,6 +39,11 @@ class RowTable:
         """Tokens of the prompt up to the last one whose successor is to be reported; 0 when none is."""
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
         self._free = list(range(max_rows))
+        self._reporting = 0
+
+    @property
+    def any_reports(self) -> bool:
+        return self._reporting > 0
 
     @property
     def running(self) -> int:
@@ -71,6 +76,7 @@ class RowTable:
         self.handle[row] = sequence.handle
         self.replica[row] = replica
         self.reports[row] = sequence.sampling.reports
+        self._reporting += sequence.sampling.reports
         self.unreported[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
         self._set_stop_ids(row, [] if sequence.context.ignore_eos else list(sequence.context.eos_token_ids))
         return row
@@ -81,6 +87,7 @@ class RowTable:
         if sequence is None:
             raise ValueError(f"row {row} is free")
         sequence.row = -1
+        self._reporting -= sequence.sampling.reports
         self.sequences[row] = None
         self.in_use[row] = False
         self.generation[row] += 1

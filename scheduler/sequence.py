@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import SamplingParams, Submit, TextContext, TokenBuffer
+from interfaces import ImageMetadata, SamplingParams, Submit, TextAndVisionContext, TextContext, TokenBuffer
 from scheduler.prefix_cache import extend_hashes
 
 
@@ -67,6 +67,15 @@ class Sequence:
         return self.context.sampling_params
 
     @property
+    def images(self) -> list[ImageMetadata]:
+        return self.context.images if isinstance(self.context, TextAndVisionContext) else []
+
+    @property
+    def next_images(self) -> list[ImageMetadata]:
+        """Images with tokens that are still to be computed."""
+        return self.context.next_images if isinstance(self.context, TextAndVisionContext) else []
+
+    @property
     def waiting(self) -> bool:
         return self.row < 0
 
@@ -86,5 +95,5 @@ class Sequence:
     def prefix_hashes(self, block_size: int) -> list[bytes]:
         """Digests of all full blocks of the tokens known so far."""
         if len(self.tokens) // block_size > len(self.hashes):
-            extend_hashes(self.hashes, self.tokens.all, block_size, self.context.cache_salt)
+            extend_hashes(self.hashes, self.tokens.all, block_size, self.context.cache_salt, self.images)
         return self.hashes

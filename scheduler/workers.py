@@ -103,18 +103,22 @@ class Worker:
         sequence.blocks.append(block)
         self.rows.num_blocks[row] = len(sequence.blocks)
 
-    def sent(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> None:
-        """Books a step that computes `ntok` more tokens of each row."""
+    def sent(self, rows: NDArray[np.int32], ntok: NDArray[np.int32] | None) -> None:
+        """Books a step that computes `ntok` more tokens of each row; None: one."""
         table = self.rows
-        table.computed[rows] += ntok
-        sampling = rows[table.computed[rows] == table.known[rows]]
-        table.known[sampling] += 1
+        computed, known = table.computed[rows] + (1 if ntok is None else ntok), table.known[rows]
+        table.computed[rows] = computed
+        at_the_end = computed == known
+        sampling = rows[at_the_end]
+        table.known[sampling] = known[at_the_end] + 1
         self.steps += 1
-        asking = rows[table.reports[rows]]
-        reporting = dict(zip(asking.tolist(), table.generation[asking].tolist(), strict=True))
+        reporting: dict[int, int] = {}
+        if table.any_reports:
+            asking = rows[table.reports[rows]]
+            reporting = dict(zip(asking.tolist(), table.generation[asking].tolist(), strict=True))
         self.in_flight.append(StepInFlight(self.steps, sampling, table.generation[sampling], reporting))
         self.dropped, self.joined, self.new_blocks = [], [], []
-        for row in rows[ntok > 1].tolist():
+        for row in rows[ntok > 1].tolist() if ntok is not None else ():
             # Whoever comes next may share these blocks: its step runs after this one.
             self._register(row, int(min(table.computed[row], table.length[row])))
 

@@ -22,6 +22,11 @@ A peer that far behind is treated as dead.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
+def same_host(endpoint: str) -> bool:
+    """Whether a peer there is a process of this host and user: what it names in shared memory can be opened here."""
+    return endpoint.startswith("ipc://")
+
+
 def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
     """ROUTER bound to `endpoint`; a peer that reconnects under its old identity takes it over."""
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
@@ -48,13 +53,30 @@ def connect_dealer_async(context: zmq.asyncio.Context, endpoint: str, identity: 
 
 def send_to(router: zmq.Socket[bytes], identity: bytes, message: Any) -> bool:
     """Sends to one peer of a ROUTER without waiting; False when the peer is gone or has stopped reading."""
+    data = encode(message)
     try:
-        router.send_multipart([identity, encode(message)], flags=zmq.NOBLOCK, copy=False)
+        router.send(identity, zmq.NOBLOCK | zmq.SNDMORE)
+        router.send(data, zmq.NOBLOCK, copy=False)
     except zmq.ZMQError as error:
         if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
             return False
         raise
     return True
+
+
+def receive_from(router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]] | None:
+    """The peer's identity and the frames of the next message of a ROUTER; None when there is none."""
+    # Asking first is cheaper than the exception of a receive in vain.
+    if not int(router.get(zmq.EVENTS)) & zmq.POLLIN:
+        return None
+    try:
+        identity = router.recv(zmq.NOBLOCK)
+        frames = [router.recv(zmq.NOBLOCK)]
+        while router.get(zmq.RCVMORE):
+            frames.append(router.recv(zmq.NOBLOCK))
+    except zmq.Again:
+        return None
+    return identity, frames
 
 
 def _connect(socket: Any, endpoint: str, identity: bytes) -> None:

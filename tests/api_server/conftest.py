@@ -187,7 +187,7 @@ class SchedulerDouble:
                 self._restart.clear()
             while router.poll(max(1, int(self.step_seconds * 1000))):
                 replica, data = router.recv_multipart()
-                self._take(router, replica, decode(data))
+                self._take(router, replica, decode(data, ipc_peer=True))
             while self._raw:
                 data = self._raw.pop()
                 for replica in self._replicas:

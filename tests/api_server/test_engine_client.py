@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
@@ -12,12 +13,15 @@ from numpy.typing import NDArray
 
 from api_server import engine_client
 from api_server.engine_client import EngineClient, Inbox, Submission
+from interfaces import shared_memory
 from interfaces.codec import encode
 from interfaces.messages import Finish, Results, WorkerHello
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult, SchedulerStatus
 from interfaces.sampling import SamplingParams
+from interfaces.shared_memory import DIRECTORY, PREFIX, SharedMemoryArray
 from interfaces.text_context import TextContext
+from interfaces.vision_context import ImageMetadata, TextAndVisionContext
 from shared.endpoints import RunDirectory
 from tests.api_server.conftest import SchedulerDouble
 
@@ -195,6 +199,139 @@ async def test_silence_makes_unhealthy_then_refuses_then_fails_what_is_open(
     assert refused.code == failed.code == ErrorCode.UNAVAILABLE
     double.silent.clear()
     await until(lambda: engine.health().alive)
+
+
+# Arrays in shared memory
+
+
+def seeing(request_id: str, tokens: int, *pixels: NDArray[np.float32]) -> TextAndVisionContext:
+    prompt = [9 if i % 2 else 1 for i in range(2 * len(pixels) + 1)]
+    images = [
+        ImageMetadata(start_idx=2 * i + 1, end_idx=2 * i + 2, pixel_values=values) for i, values in enumerate(pixels)
+    ]
+    return TextAndVisionContext.from_prompt(
+        prompt, sampling(tokens), request_id=request_id, vision_token_ids=[9], images=images
+    )
+
+
+def picture() -> NDArray[np.float32]:
+    return np.random.default_rng().random((3, 128, 128), np.float32)
+
+
+def segments() -> set[str]:
+    return {path.name for path in DIRECTORY.glob(f"{PREFIX}*-{os.getpid()}-*")}
+
+
+@pytest.fixture
+def removals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of segments in the order of their removal."""
+    names: list[str] = []
+
+    def counting(name: str, unlink: Callable[[str], None] = shared_memory._unlink) -> None:
+        names.append(name)
+        unlink(name)
+
+    monkeypatch.setattr(shared_memory, "_unlink", counting)
+    return names
+
+
+async def test_large_arrays_stand_in_shared_memory_until_the_request_has_ended(
+    engine: EngineClient, double: SchedulerDouble, removals: list[str]
+) -> None:
+    before, large, small = segments(), picture(), np.ones((3, 4, 4), np.float32)
+    double.hold.set()
+    submission = engine.submit(seeing("r", 6, large, small))
+    await until(lambda: double.submits)
+    received = double.submits[0].context
+    assert isinstance(received, TextAndVisionContext)
+    assert isinstance(received.images[0].pixel_values, SharedMemoryArray)
+    assert isinstance(received.images[1].pixel_values, np.ndarray)
+    np.testing.assert_array_equal(received.images[0].pixels, large)
+    np.testing.assert_array_equal(received.images[1].pixels, small)
+    assert len(segments() - before) == 1
+    double.hold.clear()
+    assert tokens_of(await read_all(submission)) == [7, 8, 9, 10, 11, 12]
+    engine.cancel([submission])
+    assert segments() == before
+    assert removals == [received.images[0].pixel_values.name]
+    again = submission.context
+    assert isinstance(again, TextAndVisionContext)
+    np.testing.assert_array_equal(again.images[0].pixel_values, large)
+    double.hold.set()
+    resubmitted = engine.submit(again)
+    await until(lambda: len(double.submits) == 2)
+    np.testing.assert_array_equal(double.submits[1].context.images[0].pixels, large)  # type: ignore[union-attr]
+    engine.cancel([resubmitted])
+    assert segments() == before
+
+
+async def test_cancelled_refused_and_unsent_requests_leave_nothing_in_shared_memory(
+    engine: EngineClient, double: SchedulerDouble, removals: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = segments()
+    double.hold.set()
+    cancelled = engine.submit(seeing("cancelled", 6, picture(), picture()))
+    await until(lambda: double.running)
+    assert len(segments() - before) == 2
+    engine.cancel([cancelled])
+    assert segments() == before
+    double.refuse = RequestError(ErrorCode.OVERLOADED, "the queue is full")
+    await read_all(engine.submit(seeing("refused", 6, picture())))
+    assert segments() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_send", lambda message: False)
+        await read_all(engine.submit(seeing("unsent", 6, picture())))
+    assert segments() == before
+    assert len(removals) == len(set(removals)) == 4
+
+
+async def test_a_restarted_scheduler_is_given_the_same_segments(
+    engine: EngineClient, double: SchedulerDouble, removals: list[str]
+) -> None:
+    before, pixels = segments(), picture()
+    double.step_seconds = 0.01
+    submission = engine.submit(seeing("r", 60, pixels))
+    await submission.inbox.next()
+    await asyncio.to_thread(double.restart)
+    await until(lambda: len(double.submits) == 2)
+    first, second = (submit.context.images[0] for submit in double.submits)  # type: ignore[union-attr]
+    assert first.pixel_values == second.pixel_values
+    np.testing.assert_array_equal(second.pixels, pixels)
+    await read_all(submission)
+    assert segments() == before
+    assert len(removals) == 1
+
+
+async def test_answers_to_one_prompt_share_its_images(
+    engine: EngineClient, double: SchedulerDouble, removals: list[str]
+) -> None:
+    before = segments()
+    first, second = seeing("a", 3, picture()), seeing("b", 10**6, picture())
+    second.images = first.images
+    short, long = engine.submit(first), engine.submit(second)
+    assert len(segments() - before) == 1
+    await read_all(short)
+    assert len(segments() - before) == 1
+    engine.cancel([long])
+    assert segments() == before
+    assert len(removals) == 1
+
+
+async def test_a_full_shared_memory_means_inline(
+    engine: EngineClient, double: SchedulerDouble, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_memory, "_room", lambda: 100_000.0)
+    monkeypatch.setattr(shared_memory, "_last_warning", -1e9)
+    before, pixels = segments(), [picture() for _ in range(3)]
+    with caplog.at_level(logging.WARNING):
+        for i, values in enumerate(pixels):
+            await read_all(engine.submit(seeing(str(i), 2, values)))
+    for submit, values in zip(double.submits, pixels, strict=True):
+        assert isinstance(submit.context, TextAndVisionContext)
+        np.testing.assert_array_equal(submit.context.images[0].pixel_values, values)
+    assert segments() == before
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    assert "travels inline" in caplog.text
 
 
 async def test_goodbye_at_the_end(engine: EngineClient, double: SchedulerDouble) -> None:

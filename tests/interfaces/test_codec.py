@@ -18,16 +18,20 @@ from interfaces import (
     Cancel,
     Goodbye,
     Hello,
+    ImageMetadata,
     Join,
     Order,
     OrderAnswer,
     RequestError,
     Results,
     SamplingParams,
+    SharedMemoryArray,
+    SpeechContext,
     Status,
     Step,
     StepResult,
     Submit,
+    TextAndVisionContext,
     TextContext,
     WireError,
     WorkerHello,
@@ -36,6 +40,9 @@ from interfaces import (
     encode,
 )
 from interfaces.codec import PROTOCOL_VERSION, message
+from interfaces.logprob_reports import LogprobReports
+from interfaces.readers import Readers
+from interfaces.shared_memory import PREFIX, Shareable, SharedMemoryError
 
 i31 = st.integers(0, 2**31 - 1)
 text = st.text(max_size=20)
@@ -56,14 +63,61 @@ sampling = st.builds(
     stop_token_ids=st.lists(i31, max_size=3),
     seed=st.integers(0, 2**64 - 1),
 )
-joins = st.builds(Join, row=i31, tokens=column(np.int32), prompt_len=i31, start=i31, sampling=sampling)
-contexts = st.builds(
-    TextContext.from_prompt,
-    st.lists(i31, min_size=1, max_size=9),
-    sampling,
-    max_length=st.none(),
-    request_id=text,
-    cache_salt=text,
+pixels = hnp.arrays(st.sampled_from([np.float32, np.uint16]), hnp.array_shapes(max_dims=3, max_side=4))
+segments = st.builds(
+    SharedMemoryArray,
+    st.tuples(i31, i31, i31, st.integers(0, 2**64 - 1)).map(lambda n: f"{PREFIX}{n[0]}-{n[1]}-{n[2]}-{n[3]:016x}"),
+    st.lists(st.integers(0, 500), max_size=3).map(tuple),
+    st.sampled_from(["<f4", "<u2"]),
+)
+images = st.builds(
+    ImageMetadata,
+    start_idx=st.integers(0, 3),
+    end_idx=st.integers(4, 9),
+    pixel_values=pixels | segments,
+    image_hash=st.none() | st.integers(-(2**63), 2**64 - 1),
+)
+joins = st.builds(
+    Join,
+    row=i31,
+    tokens=column(np.int32),
+    prompt_len=i31,
+    start=i31,
+    sampling=sampling,
+    report_from=st.none() | i31,
+    images=st.lists(images, max_size=2),
+)
+shared_by_contexts = {"max_length": st.none(), "request_id": text, "cache_salt": text}
+contexts = st.one_of(
+    st.builds(TextContext.from_prompt, st.lists(i31, min_size=1, max_size=9), sampling, **shared_by_contexts),
+    st.builds(
+        TextAndVisionContext.from_prompt,
+        st.just([9] * 12),
+        sampling,
+        vision_token_ids=st.just([9]),
+        images=st.lists(images, max_size=1),
+        **shared_by_contexts,
+    ),
+    st.builds(
+        SpeechContext.from_prompt,
+        st.lists(i31, min_size=1, max_size=9),
+        sampling,
+        audio_prompt_tokens=column(np.int64),
+        buffer_speech_tokens=st.none() | column(np.int64),
+        streaming=st.booleans(),
+        decoded_length=i31,
+        **shared_by_contexts,
+    ),
+)
+reports = st.none() | st.builds(
+    LogprobReports,
+    owners=column(np.int32),
+    positions=column(np.int32),
+    chosen=column(np.float32),
+    tops=column(np.int32),
+    counts=column(np.int32),
+    ids=column(np.int32),
+    values=column(np.float32),
 )
 worker_status = st.builds(WorkerStatus, text, i31, i31, i31, i31, i31, i31, i31, st.floats(0, 1e6))
 messages = st.one_of(
@@ -81,6 +135,7 @@ messages = st.one_of(
         cached=st.dictionaries(i31, i31, max_size=3),
         errors=st.dictionaries(i31, st.builds(RequestError, text, text), max_size=3),
         queued=st.dictionaries(i31, i31, max_size=3),
+        reports=reports,
     ),
     st.builds(Order, i31, i31, st.lists(text, max_size=3)),
     st.builds(OrderAnswer, i31, i31, text, i31),
@@ -121,6 +176,7 @@ messages = st.one_of(
         logprobs=st.none() | column(np.float32),
         errors=st.dictionaries(i31, text, max_size=3),
         device_us=i31,
+        reports=reports,
     ),
 )
 
@@ -146,7 +202,7 @@ def assert_same(left: object, right: object) -> None:
 @settings(max_examples=300, deadline=None)
 @given(messages)
 def test_every_message_survives_the_round_trip(sent: object) -> None:
-    assert_same(sent, decode(encode(sent)))
+    assert_same(sent, decode(encode(sent), ipc_peer=True))
 
 
 @settings(max_examples=500, deadline=None)
@@ -163,7 +219,7 @@ def test_corrupt_bytes_give_a_message_or_a_wire_error(sent: object, data: st.Dat
         else:
             wire += data.draw(st.binary(max_size=20))
     with contextlib.suppress(WireError):
-        assert type(decode(bytes(wire))).__module__ == "interfaces.messages"
+        assert type(decode(bytes(wire), ipc_peer=True)).__module__ == "interfaces.messages"
 
 
 @given(st.binary(max_size=200))
@@ -216,6 +272,54 @@ def test_arrays_of_other_kinds_and_shapes_are_refused(changes: dict[str, object]
     assert isinstance(decode(array_form()), Cancel)
     with pytest.raises(WireError):
         decode(array_form(**changes))
+
+
+PLACEHOLDER = SharedMemoryArray(f"{PREFIX}1-2-3-{'0' * 16}", (1000, 1000), "<f4")
+
+
+def submit_with(pixel_values: Shareable) -> Submit:
+    image = ImageMetadata(start_idx=0, end_idx=3, pixel_values=pixel_values, image_hash=5)
+    return Submit(1, TextAndVisionContext.from_prompt([9] * 3, SamplingParams(), vision_token_ids=[9], images=[image]))
+
+
+def test_arrays_in_shared_memory_are_passed_on_unopened_and_only_from_this_host() -> None:
+    wire = encode(submit_with(PLACEHOLDER))
+    assert len(wire) < 1000
+    with pytest.raises(WireError, match=r"Submit\.context\.images\[0\]\.pixel_values: .* peers on this host only"):
+        decode(wire)
+    received = decode(wire, ipc_peer=True)
+    assert received.context.images[0].pixel_values == PLACEHOLDER
+    assert encode(received) == wire
+    with pytest.raises(SharedMemoryError, match="cannot be opened"):
+        _ = received.context.images[0].pixels
+
+
+@pytest.mark.parametrize("name", ["tokenyard-1-2-3-../../etc/passwd", "../etc/passwd", "x" * 32])
+def test_segments_of_other_names_are_refused(name: str) -> None:
+    honest = PLACEHOLDER.name.encode()
+    wire = encode(submit_with(PLACEHOLDER)).replace(honest, name.encode().ljust(len(honest), b"f"))
+    with pytest.raises(WireError, match="not the name of a segment"):
+        decode(wire, ipc_peer=True)
+
+
+def test_contexts_of_different_kinds_are_told_apart() -> None:
+    submit = submit_with(np.zeros((3, 2, 2), np.float32))
+    parts = msgpack.unpackb(encode(submit), strict_map_key=False)
+    wrong: list[object] = [parts[3][:-1], [*parts[3], None, None, None], {}, None]
+    for context in wrong:
+        with pytest.raises(WireError, match=r"Submit\.context: expected the fields of one of TextContext, TextAndV"):
+            decode(msgpack.packb([*parts[:3], context]))
+
+    @dataclass
+    class Left:
+        value: int
+
+    @dataclass
+    class Right:
+        name: str
+
+    with pytest.raises(TypeError, match="Left, Right two have the same number of fields"):
+        Readers(positional=True, copy=False, ipc_peer=False).reader(Left | Right)
 
 
 def test_deep_nesting_is_refused() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import pickle
 import resource
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypedDict, TypeVar
@@ -16,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
+from pydantic import BaseModel
 
+import interfaces
 from interfaces.audio import (
     AudioGenerationMetadata,
     AudioGenerationOutput,
@@ -30,14 +35,21 @@ from interfaces.context import SpecDecodingState
 from interfaces.generation_output import GenerationOutput, OutputTextContent, OutputVideoContent, RefusalContent
 from interfaces.grammar_state import GrammarEnforcementSnapshot, GrammarState
 from interfaces.log_probabilities import LogProbabilities
-from interfaces.lora import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus
+from interfaces.lora import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus, LoRAType
 from interfaces.media_contexts import PixelContext, SpeechContext
 from interfaces.open_responses import OpenResponsesRequest, OpenResponsesRequestBody
 from interfaces.outputs import EmbeddingsOutput, TextGenerationOutput
+from interfaces.parsers import (
+    ParsedReasoningDelta,
+    ParsedToolCall,
+    ParsedToolCallDelta,
+    ParsedToolResponse,
+    ReasoningSpan,
+)
 from interfaces.request_id import RequestID
 from interfaces.requests import EmbeddingsGenerationRequest, PixelGenerationRequest, TextGenerationRequest
 from interfaces.results import RequestError, SchedulerResult
-from interfaces.sampling import SamplingParams, SamplingParamsInput
+from interfaces.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults, SamplingParamsInput
 from interfaces.shared_memory import SharedMemoryArray
 from interfaces.status import BatchType, GenerationStatus, InputModality, PipelineTask, SchedulerStatus
 from interfaces.stopping import EOSTracker
@@ -152,6 +164,17 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
     (SamplingParamsInput, st.builds(SamplingParamsInput, top_k=st.none() | i31, stop=st.none() | st.lists(text))),
     (TextContext, contexts),
     (ImageMetadata, images),
+    (ReasoningSpan, st.just(ReasoningSpan((1, 9), (2, 8)))),
+    (ParsedReasoningDelta, st.builds(ParsedReasoningDelta, st.just(ReasoningSpan((0, 3), (0, 2))), st.booleans())),
+    (ParsedToolCallDelta, st.builds(ParsedToolCallDelta, i31, st.none() | text, st.none() | text, st.none() | text)),
+    (
+        ParsedToolResponse,
+        st.builds(ParsedToolResponse, st.none() | text, st.lists(st.builds(ParsedToolCall, text, text, text))),
+    ),
+    (
+        SamplingParamsGenerationConfigDefaults,
+        st.builds(SamplingParamsGenerationConfigDefaults, temperature=st.none() | number, eos_token_id=i31 | ids),
+    ),
     (TextAndVisionContext, st.builds(TextAndVisionContext, **vision_contexts)),
     (
         SpeechContext,
@@ -182,7 +205,7 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
         st.tuples(request_id, st.builds(LoRARequest, st.sampled_from(LoRAOperation), text, st.none() | text)),
     ),
     (LoRAResponse, st.builds(LoRAResponse, st.sampled_from(LoRAStatus), text | st.lists(text))),
-    *((kind, st.sampled_from(kind)) for kind in (BatchType, InputModality, PipelineTask)),
+    *((kind, st.sampled_from(kind)) for kind in (BatchType, InputModality, LoRAType, PipelineTask)),
     (list[NDArray[np.float32]], st.lists(floats, max_size=2)),
     (
         TextGenerationRequest,
@@ -224,6 +247,42 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
         ),
     ),
 ]
+
+
+ELSEWHERE = {
+    # messages: test_codec.py
+    *("Cancel", "Goodbye", "Hello", "Join", "Order", "OrderAnswer", "Results", "Status", "Step", "StepResult"),
+    *("Submit", "WorkerHello", "WorkerStatus"),
+    # what only ever is within one process
+    *("AudioGenerationInputs", "EmbeddingsGenerationInputs", "PixelGenerationInputs", "TextGenerationInputs"),
+    *("BatchProcessorInputs", "ProcessorInputs"),
+    # requests and parts whose base or whole is tested
+    *("Request", "ResponseResource", "ImageContentPart", "VideoContentPart", "SharedMemoryArray"),
+}
+
+
+def test_no_public_type_is_forgotten() -> None:
+    tested: set[type] = set()
+
+    def walk(hint: Any) -> None:
+        for part in typing.get_args(hint):
+            walk(part)
+        cls = typing.get_origin(hint) or hint
+        if isinstance(cls, type) and cls not in tested:
+            tested.add(cls)
+            if dataclasses.is_dataclass(cls) or issubclass(cls, BaseModel):
+                for inner in typing.get_type_hints(cls, include_extras=True).values():
+                    walk(inner)
+
+    for type_, _ in TYPES:
+        walk(type_)
+    public = {name: getattr(interfaces, name) for name in interfaces.__all__}
+    data = {
+        name: it
+        for name, it in public.items()
+        if isinstance(it, type) and (dataclasses.is_dataclass(it) or issubclass(it, BaseModel | enum.Enum))
+    }
+    assert [name for name, it in data.items() if name not in ELSEWHERE and it not in tested] == []
 
 
 def samples() -> st.SearchStrategy[tuple[Any, Any]]:

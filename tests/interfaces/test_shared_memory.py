@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import random
@@ -21,13 +22,25 @@ from numpy.typing import NDArray
 
 from interfaces import shared_memory
 from interfaces.codec import WireError, msgpack_numpy_decoder, msgpack_numpy_encoder
-from interfaces.shared_memory import DIRECTORY, PREFIX, Segments, SharedMemoryArray, SharedMemoryError, sweep
+from interfaces.shared_memory import (
+    DIRECTORY,
+    MESSAGE_THRESHOLD,
+    PREFIX,
+    Segments,
+    SharedMemoryArray,
+    SharedMemoryError,
+    mapped,
+    sweep,
+)
 
+LONG = "TOKENYARD_LONG_TESTS" in os.environ
+"""Images of the usual size; takes minutes."""
 ARRAYS = 10_000
-ROUNDS = 20
-SHAPE = (3, 32, 32)
-OPEN_REQUESTS = 1000
-"""More than a pipe holds messages."""
+ROUNDS = 200 if LONG else 20
+SHAPE = (3, 336, 336) if LONG else (3, 32, 32)
+OPEN_REQUESTS = 100
+"""More than are on their way, which `PIPE_BYTES` bound."""
+PIPE_BYTES = 4096
 
 
 def segments() -> set[str]:
@@ -66,6 +79,12 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def small_pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return read, write
+
+
 def produce(pipe: int, count: int) -> None:
     """Sends arrays of one number each; a request ends OPEN_REQUESTS later, whether its array was decoded or not."""
     encoder = msgpack_numpy_encoder(use_shared_memory=True, shared_memory_threshold=1)
@@ -83,7 +102,7 @@ def produce(pipe: int, count: int) -> None:
 def consume(pipe: int, results: int) -> None:
     """Reports how many arrays came whole; those of ended requests are errors, never wrong numbers."""
     decode = msgpack_numpy_decoder(NDArray[np.float32], ipc_peer=True)
-    stream = os.fdopen(pipe, "rb")
+    stream = os.fdopen(pipe, "rb", buffering=0)
     for i in range(ARRAYS):
         header = stream.read(4)
         if len(header) < 4:
@@ -102,7 +121,7 @@ def test_random_kills_on_either_side_leave_nothing() -> None:
     before, rng = segments(), random.Random()
     received = 0
     for _ in range(ROUNDS):
-        read, write = os.pipe()
+        read, write = small_pipe()
         results_read, results_write = os.pipe()
 
         def producer(ours: int = write, theirs: int = read) -> None:
@@ -116,7 +135,7 @@ def test_random_kills_on_either_side_leave_nothing() -> None:
         children = [forked(producer), forked(consumer)]
         for descriptor in (read, write, results_write):
             os.close(descriptor)
-        time.sleep(rng.uniform(0, 0.1))
+        time.sleep(rng.uniform(0, 0.5 if LONG else 0.1))
         os.kill(rng.choice(children), signal.SIGKILL)
         statuses = [ended(child) for child in children]
         assert set(statuses) <= {0, -signal.SIGKILL}, statuses
@@ -129,7 +148,7 @@ def test_random_kills_on_either_side_leave_nothing() -> None:
 
 def test_ten_thousand_arrays_between_two_processes() -> None:
     before = segments()
-    read, write = os.pipe()
+    read, write = small_pipe()
     results_read, results_write = os.pipe()
 
     def producer() -> None:
@@ -286,3 +305,26 @@ def test_empty_arrays_travel_inline() -> None:
     book = Segments()
     assert book.share(np.empty((0, 3))) is None
     assert len(book) == 0
+
+
+def test_a_segment_goes_with_its_last_holder() -> None:
+    book, large = Segments(), np.arange(MESSAGE_THRESHOLD // 8)
+    held = book.hold(large)
+    assert isinstance(held, SharedMemoryArray)
+    assert book.hold(held) is held
+    book.release([held])
+    assert held.name in segments()
+    assert mapped(held).tolist() == large.tolist()
+    mine = book.give_back(held)
+    book.release([held])
+    assert held.name not in segments()
+    assert mapped(mine).tolist() == large.tolist()
+    assert isinstance(mine, np.ndarray)
+    assert book.hold(large[1:]) is not None
+    assert isinstance(book.hold(large[1:].copy()), np.ndarray), "below the threshold it stays what it is"
+    assert mapped(large) is large
+    assert book.take() == []
+    other = Segments().hold(large)
+    assert isinstance(other, SharedMemoryArray)
+    assert book.hold(other) is other
+    book.release([other])

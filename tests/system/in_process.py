@@ -74,10 +74,12 @@ class InProcessServer:
             self.scheduler.worker_hello(_hello(loaded, shape, index))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        return self.submit_context(TextContext.from_prompt(prompt, params))
+
+    def submit_context(self, context: TextContext) -> int:
         handle = len(self.answers)
         self.answers[handle] = Answer()
-        submit = Submit(handle, TextContext.from_prompt(prompt, params))
-        message = decode(encode(submit))
+        message = decode(encode(Submit(handle, context)))
         assert isinstance(message, Submit)
         self.scheduler.submit(REPLICA, message)
         return handle

@@ -1,0 +1,173 @@
+"""`python -m benchmarks.scheduling`: what the scheduler process costs a step, without any model.
+
+The real process on its real sockets; this one plays a replica and a worker that answers at once. `--cold` makes the
+worker walk over memory before each answer, as a model's weights do, so that the scheduler finds its caches emptied.
+CPU times are the kernel's, by thread: the loop, and ZeroMQ's input and output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from interfaces import (
+    Hello,
+    Results,
+    SamplingParams,
+    Step,
+    StepResult,
+    Submit,
+    TextContext,
+    WireError,
+    WorkerHello,
+    decode,
+    encode,
+)
+from model_worker.rows import WorkerRows
+from shared.endpoints import RunDirectory
+from shared.settings import Settings
+from shared.sockets import connect_dealer
+
+PROMPT_TOKENS = 128
+WARM_UP_STEPS = 50
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 100_000
+POLL_MS = 30_000
+COLD_BYTES = 128 * 2**20
+"""More than the caches of common CPUs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduling", description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256], help="running requests (%(default)s)")
+    parser.add_argument("--steps", type=int, default=1000, help="steps that are measured (%(default)s)")
+    parser.add_argument("--cold", action="store_true", help="walk over memory before each answer")
+    options = parser.parse_args(argv)
+    table = Table("rows", "loop, us", "ZeroMQ, us", "sum, us", title="CPU time of the scheduler process, each step")
+    for rows in options.rows:
+        cost = measure(rows, options.steps, options.cold)
+        table.add_row(f"{rows}", f"{cost.loop:.0f}", f"{cost.sockets:.0f}", f"{cost.loop + cost.sockets:.0f}")
+    Console().print(table)
+    return 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds a step."""
+
+    loop: float
+    sockets: float
+
+
+def measure(rows: int, steps: int, cold: bool) -> Cost:
+    with tempfile.TemporaryDirectory() as folder:
+        run_directory = RunDirectory(Path(folder))
+        run_directory.settings_file.write_text(Settings(max_running=rows, max_queued=rows + 1).to_json())
+        command = [sys.executable, "-m", "scheduler", "--run-dir", folder]
+        with subprocess.Popen(command) as process:
+            try:
+                return Stage(run_directory, rows, cold).run(process.pid, steps)
+            finally:
+                process.terminate()
+
+
+class Stage:
+    """The replica and the worker, on one thread."""
+
+    def __init__(self, run_directory: RunDirectory, rows: int, cold: bool) -> None:
+        blocks = rows * 400
+        self._rows = rows
+        self._hello = WorkerHello(
+            "none", 0, 0, 0, blocks, BLOCK_SIZE, rows, MAX_MODEL_LEN, 1000, "none", "none", "none"
+        )
+        self._table = WorkerRows(rows, MAX_MODEL_LEN, BLOCK_SIZE, blocks)
+        self._weights = np.ones(COLD_BYTES, np.uint8) if cold else np.empty(0, np.uint8)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._worker = connect_dealer(self._context, run_directory.worker_endpoint, b"worker")
+        self._replica = connect_dealer(self._context, run_directory.api_endpoint, b"replica")
+        self._steps = 0
+        self._next_hello = 0.0
+
+    def run(self, pid: int, steps: int) -> Cost:
+        try:
+            self._start()
+            self._until(self._steps + WARM_UP_STEPS)
+            before, first = cpu_seconds(pid), self._steps
+            self._until(first + steps)
+            spent = cpu_seconds(pid) - before
+            return Cost(*(spent / (self._steps - first) * 1e6))
+        finally:
+            self._context.destroy(linger=0)
+
+    def _start(self) -> None:
+        """All requests run when it returns."""
+        self._worker.send(encode(self._hello))
+        self._say_hello()
+        while not self._receive(self._replica).ready:
+            pass
+        for handle in range(self._rows):
+            prompt = np.random.default_rng(handle).integers(0, 1000, PROMPT_TOKENS)
+            sampling = SamplingParams(max_new_tokens=MAX_MODEL_LEN // 2)
+            self._replica.send(encode(Submit(handle, TextContext.from_prompt(prompt, sampling))))
+        answered: set[int] = set()
+        while len(answered) < self._rows:
+            self._answer()
+            while self._replica.poll(0):
+                news = self._receive(self._replica)
+                answered |= set(news.handles.tolist()) if isinstance(news, Results) else set()
+
+    def _until(self, steps: int) -> None:
+        while self._steps < steps:
+            self._answer()
+            while self._replica.poll(0):
+                self._replica.recv()
+
+    def _say_hello(self) -> None:
+        """A replica that is silent for long counts as dead."""
+        if time.monotonic() >= self._next_hello:
+            self._replica.send(encode(Hello("replica")))
+            self._next_hello = time.monotonic() + 1.0
+
+    def _answer(self) -> None:
+        self._say_hello()
+        step = self._receive(self._worker)
+        assert isinstance(step, Step)
+        self._weights.sum()
+        self._table.apply(step)
+        packed = self._table.pack(step)
+        rows = packed.rows[packed.sampling]
+        tokens = np.full(len(rows), 7, np.int32)
+        self._table.computed_step(packed, tokens)
+        result = StepResult(step.incarnation, 0, 0, step.step, rows, tokens, None, {}, device_us=1)
+        self._worker.send(encode(result))
+        self._steps += 1
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> Any:
+        if not socket.poll(POLL_MS):
+            raise WireError("the scheduler says nothing")
+        return decode(socket.recv())
+
+
+def cpu_seconds(pid: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """CPU time so far of the process's first thread, and of all others."""
+    times = {
+        int(task.name): int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()
+    }
+    loop = times.pop(pid)
+    return np.array([loop, sum(times.values())]) / 1e9
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
