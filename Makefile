@@ -2,6 +2,8 @@
 PORT ?= 8000
 VENV ?= .venv
 ARGS ?=
+PEER ?=
+WORK ?=
 # The first Python on the path that is new enough, unless PYTHON names one.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -11,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 TEST_INSTALLED := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test run test lint check bench demo-model
+.PHONY: help setup setup-test run test lint check bench peer demo-model
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +36,11 @@ lint: $(TEST_INSTALLED)  ## style, types and the import rule
 
 check: lint  ## the same as lint
 
-bench: $(TEST_INSTALLED)  ## measure a running server (ARGS="--help" explains)
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: $(TEST_INSTALLED)  ## measure a server, or compare with PEER=vllm,openvino,... or a base URL (WORK=W1,W2; ARGS="--help")
+	$(BIN)/python -m benchmarks$(if $(PEER),.compare --peer "$(PEER)" --work "$(WORK)") $(ARGS)
+
+peer: $(TEST_INSTALLED)  ## install PEER=openvino|vllm|llamacpp|max|transformers for make bench
+	$(BIN)/python -m benchmarks.peers install $(PEER)
 
 demo-model: $(TEST_INSTALLED)  ## train the embedded model anew (about 45 minutes on two cores)
 	$(BIN)/python -m deploy.embedded_model.train $(ARGS)

@@ -1,14 +1,17 @@
-"""The load itself: a fixed number of requests in flight, each sent when the one before it has ended (a closed loop).
+"""The load itself, over HTTP: a closed loop, or arrivals by the clock.
 
 Speaks /v1/completions with token-id prompts, streaming, temperature 0 and ignore_eos, so that every server does the
-same work. Knows HTTP and the clock. It does not know what the numbers mean.
+same work; a `Form` says where a server cannot be asked so. Knows HTTP and the clock. It does not know what the numbers
+mean.
 """
 
 from __future__ import annotations
 
 import asyncio
+import string
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -20,35 +23,77 @@ from benchmarks.workload import PlannedRequest
 LONGEST_LINE = 1 << 20
 
 Finished = Callable[[Timeline], None]
+_Send = Callable[[PlannedRequest], Awaitable[Timeline]]
+_User = Callable[[_Send], Awaitable[None]]
 
 
 class StreamError(Exception):
     """A stream that started with 200 and did not end as it must; the text is the outcome."""
 
 
+@dataclass(frozen=True)
+class Form:
+    """What a server takes.
+
+    `text_prompts`: it takes no token ids; it is sent a text of as many letters, which are as many tokens for the
+    tokenizer of the standard models. `plain_body`: it refuses ignore_eos and stream_options; tokens are counted as
+    chunks unless it sends `usage` unasked. `close_connections`: it wants a new connection for each request.
+    """
+
+    text_prompts: bool = False
+    plain_body: bool = False
+    close_connections: bool = False
+
+
 class Client:
     """One server, one model, over one pool of connections."""
 
-    def __init__(self, url: str, model: str, request_timeout: float, api_key: str | None = None) -> None:
-        self._url, self._model = url.rstrip("/"), model
+    def __init__(
+        self, url: str, model: str, request_timeout: float, api_key: str | None = None, form: Form | None = None
+    ) -> None:
+        self._url, self._model, self._form = url.rstrip("/"), model, form or Form()
         self._timeout = aiohttp.ClientTimeout(total=request_timeout)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def run(
         self, planned: Sequence[PlannedRequest], concurrency: int, time_limit: float, finished: Finished
     ) -> list[Timeline]:
-        """The time lines of all requests that were sent within the limit; those cut off by it are "not finished"."""
-        waiting, timelines = iter(planned), list[Timeline]()
-        async with self._session(concurrency) as session:
+        """A closed loop: so many in flight, each sent when the one before it has ended.
 
-            async def keep_one_in_flight() -> None:
-                for request in waiting:
-                    timelines.append(Timeline(sent=time.perf_counter()))
-                    await self._send(session, request, timelines[-1])
-                    finished(timelines[-1])
+        The time lines of all requests that were sent within the limit; those cut off by it are CUT_OFF.
+        """
+        waiting = iter(planned)
 
-            users = [asyncio.create_task(keep_one_in_flight()) for _ in range(concurrency)]
-            done, late = await asyncio.wait(users, timeout=time_limit)
+        async def keep_one_in_flight(send: _Send) -> None:
+            for request in waiting:
+                finished(await send(request))
+
+        return await self._drive([keep_one_in_flight] * concurrency, time_limit)
+
+    async def arrivals(self, planned: Sequence[PlannedRequest], every: float, time_limit: float) -> list[Timeline]:
+        """One request every so many seconds, the first after one interval, whether or not those before have ended."""
+
+        def after(seconds: float, request: PlannedRequest) -> _User:
+            async def user(send: _Send) -> None:
+                await asyncio.sleep(seconds)
+                await send(request)
+
+            return user
+
+        users = [after(every * i, request) for i, request in enumerate(planned, start=1)]
+        return await self._drive(users, time_limit)
+
+    async def _drive(self, users: Sequence[_User], time_limit: float) -> list[Timeline]:
+        timelines = list[Timeline]()
+        async with self._session(len(users)) as session:
+
+            async def send(request: PlannedRequest) -> Timeline:
+                timelines.append(timeline := Timeline(sent=time.perf_counter()))
+                await self._send(session, request, timeline)
+                return timeline
+
+            tasks = [asyncio.ensure_future(user(send)) for user in users]
+            done, late = await asyncio.wait(tasks, timeout=time_limit)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
@@ -56,8 +101,8 @@ class Client:
                 task.result()
         return timelines
 
-    def _session(self, concurrency: int) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=concurrency)
+    def _session(self, connections: int) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(limit=connections, force_close=self._form.close_connections)
         return aiohttp.ClientSession(
             connector=connector, timeout=self._timeout, headers=self._headers, read_bufsize=LONGEST_LINE
         )
@@ -67,7 +112,8 @@ class Client:
             async with session.post(f"{self._url}/v1/completions", json=self._body(request)) as response:
                 if response.status != 200:
                     raise StreamError(f"HTTP {response.status}")
-                await _read(response, timeline)
+                usage = await _read(response, timeline)
+            self._count(request, timeline, usage)
             timeline.outcome = COMPLETED
         except StreamError as error:
             timeline.outcome = str(error)
@@ -79,18 +125,30 @@ class Client:
             timeline.ended = time.perf_counter()
 
     def _body(self, request: PlannedRequest) -> dict[str, Any]:
-        return {
+        body = {
             "model": self._model,
-            "prompt": request.prompt,
+            "prompt": _letters(request.prompt) if self._form.text_prompts else request.prompt,
             "max_tokens": request.output_tokens,
             "temperature": 0,
-            "ignore_eos": True,
             "stream": True,
-            "stream_options": {"include_usage": True},
         }
+        if self._form.plain_body:
+            return body
+        return body | {"ignore_eos": True, "stream_options": {"include_usage": True}}
+
+    def _count(self, request: PlannedRequest, timeline: Timeline, usage: dict[str, Any] | None) -> None:
+        if usage is None and not self._form.plain_body:
+            raise StreamError("no usage in stream")
+        usage = usage or {"prompt_tokens": len(request.prompt), "completion_tokens": len(timeline.chunks)}
+        timeline.prompt_tokens, timeline.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
 
-async def _read(response: aiohttp.ClientResponse, timeline: Timeline) -> None:
+def _letters(prompt: Sequence[int]) -> str:
+    return "".join(string.ascii_letters[token % len(string.ascii_letters)] for token in prompt)
+
+
+async def _read(response: aiohttp.ClientResponse, timeline: Timeline) -> dict[str, Any] | None:
+    """Puts the arrivals on the time line; returns the last `usage`."""
     usage: dict[str, Any] | None = None
     async for arrived, event in _events(response):
         if "error" in event:
@@ -98,9 +156,7 @@ async def _read(response: aiohttp.ClientResponse, timeline: Timeline) -> None:
         if any(choice.get("text") for choice in event.get("choices") or ()):
             timeline.chunks.append(arrived)
         usage = event.get("usage") or usage
-    if usage is None:
-        raise StreamError("no usage in stream")
-    timeline.prompt_tokens, timeline.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    return usage
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, dict[str, Any]]]:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.timeline import Timeline
+from benchmarks.timeline import CUT_OFF, Timeline
 
 DEFINITIONS = {
     "output tok/s, total tok/s, req/s": "completed requests over the wall time of the run, first send to last byte, "
     "ramp and drain included; total = prompt + output; tokens as the server's `usage` counts them (include_usage)",
+    "streamed tok/s": "as output tok/s, and with what the requests that the time limit cut off had streamed: their "
+    "chunks with text, times the tokens per chunk of the run's completed requests (1 where none completed)",
     "TTFT": "send to the first chunk with text, at the client; role-only and empty chunks do not count",
     "ITL": "every gap between consecutive chunks with text after the first, pooled over all requests; between chunks, "
     "not tokens, where a chunk carries several (the ITL of vLLM and SGLang, not AIPerf's)",
@@ -26,6 +28,9 @@ DEFINITIONS = {
     "CPU s per 1,000 output tokens": "user + system time of the server's processes of one role",
     "client CPU": "CPU time of this load generator over wall time; near 100 % it is the client that is measured",
 }
+
+
+NOT_SENT = "not sent in time"
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Metrics:
     prompt_tokens: int
     output_tokens: int
     output_tok_per_s: float
+    streamed_tok_per_s: float
     total_tok_per_s: float
     req_per_s: float
     ttft: Distribution
@@ -70,7 +76,7 @@ def measure(timelines: Sequence[Timeline], planned: int) -> Metrics:
     wall = max(timeline.ended for timeline in timelines) - min(timeline.sent for timeline in timelines)
     failures = Counter(timeline.outcome for timeline in timelines if not timeline.completed)
     if planned > len(timelines):
-        failures["not sent in time"] = planned - len(timelines)
+        failures[NOT_SENT] = planned - len(timelines)
     prompt_tokens, output_tokens = sum(t.prompt_tokens for t in good), sum(t.output_tokens for t in good)
     return Metrics(
         wall_s=wall,
@@ -79,6 +85,7 @@ def measure(timelines: Sequence[Timeline], planned: int) -> Metrics:
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         output_tok_per_s=output_tokens / wall,
+        streamed_tok_per_s=(output_tokens + _tokens_of_cut_off(timelines)) / wall,
         total_tok_per_s=(prompt_tokens + output_tokens) / wall,
         req_per_s=len(good) / wall,
         ttft=Distribution.of(timeline.first_token for timeline in good),
@@ -86,3 +93,22 @@ def measure(timelines: Sequence[Timeline], planned: int) -> Metrics:
         tpot=Distribution.of(timeline.per_output_token for timeline in good),
         e2el=Distribution.of(timeline.latency for timeline in good),
     )
+
+
+def _tokens_of_cut_off(timelines: Sequence[Timeline]) -> float:
+    good = [timeline for timeline in timelines if timeline.completed and timeline.chunks]
+    chunks = sum(len(timeline.chunks) for timeline in good)
+    per_chunk = sum(timeline.output_tokens for timeline in good) / chunks if chunks else 1.0
+    return per_chunk * sum(len(timeline.chunks) for timeline in timelines if timeline.outcome == CUT_OFF)
+
+
+def steady_gaps(timelines: Sequence[Timeline]) -> list[float]:
+    """ITL samples of streams that decode together: those after the first chunk of the last of them."""
+    started = [timeline for timeline in timelines if timeline.chunks]
+    from_here = max((timeline.chunks[0] for timeline in started), default=0.0)
+    return [
+        after - before
+        for timeline in started
+        for before, after in zip(timeline.chunks, timeline.chunks[1:], strict=False)
+        if before >= from_here
+    ]

@@ -1,10 +1,12 @@
-"""CPU time of the server's processes by role: the supervisor's children, told apart by the module in the command line.
+"""CPU time of a server's processes by role, told apart by the module in the command line; and their standing still.
 
-Knows processes of this machine. Without a supervisor's pid (a server elsewhere) there is nothing to measure.
+Knows processes of this machine, as the tree below one of them: the supervisor, or whatever started a peer. Without its
+pid (a server elsewhere) there is nothing to measure.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from dataclasses import dataclass
 import psutil
 
 ROLES = ("api_server", "scheduler", "model_worker")
+OTHER = "other"
+"""The supervisor itself, and every process of a server that has no such roles."""
 
 
 @dataclass(frozen=True)
@@ -23,17 +27,15 @@ class CpuTimes:
     @classmethod
     def of(cls, supervisor: int) -> CpuTimes:
         by_role: dict[str, dict[int, float]] = defaultdict(dict)
-        try:
-            children = psutil.Process(supervisor).children(recursive=True)
-        except psutil.NoSuchProcess:
-            children = []
-        for child in children:
+        for process in tree(supervisor):
             try:
-                role, times = role_of(child.cmdline()), child.cpu_times()
+                role, times = role_of(process.cmdline()), process.cpu_times()
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
-            if role:
-                by_role[role][child.pid] = times.user + times.system
+            # The supervisor's own command line may name anything: a model's folder, say.
+            by_role[OTHER if role is None or process.pid == supervisor else role][process.pid] = (
+                times.user + times.system
+            )
         return cls(dict(by_role))
 
     def since(self, earlier: CpuTimes) -> dict[str, float]:
@@ -42,6 +44,28 @@ class CpuTimes:
             role: sum(used - earlier.by_role.get(role, {}).get(pid, 0.0) for pid, used in processes.items())
             for role, processes in self.by_role.items()
         }
+
+
+def tree(root: int) -> list[psutil.Process]:
+    """The process and all below it, parents first; empty when it is gone."""
+    try:
+        process = psutil.Process(root)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def freeze(root: int) -> None:
+    """Stops the tree (SIGSTOP), parents first: none can answer its children's standstill by starting new ones."""
+    for process in tree(root):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.suspend()
+
+
+def thaw(root: int) -> None:
+    for process in reversed(tree(root)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 def role_of(command_line: Sequence[str]) -> str | None:

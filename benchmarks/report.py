@@ -45,8 +45,8 @@ class Report:
             "sampling": "temperature 0, ignore_eos",
             "prefix_reuse": "none by construction: prompts are random token ids and every run has its own seed",
             "warmup_requests": self.warmup_requests,
-            "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.platform()}",
-            "versions": _versions(),
+            "machine": machine(),
+            "versions": versions(),
         }
 
 
@@ -70,7 +70,8 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def write_json(report: Report, path: Path) -> None:
-    runs = [{k: v for k, v in dataclasses.asdict(run).items() if k != "timelines"} for run in report.runs]
+    left_out = ("timelines", "intruders")
+    runs = [{k: v for k, v in dataclasses.asdict(run).items() if k not in left_out} for run in report.runs]
     content = {"conditions": report.conditions(), "definitions": DEFINITIONS, "runs": runs}
     path.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -120,7 +121,11 @@ def _failures(run: Run) -> str:
     return ", ".join(f"{count} x {outcome}" for outcome, count in run.metrics.failures.items()) or "0"
 
 
-def _versions() -> dict[str, str]:
+def machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} CPUs, {platform.platform()}"
+
+
+def versions() -> dict[str, str]:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=10
     )

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -38,10 +39,22 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of `command`, with its output in `log`; at the end SIGTERM, then what is left is killed."""
+def running(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of `command`, with its output in `log`; at the end SIGTERM, then what is left is killed.
+
+    `environment` is laid over this process's own.
+    """
     with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(environment or {})},
+        )
     try:
         yield process
     finally:
@@ -70,10 +83,10 @@ async def wait_until_ready(url: str, process: subprocess.Popen[bytes] | None, lo
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
         while not await _is_ready(session, url):
             if process is not None and process.poll() is not None:
-                raise ServerError(f"the server ended with exit code {process.returncode}{_end_of(log)}")
+                raise ServerError(f"the server ended with exit code {process.returncode}{end_of(log)}")
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"{url} is not ready after {limit:g} s: raise --start-timeout if it needs longer{_end_of(log)}"
+                    f"{url} is not ready after {limit:g} s: raise --start-timeout if it needs longer{end_of(log)}"
                 )
             await asyncio.sleep(POLL_S)
 
@@ -101,7 +114,7 @@ async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-def _end_of(log: Path | None) -> str:
+def end_of(log: Path | None) -> str:
     if log is None or not log.exists():
         return ""
     lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:]

@@ -41,6 +41,8 @@ SIZES: Mapping[str, Mapping[str, int]] = {
         "intermediate_size": 128,
     },
 }
+MERGE = ("Ġ", "a")
+"""Some readers of the format refuse a tokenizer without any merge."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -96,8 +98,8 @@ def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.T
 def _save_tokenizer(directory: Path) -> None:
     byte_level = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ("Ġ" + "".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=4))
-    entries = itertools.islice(itertools.chain(SPECIAL, byte_level, words), VOCABULARY)
-    tokenizer = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[]))
+    entries = itertools.islice(itertools.chain(SPECIAL, byte_level, ["".join(MERGE)], words), VOCABULARY)
+    tokenizer = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[MERGE]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast: Any = PreTrainedTokenizerFast

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 COMPLETED = "completed"
+CUT_OFF = "not finished"
+"""The run ended before the request did."""
 
 
 @dataclass
@@ -20,7 +22,7 @@ class Timeline:
     ended: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    outcome: str = "not finished"
+    outcome: str = CUT_OFF
 
     @property
     def completed(self) -> bool:

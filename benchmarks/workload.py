@@ -1,7 +1,8 @@
 """Which requests a run sends: prompts of random token ids and lengths, as a function of the seed only.
 
-Random ids share no prefix, so a prefix cache finds nothing between requests of a run; a run with the same seed on the
-same server would hit it, which is why repeated runs take consecutive seeds. Knows nothing of HTTP or time.
+Random ids share no prefix but the one that a workload may ask for, so a prefix cache finds nothing else between the
+requests of a run; a run with the same seed on the same server would hit it, which is why repeated runs take consecutive
+seeds. Knows nothing of HTTP or time.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ class Workload:
     seed: int
     first_token_id: int
     last_token_id: int
+    shared_prefix: int = 0
+    """Tokens with which every prompt begins, before `prompt_tokens` of its own."""
+    prefix_seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("requests", "prompt_tokens", "output_tokens"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(0 <= self.spread < 1, "spread", self.spread, "at least 0 and below 1")
         _require(self.seed >= 0, "seed", self.seed, "at least 0")
+        for name in ("shared_prefix", "prefix_seed"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
         _require(
             0 <= self.first_token_id <= self.last_token_id, "first_token_id", self.first_token_id, "0 to last_token_id"
         )
@@ -45,8 +51,9 @@ def plan(workload: Workload) -> list[PlannedRequest]:
     prompts = _lengths(random, workload.prompt_tokens, workload)
     outputs = _lengths(random, workload.output_tokens, workload)
     ids = (workload.first_token_id, workload.last_token_id + 1)
+    prefix = np.random.default_rng(workload.prefix_seed).integers(*ids, size=workload.shared_prefix).tolist()
     return [
-        PlannedRequest(random.integers(*ids, size=prompt).tolist(), int(output))
+        PlannedRequest(prefix + random.integers(*ids, size=prompt).tolist(), int(output))
         for prompt, output in zip(prompts, outputs, strict=True)
     ]
 

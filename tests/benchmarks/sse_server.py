@@ -1,6 +1,6 @@
 """A real HTTP server with a scripted /v1/completions for tests of the load generator; `python -m` runs it as a process.
 
-The prompt's first token id chooses what a request meets.
+The prompt's first token id chooses what a request meets; a text is answered steadily and without usage.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ async def _stream(body: dict[str, object], script: int) -> AsyncIterator[bytes]:
         yield _event({"error": {"message": "the model failed"}})
     if script == CUT_OFF:
         return
-    if script != NO_USAGE:
-        prompt = body["prompt"]
-        assert isinstance(prompt, list)
+    prompt = body["prompt"]
+    if script != NO_USAGE and isinstance(prompt, list):
         yield _event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": tokens}})
     yield b"data: [DONE]\n\n"
 

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import pytest
 import uvicorn
 
-from benchmarks.client import Client
+from benchmarks.client import Client, Form
 from benchmarks.metrics import measure
 from benchmarks.server import free_port, wait_until_ready
-from benchmarks.timeline import COMPLETED, Timeline
+from benchmarks.timeline import COMPLETED, CUT_OFF, Timeline
 from benchmarks.workload import PlannedRequest
 from tests.benchmarks import sse_server
 from tests.benchmarks.sse_server import FIRST_S, GAP_S, Recorder, application
@@ -33,11 +33,14 @@ class RunningServer:
         self._server.should_exit = True
         await asyncio.wait_for(self._task, 10)
 
+    def client(self, request_timeout: float = 10.0, form: Form | None = None) -> Client:
+        return Client(f"http://127.0.0.1:{self.port}/", "scripted", request_timeout, api_key="sesame", form=form)
+
     async def run(
         self, *scripts: int, concurrency: int = 8, time_limit: float = 20.0, request_timeout: float = 10.0
     ) -> list[Timeline]:
         planned = [PlannedRequest([script, 5, 6], 4) for script in scripts]
-        client = Client(f"http://127.0.0.1:{self.port}/", "scripted", request_timeout, api_key="sesame")
+        client = self.client(request_timeout)
         self.finished: list[Timeline] = []
         return await client.run(planned, concurrency, time_limit, self.finished.append)
 
@@ -110,9 +113,30 @@ async def test_a_closed_loop_keeps_exactly_so_many_in_flight(server: RunningServ
 
 async def test_the_time_limit_ends_a_run(server: RunningServer) -> None:
     timelines = await server.run(*[sse_server.HANGS] * 5, concurrency=2, time_limit=0.5)
-    assert [t.outcome for t in timelines] == ["not finished"] * 2
+    assert [t.outcome for t in timelines] == [CUT_OFF] * 2
     assert all(0.4 < t.latency < 5 for t in timelines)
     assert measure(timelines, 5).failures == {"not finished": 2, "not sent in time": 3}
+
+
+async def test_arrivals_keep_to_the_clock_whoever_is_still_there(server: RunningServer) -> None:
+    planned = [PlannedRequest([script], 1) for script in (sse_server.HANGS, sse_server.ONE_TOKEN, sse_server.HANGS)]
+    timelines = await server.client().arrivals(planned, every=0.3, time_limit=2.0)
+    assert [t.outcome for t in timelines] == [CUT_OFF, COMPLETED, CUT_OFF]
+    after = [t.sent - timelines[0].sent for t in timelines]
+    assert after[1] >= 0.25
+    assert after[2] >= 0.55
+    assert after[2] < 2.0
+
+
+async def test_a_server_that_takes_no_ids_is_sent_as_many_letters_and_its_chunks_are_counted(
+    server: RunningServer,
+) -> None:
+    client = server.client(form=Form(text_prompts=True, plain_body=True, close_connections=True))
+    (timeline,) = await client.run([PlannedRequest([5] * 7, 3)], 1, 10.0, lambda timeline: None)
+    assert (timeline.outcome, timeline.output_tokens, timeline.prompt_tokens) == (COMPLETED, 3, 7)
+    (body,) = server.recorder.bodies
+    assert set(body) == {"model", "prompt", "max_tokens", "temperature", "stream"}
+    assert body["prompt"] == "f" * 7
 
 
 async def test_a_server_that_is_not_there_is_a_failure_not_a_crash() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.metrics import Distribution, measure
-from benchmarks.timeline import COMPLETED, Timeline
+from benchmarks.metrics import Distribution, measure, steady_gaps
+from benchmarks.timeline import COMPLETED, CUT_OFF, Timeline
 
 # TTFT 1, gaps 0.5 and 1.5, E2EL 4, TPOT (4 - 1) / (4 - 1) = 1: the four tokens came in three chunks.
 LONG = Timeline(10.0, [11.0, 11.5, 13.0], 14.0, prompt_tokens=7, output_tokens=4, outcome=COMPLETED)
@@ -45,3 +45,20 @@ def test_itl_is_pooled_over_requests_and_not_averaged_per_request() -> None:
     many = Timeline(0.0, [float(i) for i in range(10)], 9.0, output_tokens=10, outcome=COMPLETED)
     few = Timeline(0.0, [0.0, 11.0], 11.0, output_tokens=2, outcome=COMPLETED)
     assert measure([many, few], planned=2).itl.mean == (9 * 1.0 + 11.0) / 10
+
+
+def test_what_was_cut_off_counts_by_chunks_at_the_tokens_per_chunk_of_the_others() -> None:
+    cut = Timeline(11.0, [12.0, 13.0, 14.0], 20.0, outcome=CUT_OFF)
+    # LONG had 4 tokens in 3 chunks, so the 3 chunks of the other stand for 4 tokens; both within 10 s.
+    assert measure([LONG, cut], planned=2).streamed_tok_per_s == pytest.approx((4 + 4) / 10)
+    assert measure([LONG, cut], planned=2).output_tok_per_s == pytest.approx(4 / 10)
+    assert measure([cut], planned=1).streamed_tok_per_s == pytest.approx(3 / 9)
+    assert measure([LONG, BROKEN], planned=2).streamed_tok_per_s == measure([LONG, BROKEN], planned=2).output_tok_per_s
+
+
+def test_streams_are_steady_from_when_the_last_of_them_has_started() -> None:
+    early = Timeline(0.0, [1.0, 2.0, 3.0, 5.0], 5.0, outcome=CUT_OFF)
+    late = Timeline(0.0, [2.0, 2.5], 5.0, outcome=COMPLETED)
+    never = Timeline(0.0, [], 5.0, outcome=CUT_OFF)
+    assert sorted(steady_gaps([early, late, never])) == [0.5, 1.0, 2.0]
+    assert steady_gaps([never]) == []

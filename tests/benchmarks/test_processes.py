@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
+import psutil
 import pytest
 
-from benchmarks.processes import CpuTimes, per_thousand_tokens, role_of
+from benchmarks.processes import OTHER, CpuTimes, freeze, per_thousand_tokens, role_of, thaw, tree
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,8 @@ def test_cpu_seconds_of_children_by_role() -> None:
         while (used := CpuTimes.of(os.getpid()).since(before)).get("model_worker", 0.0) < 0.3:
             assert time.monotonic() < deadline, used
             time.sleep(0.05)
-        assert set(used) == {"model_worker", "api_server"}
+        # This process is the supervisor here, and uses CPU time itself.
+        assert set(used) == {"model_worker", "api_server", OTHER}
         assert used["api_server"] < 0.3 <= used["model_worker"] < 3
     finally:
         busy.kill()
@@ -60,3 +64,32 @@ def test_a_supervisor_that_is_gone_has_no_children() -> None:
 def test_per_thousand_tokens() -> None:
     assert per_thousand_tokens({"scheduler": 3.0}, 2000) == {"scheduler": 1.5}
     assert per_thousand_tokens({"scheduler": 3.0}, 0) == {}
+
+
+def test_a_frozen_tree_stands_still_until_it_is_thawed() -> None:
+    burn = "while True: pass"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {burn!r}]).wait()"
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    try:
+        _wait_for(lambda: _used(process.pid) > 0.05)
+        freeze(process.pid)
+        _wait_for(lambda: {entry.status() for entry in tree(process.pid)} == {psutil.STATUS_STOPPED})
+        still = _used(process.pid)
+        time.sleep(0.2)
+        assert _used(process.pid) == still
+        thaw(process.pid)
+        _wait_for(lambda: _used(process.pid) > still + 0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _used(pid: int) -> float:
+    return sum(CpuTimes.of(pid).since(CpuTimes({})).values())
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -26,6 +26,15 @@ def test_no_two_prompts_begin_alike() -> None:
     assert len({tuple(prompt[:8]) for prompt in prompts}) == 100
 
 
+def test_a_shared_prefix_begins_every_prompt_and_has_a_seed_of_its_own() -> None:
+    one = [request.prompt for request in plan(_workload(spread=0.0, shared_prefix=50, prefix_seed=3))]
+    other = [request.prompt for request in plan(_workload(spread=0.0, shared_prefix=50, prefix_seed=3, seed=2))]
+    assert len({tuple(prompt[:50]) for prompt in one + other}) == 1
+    assert len({tuple(prompt[50:58]) for prompt in one + other}) == 40
+    assert {len(prompt) for prompt in one} == {80}
+    assert plan(_workload(shared_prefix=50, prefix_seed=4))[0].prompt[:50] != one[0][:50]
+
+
 @given(
     st.integers(1, 200),
     st.integers(1, 200),
@@ -67,6 +76,7 @@ def test_without_spread_all_are_equally_long() -> None:
         ("spread", 1.0),
         ("seed", -1),
         ("first_token_id", 1000),
+        ("shared_prefix", -1),
     ],
 )
 def test_impossible_workloads_are_refused_by_name(name: str, value: Any) -> None:

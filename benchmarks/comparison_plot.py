@@ -1,0 +1,66 @@
+"""A comparison as two pictures: rates with their spread, and the latencies of all rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.cells import PER_CPU, RATE
+from benchmarks.comparison import Comparison, Spread
+from benchmarks.timeline import Timeline
+
+Samples = Callable[[Timeline], Sequence[float]]
+
+
+def write_plots(result: Comparison, stem: Path) -> tuple[Path, Path]:
+    rates, latencies = stem.with_suffix(".png"), stem.with_name(f"{stem.name}-latency.png")
+    _figure(result, [(figure, _bars(figure)) for figure in (RATE, PER_CPU)], rates)
+    shown: list[tuple[str, Samples]] = [("TTFT", _first_token), ("ITL", lambda timeline: timeline.gaps)]
+    _figure(result, [(f"{name}, ms (share)", _cumulative(samples)) for name, samples in shown], latencies)
+    return rates, latencies
+
+
+_Draw = Callable[[Axes, Comparison, str], None]
+
+
+def _figure(result: Comparison, rows: Sequence[tuple[str, _Draw]], path: Path) -> None:
+    works = result.works
+    figure = Figure(figsize=(1 + 3.2 * len(works), 7), layout="constrained")
+    for line, (title, draw) in zip(figure.subplots(len(rows), len(works), squeeze=False), rows, strict=True):
+        for axes, work in zip(line, works, strict=True):
+            draw(axes, result, work)
+            axes.set_title(f"{work}: {title}", fontsize=9)
+            axes.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def _bars(figure: str) -> _Draw:
+    def draw(axes: Axes, result: Comparison, work: str) -> None:
+        for i, contender in enumerate(result.contenders):
+            spread = result.spread(work, contender, figure) or Spread(0.0, 0.0, 0.0)
+            whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
+            axes.bar(i, spread.median, yerr=whiskers, capsize=3, label=contender)
+        axes.set_xticks([])
+
+    return draw
+
+
+def _cumulative(samples: Samples) -> _Draw:
+    def draw(axes: Axes, result: Comparison, work: str) -> None:
+        for contender in result.contenders:
+            lines = [timeline for cell in result.of(work, contender) for timeline in cell.run.timelines]
+            values = [value for timeline in lines for value in samples(timeline)]
+            if values:
+                axes.ecdf(1000 * np.array(values), label=contender)
+        axes.set_xscale("log")
+
+    return draw
+
+
+def _first_token(timeline: Timeline) -> Sequence[float]:
+    return [] if timeline.first_token is None else [timeline.first_token]

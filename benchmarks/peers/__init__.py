@@ -1,0 +1,22 @@
+"""Other servers to measure beside ours: each installed into a folder of its own, at a pinned version.
+
+`python -m benchmarks.peers --help` lists, installs and starts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchmarks.peers.llamacpp import LlamaCpp
+from benchmarks.peers.max import Max
+from benchmarks.peers.openvino import OpenVino
+from benchmarks.peers.peer import Peer
+from benchmarks.peers.transformers import TransformersServe
+from benchmarks.peers.vllm import Vllm
+
+KINDS: tuple[type[Peer], ...] = (OpenVino, Vllm, LlamaCpp, Max, TransformersServe)
+
+
+def known_peers(cache: Path) -> Mapping[str, Peer]:
+    return {kind.name: kind(cache) for kind in KINDS}

@@ -1,0 +1,18 @@
+"""Where peers and standard models are kept between benchmarks: a folder in the user's cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from benchmarks.standard_model import standard_model
+
+
+def default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "tokenyard" / "bench"
+
+
+def standard_model_in(cache: Path, size: str) -> Path:
+    """Its name is what servers call it, where they are not told another."""
+    return standard_model(cache.absolute() / "models" / f"llama-{size}", size)

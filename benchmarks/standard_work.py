@@ -1,0 +1,105 @@
+"""The standard work, W1 to W6: what is asked of every server, and what a server must be started with to take it.
+
+Knows shapes of load. It does not know servers, nor what the figures mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.run import Intruder, Load
+from benchmarks.workload import Workload
+
+REQUEST_TIMEOUT_S = 600.0
+"""Far beyond any cell's limit: what a cell cuts off has not failed."""
+WORD_IDS = (300, 48_999)
+"""Tokens of the standard models that show as words: byte tokens can be halves of a character, which show late."""
+
+
+@dataclass(frozen=True)
+class StandardWork:
+    """A closed loop of equally long requests on one of the standard models (`standard_model.SIZES`).
+
+    `requests` bounds a cell beside the time limit. With an intruder the streams are meant to outlast the cell.
+    """
+
+    name: str
+    model: str
+    concurrency: int
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    shared_prefix: int = 0
+    intruder: Intruder | None = None
+
+    def workload(self, seed: int, prefix_seed: int = 0) -> Workload:
+        return Workload(
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            spread=0.0,
+            seed=seed,
+            first_token_id=WORD_IDS[0],
+            last_token_id=WORD_IDS[1],
+            shared_prefix=self.shared_prefix,
+            prefix_seed=prefix_seed,
+        )
+
+    def load(self, time_limit: float) -> Load:
+        return Load(self.concurrency, time_limit, REQUEST_TIMEOUT_S)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sequence."""
+        intruder = self.intruder.prompt_tokens + 1 if self.intruder else 0
+        return max(self.shared_prefix + self.prompt_tokens + self.output_tokens, intruder)
+
+    def shortened(self) -> StandardWork:
+        """For a test of the harness: the same kind of work on the tiny model, small enough for a busy machine."""
+        few = min(4, self.concurrency)
+        small = replace(self, model="tiny", concurrency=few, requests=few, shared_prefix=self.shared_prefix // 8)
+        if self.intruder:
+            return replace(small, intruder=Intruder(256, 0.5))
+        # Enough requests for CPU seconds, which come in steps of 10 ms, to show.
+        prompt, output = self.prompt_tokens // 4, self.output_tokens // 8
+        return replace(small, requests=16 * few, prompt_tokens=prompt, output_tokens=output)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a server is started for: so many sequences at once, the longest of so many tokens, on so many threads."""
+
+    sequences: int
+    context: int
+    threads: int
+
+    @classmethod
+    def of(cls, works: Iterable[StandardWork], threads: int) -> Needs:
+        known = list(works)
+        sequences = max(work.concurrency + bool(work.intruder) for work in known)
+        longest = max(work.longest for work in known)
+        # Some peers want whole blocks, and room for a token that is not asked for.
+        return cls(sequences, -(-(longest + 1) // 256) * 256, threads)
+
+
+STANDARD_WORK = {
+    work.name: work
+    for work in (
+        StandardWork("W1", "135m", 1, 4, 128, 128),
+        StandardWork("W2", "135m", 16, 32, 128, 128),
+        StandardWork("W3", "135m", 32, 32, 512, 64),
+        StandardWork("W4", "135m", 8, 32, 32, 32, shared_prefix=1024),
+        StandardWork("W5", "tiny", 64, 512, 32, 64),
+        StandardWork("W6", "135m", 8, 8, 128, 3900, intruder=Intruder(4096, 3.0)),
+    )
+}
+
+
+def chosen_work(names: str, short: bool = False) -> Sequence[StandardWork]:
+    """`W1,W5` in the order of the list; empty for all of it. Raises ValueError."""
+    wanted = [name.strip().upper() for name in names.split(",") if name.strip()] or list(STANDARD_WORK)
+    if unknown := sorted(set(wanted) - set(STANDARD_WORK)):
+        raise ValueError(f"work must be a list of {', '.join(STANDARD_WORK)}, got {', '.join(unknown)}")
+    works = [work for name, work in STANDARD_WORK.items() if name in wanted]
+    return [work.shortened() for work in works] if short else works
