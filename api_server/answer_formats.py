@@ -12,7 +12,7 @@ from typing import Any
 from api_server.answer_reader import AnswerReader
 from api_server.parsers import detection
 from api_server.parsers.answer import AnswerParser
-from api_server.parsers.call_grammar import CallGrammar
+from api_server.parsers.call_grammar import CallGrammar, strict_tags
 from api_server.parsers.reasoning import MarkedReasoning
 from api_server.parsers.registry import TOOL_FORMATS, ReasoningFormat, ToolFormat, reasoning_format, tool_format
 from api_server.tokenizer import Tokenizer
@@ -89,27 +89,36 @@ class AnswerFormats:
         return replace(request, opening=self.reasoning.opening)
 
     def constrained(self, request: TextGenerationRequest, prompt: Sequence[int]) -> TextGenerationRequest:
-        """The request with the grammar of the calls that it forces, or that it allows beside a document.
+        """The request with the grammar of its calls, if they are forced, strict, or possible beside a document.
 
         A form begins after the reasoning that the prompt has opened.
         """
-        tools, given = self.tools_for(request), request.constraint
-        beside = given is not None and given.kind is ConstraintKind.JSON_SCHEMA
         opened = bool(request.messages) and self.opens(prompt)
-        after = self.reasoning.markers.ends[0] if self.reasoning is not None and opened else ""
-        if tools is None or not (request.forced_tools or beside):
-            if given is None or not after or given.begins_after:
-                return request
-            return replace(request, constraint=replace(given, begins_after=after))
-        schemas = schemas_of(request)
-        if request.forced_tools is not None:
-            schemas = {name: schemas[name] for name in request.forced_tools}
-        instead = given.source if given is not None and not request.forced_tools else None
-        thinks = self.reasoning if not opened and _may_think(request) else None
+        made = self._form(request, opened)
+        if made is None:
+            return request
+        if opened and self.reasoning is not None and not made.begins_after:
+            made = replace(made, begins_after=self.reasoning.markers.ends[0])
+        return replace(request, constraint=made)
+
+    def _form(self, request: TextGenerationRequest, opened: bool) -> Constraint | None:
+        given, tools, schemas = request.constraint, self.tools_for(request), schemas_of(request)
+        if tools is None:
+            return given
         grammar = CallGrammar(tools, self.tokenizer.token_of, after_thought=opened)
-        source = grammar.source(schemas, request.parallel_tool_calls, thinks, instead)
-        field = given.field if given is not None and instead else "tool_choice"
-        return replace(request, constraint=Constraint(ConstraintKind.LARK, source, after, field))
+        thinks = self.reasoning if not opened and _may_think(request) else None
+        if request.forced_tools is not None:
+            forced = {name: schemas[name] for name in request.forced_tools}
+            source = grammar.source(forced, request.parallel_tool_calls, thinks)
+            return Constraint(ConstraintKind.LARK, source, field="tool_choice")
+        if given is not None:
+            if given.kind is not ConstraintKind.JSON_SCHEMA:
+                return given
+            source = grammar.source(schemas, request.parallel_tool_calls, thinks, given.source)
+            return Constraint(ConstraintKind.LARK, source, given.begins_after, given.field)
+        strict = [tool["function"]["name"] for tool in request.tools or () if tool["function"].get("strict") is True]
+        tags = strict_tags(tools, schemas, strict) if strict else None
+        return None if tags is None else Constraint(ConstraintKind.STRUCTURAL_TAG, tags, field="tools")
 
     @property
     def closing(self) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,26 @@ FORMS: Mapping[str, CallForm] = {
     "json": _objects("[", "]", ("", ""), ", ", "parameters"),
 }
 """By the names of the formats. A NUL stands for the number of a call."""
+
+
+def strict_tags(tools: ToolFormat, schemas: Mapping[str, Any], strict: Collection[str]) -> str | None:
+    """A structural tag: free text, in which calls of the `strict` tools have arguments of their schemas.
+
+    None for a format whose calls do not begin with a mark of their own.
+    """
+    form = FORMS[tools.name]
+    trigger = next((mark for mark in tools.marks if form.before_name.startswith(mark)), None)
+    if trigger is None or form.tagged is not None or "\0" in form.before_arguments or tools.name == "harmony":
+        return None
+    structures = [
+        {
+            "begin": form.before_name + name + form.before_arguments,
+            "schema": schema if name in strict else {"type": "object"},
+            "end": form.after_arguments,
+        }
+        for name, schema in schemas.items()
+    ]
+    return json.dumps({"type": "structural_tag", "structures": structures, "triggers": [trigger]}, ensure_ascii=False)
 
 
 class CallGrammar:

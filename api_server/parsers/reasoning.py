@@ -104,12 +104,12 @@ class MarkedReasoning(ReasoningParser):
 
     def will_reason_after_prompt(self, prompt_token_ids: Sequence[int]) -> bool:
         """Looks at the last turn only: what a user writes opens nothing."""
-        text = ""
-        for token in reversed(prompt_token_ids):
-            piece = self._piece(token)
-            text = piece + text
-            if (token in self._added and piece not in self.markers.all) or len(text) > _LONGEST_TURN:
+        pieces: list[str] = []
+        for token in reversed(prompt_token_ids[-_LONGEST_TURN:]):
+            pieces.append(self._piece(token))
+            if token in self._added and pieces[-1] not in self.markers.all:
                 break
+        text = "".join(reversed(pieces))
         return _last(text, self.markers.starts) > _last(text, self.markers.ends)
 
     def _completes(self, token: int, markers: Sequence[str]) -> bool:
@@ -125,7 +125,8 @@ class MarkedReasoning(ReasoningParser):
         return False
 
 
-_LONGEST_TURN = 1 << 16
+_LONGEST_TURN = 1 << 14
+"""Tokens of a turn that are looked at."""
 
 
 def _last(text: str, markers: Sequence[str]) -> int:

@@ -133,35 +133,43 @@ def passage(
 
 def until(scanner: Scanner, markers: Sequence[str], longest: int = 256) -> Reading[tuple[str, str]]:
     """The text up to the first of `markers`, and that marker, both read. Malformed when it is longer, or ends."""
+    seen = 0
     while True:
-        found = _first(scanner.text, markers)
+        found = _first(scanner.text, markers, seen)
         if found is not None and found[0] <= longest:
             at, marker = found
             return scanner.take(at + len(marker))[:at], marker
-        if scanner.ended or found is not None or _free(scanner.text, markers, False) > longest:
+        seen = _free(scanner.text, markers, False)
+        if scanner.ended or found is not None or seen > longest:
             raise Malformed(f"none of {markers} came")
         yield None
 
 
-def _first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    found = _any_of(tuple(markers)).search(text)
+def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str] | None:
+    found = _any_of(tuple(markers)).search(text, start)
     return (found.start(), found[0]) if found else None
-
-
-@lru_cache(maxsize=64)
-def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, markers)))
 
 
 def _free(text: str, markers: Sequence[str], trim: bool) -> int:
     """How much of the text can be part of no marker, and with `trim` of no white space before one."""
     free = len(text)
-    for length in range(min(len(text), max(map(len, markers), default=1) - 1), 0, -1):
-        tail = text[-length:]
-        if any(len(marker) > length and marker.startswith(tail) for marker in markers):
-            free -= length
+    for found in _beginning_of(tuple(markers)).finditer(text, max(0, free - max(map(len, markers), default=1) + 1)):
+        tail = text[found.start() :]
+        if any(len(marker) > len(tail) and marker.startswith(tail) for marker in markers):
+            free = found.start()
             break
     return len(text[:free].rstrip()) if trim else free
+
+
+@lru_cache(maxsize=64)
+def _beginning_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Where one of the markers could begin."""
+    return re.compile("|".join(re.escape(marker[0]) for marker in markers))
+
+
+@lru_cache(maxsize=64)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
 
 
 class Machine:

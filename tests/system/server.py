@@ -49,7 +49,11 @@ class Server:
         model = [] if self.model is None else [str(self.model)]
         command = [sys.executable, "-m", "deploy.cli", "serve", *model, "--port", str(self.port), *self.flags]
         self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=os.environ.copy())
-        self.wait_until_ready()
+        try:
+            self.wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
