@@ -28,6 +28,8 @@ from api_server.dialects.sglang import admin as sglang_admin
 from api_server.dialects.sglang import info as sglang_info
 from api_server.dialects.sglang import loads as sglang_loads
 from api_server.dialects.sglang import parsing as sglang_parsing
+from api_server.dialects.sglang import score as sglang_score
+from api_server.dialects.sglang import sessions as sglang_sessions
 from api_server.dialects.sglang import tokenize as sglang_tokenize
 from api_server.dialects.tgi import routes as tgi
 from api_server.endpoint import Call, Document, Endpoint, ErrorRenderer, endpoint, internal_error
@@ -54,6 +56,8 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
         *sglang_tokenize.routes(),
         *sglang_parsing.routes(),
         sglang_loads.route(),
+        sglang_score.route(),
+        *sglang_sessions.routes(),
         *health_routes(),
         *further_routes,
     ]

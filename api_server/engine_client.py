@@ -12,17 +12,31 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from interfaces.codec import WireError, decode, encode
+from interfaces.hidden_states import HiddenStates
 from interfaces.log_probabilities import LogProbabilities
 from interfaces.logprob_reports import LogprobReports
-from interfaces.messages import Cancel, Finish, Goodbye, Hello, Order, OrderAnswer, Results, Status, Submit
+from interfaces.messages import (
+    Cancel,
+    Finish,
+    Goodbye,
+    Hello,
+    Order,
+    OrderAnswer,
+    Results,
+    SessionAnswer,
+    SessionOrder,
+    Status,
+    Submit,
+)
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, RequestError, SchedulerResult
 from interfaces.shared_memory import Segments
@@ -94,6 +108,7 @@ class Submission:
         "_wants_logprobs",
         "context",
         "handle",
+        "hidden",
         "inbox",
         "queued",
         "shared",
@@ -106,6 +121,8 @@ class Submission:
         self.inbox = inbox
         self.queued: float | None = None
         """Seconds that it waited in the scheduler; None while it waits, or if it never ran."""
+        self.hidden: dict[int, NDArray[np.float32]] = {}
+        """Hidden states that have arrived, by the index of their token; a restarted scheduler tells them again."""
         self._wants_logprobs = context.log_probabilities > 0
         self._reports: dict[int, LogProbabilities] = {}
         self._announced = False
@@ -178,7 +195,7 @@ class EngineClient:
         self._heard = time.monotonic()
         self._was_ready = False
         self._hello: asyncio.TimerHandle | None = None
-        self._orders: dict[int, asyncio.Future[OrderAnswer]] = {}
+        self._orders: dict[int, asyncio.Future[Any]] = {}
         self._last_order = 0
         self._moved = -math.inf
 
@@ -219,6 +236,11 @@ class EngineClient:
     @property
     def vocab_size(self) -> int | None:
         return self.status.vocab_size or None if self.status else None
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the vectors that may stand for tokens."""
+        return self.status.hidden_size or None if self.status else None
 
     def health(self) -> Health:
         """Alive: the scheduler speaks and, if requests run, steps complete. Ready: it would serve a request now.
@@ -261,12 +283,21 @@ class EngineClient:
 
         TimeoutError when it does not answer.
         """
+        answer: OrderAnswer = await self._ask(lambda number: Order(number, action, list(request_ids)))
+        return answer
+
+    async def session(self, action: int, session: str, **fields: Any) -> SessionAnswer:
+        """Has the scheduler do something with a session (`SessionAction`). TimeoutError when it does not answer."""
+        answer: SessionAnswer = await self._ask(lambda number: SessionOrder(number, action, session, **fields))
+        return answer
+
+    async def _ask(self, message: Callable[[int], Any]) -> Any:
         self._last_order += 1
         number = self._last_order
-        answer: asyncio.Future[OrderAnswer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._orders[number] = answer
         try:
-            if not self._send(Order(number, action, list(request_ids))):
+            if not self._send(message(number)):
                 raise TimeoutError("the scheduler does not read its messages")
             async with asyncio.timeout(ORDER_SECONDS):
                 return await answer
@@ -345,7 +376,7 @@ class EngineClient:
         self._loop.call_soon(self._receive)
 
     def _handle(self, message: Any) -> None:
-        if not isinstance(message, Results | Status | OrderAnswer):
+        if not isinstance(message, Results | Status | OrderAnswer | SessionAnswer):
             log.error("dropped a %s: the scheduler does not send it to API processes", type(message).__name__)
             return
         if not self._is_current(message.incarnation):
@@ -355,7 +386,7 @@ class EngineClient:
             if message.tokens.max(initial=-1) >= 0:
                 self._moved = self._heard
             self._fan_out(message)
-        elif isinstance(message, OrderAnswer):
+        elif isinstance(message, OrderAnswer | SessionAnswer):
             self._answered(message)
         else:
             if self.status is not None and _steps(message) > _steps(self.status):
@@ -363,7 +394,7 @@ class EngineClient:
             self.status = message
             self._was_ready |= message.ready
 
-    def _answered(self, message: OrderAnswer) -> None:
+    def _answered(self, message: OrderAnswer | SessionAnswer) -> None:
         waiting = self._orders.get(message.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
@@ -395,6 +426,17 @@ class EngineClient:
             orphan.handle = self._new_handle()
             self._send_submit(orphan)
 
+    def _take_hidden(self, hidden: HiddenStates) -> bool:
+        """False when they make no sense, and with them the whole message."""
+        if not hidden.consistent:
+            log.error("dropped results whose hidden states do not fit together")
+            return False
+        for handle, position, vector in hidden.entries():
+            submission = self._open.get(handle)
+            if submission is not None:
+                submission.hidden[position] = vector
+        return True
+
     def _take_reports(self, reports: LogprobReports) -> bool:
         """False when they make no sense, and with them the whole message."""
         if not reports.consistent:
@@ -411,6 +453,8 @@ class EngineClient:
             log.error("dropped results whose columns have different lengths")
             return
         if results.reports is not None and not self._take_reports(results.reports):
+            return
+        if results.hidden is not None and not self._take_hidden(results.hidden):
             return
         logprobs = results.logprobs.tolist() if results.logprobs is not None else [None] * len(results.handles)
         columns = zip(

@@ -51,6 +51,7 @@ class RequestFailed(Exception):
         field: str | None = None,
         retry_after: int | None = None,
         numbers: Mapping[str, int] | None = None,
+        counted: bool = False,
     ) -> None:
         super().__init__(message)
         self.kind = kind
@@ -58,6 +59,8 @@ class RequestFailed(Exception):
         self.field = field
         self.retry_after = retry_after
         self.numbers = dict(numbers or {})
+        self.counted = counted
+        """Whether observers know already how its answers ended: as cancelled, say."""
 
     def renamed(self, names: Mapping[str, str]) -> RequestFailed:
         """The same failure in the words of a dialect that calls a field by another name than the common path."""

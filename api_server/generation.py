@@ -27,6 +27,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from api_server import preparation
 from api_server.answer_reader import AnswerReader
 from api_server.engine_client import Inbox, Submission
@@ -35,6 +38,7 @@ from api_server.parsers.answer import ParsedAnswer, text_of
 from api_server.parsers.scanner import Piece
 from api_server.preparation import Prepared
 from api_server.state import ServerState
+from api_server.stop_patterns import StopPatterns
 from api_server.stop_strings import StopStrings
 from interfaces.log_probabilities import LogProbabilities
 from interfaces.outputs import TextGenerationOutput
@@ -49,7 +53,7 @@ SILENCE_BEFORE_HEADERS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a choice ended. `matched` is the stop token's id or the stop string; None for the other kinds."""
+    """Why a choice ended. `matched` is the stop token's id, the stop string or the stop pattern; else None."""
 
     kind: Literal["stop_token", "stop_string", "length", "cancelled"]
     matched: int | str | None = None
@@ -58,7 +62,8 @@ class Finish:
 def complete(finish: Finish | None) -> Finish:
     """The end of an answer that is whole. One that the server itself cut off is none: raises RequestFailed."""
     if finish is None or finish.kind == "cancelled":
-        raise RequestFailed(ErrorKind.UNAVAILABLE, "the server ended this request before its answer was complete")
+        reason = "the server ended this request before its answer was complete"
+        raise RequestFailed(ErrorKind.UNAVAILABLE, reason, counted=True)
     return finish
 
 
@@ -119,6 +124,8 @@ class Choice:
     """Reasoning, text and calls in order, when `parse_answer` was asked for."""
     reasoning_tokens: int = 0
     """Among the `completion_tokens`, as far as the model's reasoning is known and the answer is parsed."""
+    hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    """Hidden states by the index of their token, prompt first, when they were asked for."""
     cached_tokens: int = 0
     logprob_sum: float = 0.0
     finish: Finish | None = None
@@ -261,6 +268,7 @@ class Generation:
             self._ready.append(self._finished(choice, Finish("length")))
             return
         submission = self._server.engine.submit(context, self._inbox)
+        choice.hidden = submission.hidden
         self._running[submission] = _Answer(choice, self._server, reader)
 
     async def _next(self) -> TextDelta:
@@ -321,6 +329,7 @@ class _Answer:
         self._details = tokenizer.detokenizer(context, False) if request.token_details else None
         self._is_special = tokenizer.is_special
         self._stops = StopStrings(choice.sampling.stop or [], request.keep_stop)
+        self._patterns = StopPatterns(request.stop_patterns)
         self._min_tokens = choice.sampling.min_new_tokens
 
     def absorb(self, output: TextGenerationOutput) -> TextDelta:
@@ -349,7 +358,7 @@ class _Answer:
                 self._reader.add(token, pieces[-1])
                 if self._reader.enough or self.has_thought_enough:
                     break
-            if self._stops.matched is not None:
+            if self._stops.matched is not None or self._patterns.matched is not None:
                 break
         if not before:
             choice.cached_tokens = output.num_cached_tokens or choice.cached_tokens
@@ -391,7 +400,12 @@ class _Answer:
 
     def _cut(self, piece: str) -> str:
         # As with EOS and stop ids, stop strings count only after the minimum length.
-        return piece if self.choice.completion_tokens <= self._min_tokens else self._stops.add(piece)
+        if self.choice.completion_tokens <= self._min_tokens:
+            return piece
+        text = self._stops.add(piece)
+        if self._stops.matched is None:
+            self._patterns.add(piece)
+        return text
 
     def _detail(self, text: str, token: int, report: LogProbabilities | None) -> TokenDelta:
         special = self._is_special(token)
@@ -414,6 +428,9 @@ class _Answer:
             pieces.append(self._stops.add(self._text.flush()))
         if self._stops.matched is not None:
             return Finish("stop_string", self._stops.matched)
+        if self._patterns.matched is not None:
+            pieces.append(self._stops.flush())
+            return Finish("stop_string", self._patterns.matched)
         if not status.is_done:
             return None
         pieces.append(self._stops.flush())

@@ -42,7 +42,9 @@ class Prepared:
             replace(sampling, seed=seed_of(sampling.seed, k), max_new_tokens=length),
             request_id=self.request.request_id,
             model_name=self.request.model_name,
-            cache_salt=self.request.cache_salt,
+            cache_salt=_salt(self.request),
+            hidden_states=self.request.hidden_states,
+            prompt_embeddings=self.request.prompt_embeddings,
             log_probabilities=self.request.logprobs or int(self.sampling.logprobs != LogprobMode.NONE),
             log_probabilities_echo=self.request.echo and self.request.logprobs > 0,
             json_schema=json.dumps(form.json_schema) if form and form.json_schema else None,
@@ -62,6 +64,14 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
     return [replace(item, request=formats.constrained(item.request, item.prompt.tokens.tolist())) for item in found]
 
 
+def _salt(request: TextGenerationRequest) -> str:
+    """Prompts of embeddings share cached prefixes only with the same vectors: their tokens say nothing."""
+    given = request.prompt_embeddings
+    if given is None:
+        return request.cache_salt
+    return f"{request.cache_salt}\0embeddings:{hashlib.blake2b(given.tobytes(), digest_size=16).hexdigest()}"
+
+
 def seed_of(seed: int, k: int) -> int:
     """Seed of the k-th answer to a request: the request's own first, then values that follow from it."""
     if k == 0:
@@ -77,6 +87,8 @@ async def prepare_one(
     if request.request_id == DUMMY_REQUEST_ID:
         raise invalid(f"the request id {DUMMY_REQUEST_ID} is reserved: choose another", "request_id")
     sampling = _sampling(tokenizer, request)
+    if request.prompt_embeddings is not None and sampling.prompt_logprobs_from is not None:
+        raise invalid("a prompt of embeddings has no tokens, and so no log probabilities", "prompt_logprobs_from")
     prompt = await tokenizer.prompt(request, max_model_len)
     if not len(prompt.tokens):
         raise invalid("the prompt is empty: it must have at least one token", "prompt")

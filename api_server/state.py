@@ -48,7 +48,7 @@ class ServerState:
 
     def tell_failed(self, path: str, error: RequestFailed) -> None:
         """Whoever answers a request with an error says so here, once."""
-        for observer in self.observers:
+        for observer in () if error.counted else self.observers:
             observer.failed(path, error)
 
     def check_model(self, name: str) -> None:

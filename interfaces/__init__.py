@@ -56,12 +56,13 @@ context: AudioGenerationContext AudioGenerationContextType AudioGeneratorContext
 generation_output: GenerationOutput OutputContent
 generators: AudioGenerator EmbeddingsGenerator PipelinesFactory TokenGenerator
 grammar_state: GrammarEnforcementSnapshot
+hidden_states: HiddenStates
 inputs: AudioGenerationInputs EmbeddingsGenerationInputs PixelGenerationInputs TextGenerationInputs
 log_probabilities: LogProbabilities
 lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
 media_contexts: PixelContext SpeechContext
-messages: Action Cancel Finish Goodbye Hello Join Order OrderAnswer Results Status Step StepResult Submit WorkerHello
-    WorkerStatus
+messages: Action Cancel Finish Goodbye Hello Join Order OrderAnswer Results SessionAction SessionAnswer SessionOrder
+    Status Step StepResult Submit WorkerHello WorkerStatus
 open_responses: OpenResponsesRequest OpenResponsesRequestBody ResponseResource
 outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
 parsers: ParsedReasoningDelta ParsedToolCall ParsedToolCallDelta ParsedToolResponse ReasoningParser ReasoningSpan

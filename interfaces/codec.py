@@ -41,6 +41,7 @@ from interfaces.wire import (
     message_form,
     shared_form,
 )
+from interfaces.wire import F32Matrix as F32Matrix
 from interfaces.wire import I32x3 as I32x3
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "I64",
     "PROTOCOL_VERSION",
     "Column",
+    "F32Matrix",
     "I32x3",
     "InProcess",
     "Triples",
@@ -61,7 +63,7 @@ __all__ = [
     "msgpack_numpy_encoder",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """First element of every message; a peer of another version is refused, because fields are positional."""
 
 SHARED_MEMORY_THRESHOLD = 24_000_000

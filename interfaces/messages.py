@@ -1,7 +1,7 @@
 """Every message that crosses a process boundary.
 
-API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Goodbye`, `Order` one way, `Results`, `Status`, `OrderAnswer`
-the other.
+API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Goodbye`, `Order`, `SessionOrder` one way, `Results`, `Status`,
+`OrderAnswer`, `SessionAnswer` the other.
 Scheduler <-> worker: `Step` one way, `WorkerHello`, `StepResult` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from interfaces.codec import F32, I8, I32, I32x3, message
+import numpy as np
+
+from interfaces.codec import F32, I8, I32, F32Matrix, I32x3, message
+from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from interfaces.media_contexts import SpeechContext
 from interfaces.results import RequestError
@@ -90,7 +93,7 @@ class Results:
     a handle to its prompt tokens served from the prefix cache, in the entry with its first token. `errors` has a
     reason for each FAILED handle. `incarnation` names the scheduler process that speaks. `queued` maps a handle to the
     microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
-    request that was placed and got none. `reports` come with or before the tokens they are of.
+    request that was placed and got none. `reports` and `hidden` come with or before the tokens they are of.
     """
 
     incarnation: int
@@ -102,6 +105,7 @@ class Results:
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
     reports: LogprobReports | None = None
+    hidden: HiddenStates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,8 @@ class Status:
     block_size: int
     vocab_size: int
     counters: dict[str, int]
+    hidden_size: int = 0
+    """Width of the model's embeddings; 0 without workers."""
 
 
 class Action:
@@ -179,6 +185,48 @@ class OrderAnswer:
     requests: int
 
 
+class SessionAction:
+    """Codes of `SessionOrder.action`.
+
+    OPEN and CLOSE a session, with `timeout` seconds without use (0: the usual time) after which it is closed by itself.
+    REMEMBER keeps the tokens of a `request` that has ended, which went on from `parent` (empty: from none). RECALL
+    asks for them (no request: for none); with `replace`, what went on from that request is forgotten, or everything.
+    """
+
+    OPEN = 0
+    CLOSE = 1
+    RECALL = 2
+    REMEMBER = 3
+
+
+@message(9)
+@dataclass(frozen=True, slots=True)
+class SessionOrder:
+    """Something to do with a session. `number` is the replica's name for it, and comes back in the answer."""
+
+    number: int
+    action: int
+    session: str
+    request: str = ""
+    parent: str = ""
+    replace: bool = False
+    timeout: float = 0.0
+    tokens: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    prompt_len: int = 0
+
+
+@message(10)
+@dataclass(frozen=True, slots=True)
+class SessionAnswer:
+    """It was done, unless `refused` says why not. `tokens` are what was asked for, the prompt first."""
+
+    incarnation: int
+    number: int
+    refused: str
+    tokens: I32
+    prompt_len: int
+
+
 @message(16)
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
@@ -199,6 +247,7 @@ class WorkerHello:
     architecture: str
     dtype: str
     attention: str
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +256,8 @@ class Join:
 
     `tokens` are all known tokens, prompt first; those from `prompt_len` on were emitted before (a replay or a
     preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
-    `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on; None: no more.
+    `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on, hidden states of all
+    tokens from index `hidden_from` on; None: no more. `embeddings` stand for those of the first tokens.
     `images` are those with tokens from `start` on.
     """
 
@@ -218,6 +268,8 @@ class Join:
     sampling: SamplingParams
     report_from: int | None = None
     images: list[ImageMetadata] = field(default_factory=list)
+    hidden_from: int | None = None
+    embeddings: F32Matrix | None = None
 
 
 @message(17)
@@ -260,6 +312,21 @@ class StepResult:
     errors: dict[int, str]
     device_us: int
     reports: LogprobReports | None = None
+    hidden: HiddenStates | None = None
 
 
-Message = Hello | Submit | Cancel | Goodbye | Order | Results | Status | OrderAnswer | WorkerHello | Step | StepResult
+Message = (
+    Hello
+    | Submit
+    | Cancel
+    | Goodbye
+    | Order
+    | Results
+    | Status
+    | OrderAnswer
+    | SessionOrder
+    | SessionAnswer
+    | WorkerHello
+    | Step
+    | StepResult
+)

@@ -24,12 +24,14 @@ from interfaces.shared_memory import SharedMemoryArray
 from interfaces.wire import (
     Column,
     InProcess,
+    Matrix,
     Reader,
     Triples,
     WireError,
     column_reader,
     is_array_form,
     kind_of,
+    matrix_reader,
     read_array,
     read_placeholder,
     read_shareable,
@@ -104,6 +106,8 @@ class Readers:
                     return _nothing
                 case Column():
                     return column_reader(np.dtype(mark.dtype), self.copy, self.ipc_peer)
+                case Matrix():
+                    return matrix_reader(np.dtype(mark.dtype), self.copy, self.ipc_peer)
                 case Triples():
                     return triples_reader(self.copy, self.ipc_peer)
         return self.reader(arguments[0])

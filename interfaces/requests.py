@@ -12,6 +12,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from interfaces.chat import (
     ImageContentPart,
     TextGenerationRequestMessage,
@@ -140,9 +143,18 @@ class TextGenerationRequest(Request):
     keep_stop: bool = False
     """The answer keeps the stop string or stop token that ended it (special tokens are still skipped)."""
 
+    stop_patterns: list[str] = field(default_factory=list)
+    """Regular expressions (RE2's syntax) that end the answer when they match in it; what matched stays."""
+
     skip_special_tokens: bool = True
     token_details: bool = False
     """`TextDelta.tokens` is wanted: costs a second detokenization per token."""
+
+    hidden_states: bool = False
+    """The hidden states of all tokens are wanted."""
+
+    prompt_embeddings: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    """Vectors that stand for the embeddings of the prompt's tokens; `prompt` then has as many ids, of no meaning."""
 
     cache_salt: str = ""
     """Requests share cached prompt prefixes only with requests of the same salt."""

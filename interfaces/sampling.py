@@ -58,7 +58,9 @@ class SamplingParams:
     `top_logprobs` most probable tokens and the tokens `logprob_ids` are reported with each token; either switches
     `logprobs` on. `prompt_logprobs_from` asks the same for the prompt's tokens from that position on, where the values
     are the model's own log-softmax; None asks for none. `typical_p` 1 keeps every token.
-    `watermark` marks the text so that a test can tell it (Kirchenbauer et al.).
+    `watermark` marks the text so that a test can tell it (Kirchenbauer et al.). `any_temperature` takes temperatures
+    above 2, as SGLang and TGI do. `logit_processor` names a processor that the operator allows, and `custom_params` is
+    what it is given, as JSON text.
     """
 
     top_k: int = -1
@@ -85,6 +87,9 @@ class SamplingParams:
     prompt_logprobs_from: int | None = None
     typical_p: float = 1.0
     watermark: bool = False
+    any_temperature: bool = False
+    logit_processor: str = ""
+    custom_params: str = ""
 
     def __post_init__(self) -> None:
         self._fill_defaults()
@@ -92,7 +97,7 @@ class SamplingParams:
         _require(_within(self.top_p, 0.0, 1.0), "top_p", self.top_p, "between 0 and 1")
         _require(_within(self.min_p, 0.0, 1.0), "min_p", self.min_p, "between 0 and 1")
         _require(0 < self.typical_p <= 1, "typical_p", self.typical_p, "above 0 and at most 1")
-        _require(_within(self.temperature, 0.0, 2.0), "temperature", self.temperature, "between 0 and 2")
+        self._check_temperature()
         thinking = self.thinking_temperature
         _require(thinking is None or _within(thinking, 0.0, 2.0), "thinking_temperature", thinking, "between 0 and 2")
         _require(
@@ -112,6 +117,13 @@ class SamplingParams:
         self._check_reports()
         if self.temperature == 0:
             self.top_k = 1
+
+    def _check_temperature(self) -> None:
+        value = self.temperature
+        if self.any_temperature:
+            _require(math.isfinite(value) and value >= 0, "temperature", value, "finite and at least 0")
+        else:
+            _require(_within(value, 0.0, 2.0), "temperature", value, "between 0 and 2")
 
     def _check_reports(self) -> None:
         top, start, count = self.top_logprobs, self.prompt_logprobs_from, len(self.logprob_ids)
@@ -190,6 +202,9 @@ class SamplingParamsInput:
     prompt_logprobs_from: int | None = None
     typical_p: float | None = None
     watermark: bool | None = None
+    any_temperature: bool | None = None
+    logit_processor: str | None = None
+    custom_params: str | None = None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from interfaces.codec import F32Matrix
 from interfaces.context import InputContext, SpecDecodingState
 from interfaces.equality import EqualByValue
 from interfaces.grammar_state import GrammarEnforcementSnapshot, GrammarState
@@ -87,6 +88,10 @@ class TextContext(IndexFace, EqualByValue):
     index_state: IndexState = field(default_factory=IndexState)
     progress: Progress = field(default_factory=Progress)
     draft_state: SpecDecodingState | None = None
+    hidden_states: bool = False
+    """The hidden states of all tokens are wanted, too."""
+    prompt_embeddings: F32Matrix | None = None
+    """Vectors that stand for the embeddings of the prompt's tokens, one each; the tokens are then only placeholders."""
     matcher: Any = field(default=None, metadata={"wire": False}, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +104,11 @@ class TextContext(IndexFace, EqualByValue):
             raise ValueError(
                 f"max_length must be at least {least + prompt}, got {self.max_length}: "
                 f"the prompt has {prompt} tokens and min_new_tokens is {least}"
+            )
+        if self.prompt_embeddings is not None and len(self.prompt_embeddings) != prompt:
+            raise ValueError(
+                f"prompt_embeddings must have one vector for each of the {prompt} tokens of the prompt, "
+                f"got {len(self.prompt_embeddings)}"
             )
         _check_endpoint(self.target_endpoint)
 

@@ -53,6 +53,13 @@ class Triples:
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """Annotation of a two-dimensional array field: its element type."""
+
+    dtype: type[np.generic]
+
+
+@dataclass(frozen=True)
 class InProcess:
     """Annotation of a field whose value cannot leave its process: only None has a form on the wire."""
 
@@ -61,6 +68,7 @@ I64 = typing.Annotated[NDArray[np.int64], Column(np.int64)]
 I32 = typing.Annotated[NDArray[np.int32], Column(np.int32)]
 I8 = typing.Annotated[NDArray[np.int8], Column(np.int8)]
 F32 = typing.Annotated[NDArray[np.float32], Column(np.float32)]
+F32Matrix = typing.Annotated[NDArray[np.float32], Matrix(np.float32)]
 I32x3 = typing.Annotated[NDArray[np.int32], Triples()]
 
 
@@ -191,6 +199,16 @@ def triples_reader(copy: bool, ipc_peer: bool) -> Reader:
         array = read_array(form, copy, ipc_peer)
         if array.dtype != np.int32 or array.ndim != 2 or array.shape[1] != 3:
             raise WireError(f"expected an array of int32 triples, got {array.dtype} of shape {array.shape}")
+        return array
+
+    return read
+
+
+def matrix_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
+    def read(form: Any) -> NDArray[Any]:
+        array = read_array(form, copy, ipc_peer)
+        if array.dtype != dtype or array.ndim != 2:
+            raise WireError(f"expected a matrix of {dtype}, got {array.dtype} of shape {array.shape}")
         return array
 
     return read

@@ -56,6 +56,7 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     from model_worker.capacity import capacity_for
     from model_worker.engine import Engine, WorkerIdentity
     from model_worker.loader import load_model
+    from model_worker.processors import load_processors
     from model_worker.rows import WorkerRows
     from model_worker.runner import ModelRunner
     from model_worker.sampler import SamplerRows
@@ -73,11 +74,13 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, BLOCK_SIZE)
     runner = ModelRunner(loaded, capacity.num_blocks, BLOCK_SIZE)
     phases.phase("compile kernels")
-    sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device)
+    processors = load_processors(settings.processor_paths)
+    sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors)
     runner.warm_up()
     sampler.warm_up()
     rows = WorkerRows(settings.max_running, capacity.max_model_len, BLOCK_SIZE, capacity.num_blocks)
-    engine = Engine(runner.forward, rows, sampler, loaded.device, WorkerIdentity(index, epoch))
+    hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
+    engine = Engine(runner.forward, rows, sampler, loaded.device, WorkerIdentity(index, epoch), hidden_forward)
     hello = WorkerHello(
         device=device,
         index=index,
@@ -91,6 +94,7 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
         architecture=loaded.architecture,
         dtype=str(loaded.dtype).removeprefix("torch."),
         attention=runner.backend_name,
+        hidden_size=runner.hidden_size,
     )
     torch.set_grad_enabled(False)
     return engine, hello

@@ -33,6 +33,8 @@ class ForwardBatch:
     # Bounds known on the host, so that no backend must wait for a device to learn them.
     max_query: int
     max_kv: int
+    embeddings: tuple[Tensor, Tensor] | None = None
+    """Indices into the T tokens, and the vectors f32[K, hidden] that stand for those tokens' embeddings."""
 
     @property
     def num_sequences(self) -> int:
@@ -60,6 +62,7 @@ class ForwardBatch:
         block_size: int,
         logit_positions: IntColumn,
         device: torch.device | str = "cpu",
+        embeddings: tuple[IntColumn, NDArray[np.float32]] | None = None,
     ) -> ForwardBatch:
         """Derive positions and slots from the lengths. `kv_lens` count this step's tokens too."""
         query_start = np.zeros(len(query_lens) + 1, np.int32)
@@ -84,6 +87,9 @@ class ForwardBatch:
             block_size=block_size,
             max_query=int(query_lens.max()),
             max_kv=int(kv_lens.max()),
+            embeddings=None
+            if embeddings is None
+            else (column(embeddings[0], np.int64), torch.tensor(embeddings[1], device=device)),
         )
 
 

@@ -15,13 +15,15 @@ import torch
 from numpy.typing import NDArray
 
 from interfaces import Step, StepResult
+from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from model_worker.batch import ForwardBatch
 from model_worker.reports import ReportBuilder
-from model_worker.rows import PackedStep, WorkerRows
+from model_worker.rows import HiddenPart, PackedStep, WorkerRows
 from model_worker.sampler import Sampled, SamplerRows
 
 Forward = Callable[[ForwardBatch], torch.Tensor]
+HiddenForward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +35,22 @@ class WorkerIdentity:
 
 
 class Engine:
-    """`forward` maps a packed batch to logits [L, vocab]; rows and sampler keep what must outlive a step."""
+    """`forward` maps a packed batch to logits [L, vocab], `hidden_forward` to logits and hidden states [L, hidden].
+
+    Rows and sampler keep what must outlive a step.
+    """
 
     def __init__(
-        self, forward: Forward, rows: WorkerRows, sampler: SamplerRows, device: torch.device, identity: WorkerIdentity
+        self,
+        forward: Forward,
+        rows: WorkerRows,
+        sampler: SamplerRows,
+        device: torch.device,
+        identity: WorkerIdentity,
+        hidden_forward: HiddenForward | None = None,
     ) -> None:
         self._forward = forward
+        self._hidden_forward = hidden_forward
         self._rows = rows
         self._sampler = sampler
         self._device = device
@@ -53,12 +65,14 @@ class Engine:
         self._follow(step.incarnation)
         self._change_rows(step)
         packed = self._rows.pack(step)
-        logits = self._forward(self._batch(packed))
+        logits, hidden = self._run(packed)
         sampled = self._sample(packed, logits)
         reports = self._reports(packed, logits, sampled)
         self._rows.computed_step(packed, sampled.tokens)
         result = self._result(step, packed, sampled, (time.perf_counter_ns() - started) // 1000)
-        return result if reports is None else _with_reports(result, reports)
+        if reports is None and hidden is None:
+            return result
+        return _with_reports(result, reports, hidden)
 
     def _follow(self, incarnation: int) -> None:
         """A new scheduler knows nothing of the rows of the old one."""
@@ -81,6 +95,8 @@ class Engine:
             try:
                 if join.images:
                     raise ValueError("this model takes no images")
+                if join.hidden_from is not None and self._hidden_forward is None:
+                    raise ValueError("hidden states are not supported for this model")
                 prompt, emitted = np.split(join.tokens, [join.prompt_len])
                 self._sampler.join(join.row, join.sampling, join.sampling.stop_token_ids or [], prompt, emitted)
                 self._held.add(join.row)
@@ -89,18 +105,29 @@ class Engine:
                 # until then the scheduler matches no results with it.
                 self._refused[join.row] = str(error)
 
+    def _run(self, packed: PackedStep) -> tuple[torch.Tensor, HiddenStates | None]:
+        batch = self._batch(packed)
+        if not packed.hidden or self._hidden_forward is None:
+            return self._forward(batch), None
+        logits, hidden = self._hidden_forward(batch)
+        told = sum(part.count for part in packed.hidden)
+        return logits, _hidden_states(packed.hidden, hidden[len(hidden) - told :])
+
     def _batch(self, packed: PackedStep) -> ForwardBatch:
-        # Rows that sample come first; then the tokens whose successors in a prompt are reported.
+        # Rows that sample come first; then the tokens whose successors in a prompt are reported; then those whose
+        # hidden states are told.
         wanted: list[NDArray[np.signedinteger[Any]]] = [np.cumsum(packed.ntok)[packed.sampling] - 1]
         wanted += [part.offset + np.arange(len(part.tokens)) for part in packed.prompts]
+        wanted += [part.offset + np.arange(part.count) for part in packed.hidden]
         return ForwardBatch.build(
             tokens=packed.tokens,
             query_lens=packed.ntok,
             kv_lens=packed.kv_len,
             block_tables=packed.block_tables,
             block_size=self._rows.block_size,
-            logit_positions=np.concatenate(wanted) if packed.prompts else wanted[0],
+            logit_positions=np.concatenate(wanted) if len(wanted) > 1 else wanted[0],
             device=self._device,
+            embeddings=packed.embeddings,
         )
 
     def _sample(self, packed: PackedStep, logits: torch.Tensor) -> Sampled:
@@ -124,7 +151,7 @@ class Engine:
         rows = packed.rows[packed.sampling]
         errors = {row: self._refused[row] for row in rows.tolist() if row in self._refused} if self._refused else {}
         if sampled.bad is not None:
-            errors |= dict.fromkeys(rows[sampled.bad].tolist(), "the model's logits were not finite for this request")
+            errors |= {row: self._sampler.why_bad(row) for row in rows[sampled.bad].tolist()}
         kept = _kept(rows, errors)
         return StepResult(
             incarnation=step.incarnation,
@@ -139,9 +166,22 @@ class Engine:
         )
 
 
-def _with_reports(result: StepResult, reports: LogprobReports) -> StepResult:
+def _with_reports(result: StepResult, reports: LogprobReports | None, hidden: HiddenStates | None) -> StepResult:
     """Rows that failed report nothing."""
-    return replace(result, reports=reports.select(~np.isin(reports.owners, list(result.errors))))
+    if reports is not None:
+        reports = reports.select(~np.isin(reports.owners, list(result.errors)))
+    if hidden is not None:
+        kept = ~np.isin(hidden.owners, list(result.errors))
+        hidden = hidden.select(kept) if kept.any() else None
+    return replace(result, reports=reports, hidden=hidden)
+
+
+def _hidden_states(parts: list[HiddenPart], vectors: torch.Tensor) -> HiddenStates:
+    return HiddenStates(
+        owners=np.repeat([part.row for part in parts], [part.count for part in parts]).astype(np.int32),
+        positions=np.concatenate([part.first + np.arange(part.count) for part in parts]).astype(np.int32),
+        values=vectors.float().cpu().numpy().ravel(),
+    )
 
 
 def _kept(rows: NDArray[np.int32], errors: dict[int, str]) -> NDArray[np.bool_] | slice:

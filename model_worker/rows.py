@@ -31,12 +31,24 @@ class PromptPart:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenPart:
+    """Tokens of a row whose hidden states a step tells: `count` of them, from index `first` of the sequence and from
+    the step's packed token `offset` on."""
+
+    row: int
+    first: int
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class PackedStep:
     """Columns of one forward, rows in the step's order.
 
     `tokens` i32[T] of all rows one after the other; `ntok`, `kv_len` i32[S] (K/V length after the step);
     `block_tables` i32[S, B]; `sampling` i32[L]: indices into the step's rows that sample; `positions` i64[L]: index
-    the new token will have in its sequence; `prompts`: parts of prompts to report.
+    the new token will have in its sequence; `prompts`: parts of prompts to report; `hidden`: tokens whose hidden
+    states are told; `embeddings`: packed tokens i64[K] with the vectors f32[K, hidden] that stand for theirs.
     """
 
     rows: NDArray[np.int32]
@@ -47,6 +59,8 @@ class PackedStep:
     sampling: NDArray[np.int64]
     positions: NDArray[np.int64]
     prompts: list[PromptPart]
+    hidden: list[HiddenPart]
+    embeddings: tuple[NDArray[np.int64], NDArray[np.float32]] | None
 
 
 class WorkerRows:
@@ -62,11 +76,16 @@ class WorkerRows:
         self._prompts: dict[int, NDArray[np.int32]] = {}
         self._reported: dict[int, tuple[int, int]] = {}
         """Rows whose prompt is to be reported: first position, and the prompt's length."""
+        self._hidden: dict[int, int] = {}
+        """Rows whose hidden states are told, and from which position on."""
+        self._embeddings: dict[int, NDArray[np.float32]] = {}
+        """Rows with vectors for their first tokens, until these are computed."""
 
     def apply(self, step: Step) -> None:
         """Takes over what the step changes before its forward: drops, joins and new blocks. Raises StepError."""
         for row in step.drop.tolist():
             self._forget_prompt(row)
+            self._hidden.pop(row, None)
         for join in step.joins:
             self._join(join)
         if len(step.new_blocks):
@@ -97,6 +116,8 @@ class WorkerRows:
             sampling=sampling,
             positions=kv_len[sampling].astype(np.int64),
             prompts=self._prompt_parts(rows, ntok) if self._reported else [],
+            hidden=self._hidden_parts(rows, ntok) if self._hidden else [],
+            embeddings=self._given_embeddings(rows, ntok) if self._embeddings else None,
         )
 
     def computed_step(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
@@ -112,6 +133,8 @@ class WorkerRows:
         """Forgets all rows (another scheduler speaks now)."""
         self._prompts.clear()
         self._reported.clear()
+        self._hidden.clear()
+        self._embeddings.clear()
         self.known[:] = self.computed[:] = 0
 
     def _join(self, join: Join) -> None:
@@ -124,10 +147,15 @@ class WorkerRows:
         self._prompts[join.row] = join.tokens
         if join.report_from is not None:
             self._reported[join.row] = join.report_from, join.prompt_len
+        if join.hidden_from is not None:
+            self._hidden[join.row] = join.hidden_from
+        if join.embeddings is not None:
+            self._embeddings[join.row] = join.embeddings
 
     def _forget_prompt(self, row: int) -> None:
         self._prompts.pop(row, None)
         self._reported.pop(row, None)
+        self._embeddings.pop(row, None)
 
     def _prompt_parts(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> list[PromptPart]:
         """What the step tells of prompts: computing token j predicts token j + 1."""
@@ -139,6 +167,28 @@ class WorkerRows:
                 offset = int(end - count) + first - 1 - int(start)
                 parts.append(PromptPart(row, first, offset, self._prompts[row][first:stop]))
         return parts
+
+    def _hidden_parts(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> list[HiddenPart]:
+        parts = []
+        for row, start, count, end in zip(rows.tolist(), self.computed[rows], ntok, np.cumsum(ntok), strict=True):
+            wanted_from = self._hidden.get(row)
+            if wanted_from is not None and wanted_from < start + count:
+                first = max(int(start), wanted_from)
+                left = int(start + count) - first
+                parts.append(HiddenPart(row, first, int(end) - left, left))
+        return parts
+
+    def _given_embeddings(
+        self, rows: NDArray[np.int32], ntok: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        places, vectors = [], []
+        for row, start, count, end in zip(rows.tolist(), self.computed[rows], ntok, np.cumsum(ntok), strict=True):
+            given = self._embeddings.get(row)
+            if given is not None and start < len(given):
+                part = given[start : start + count]
+                places.append(int(end - count) + np.arange(len(part)))
+                vectors.append(part)
+        return (np.concatenate(places), np.concatenate(vectors)) if places else None
 
     def _tokens(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> NDArray[np.int32]:
         if not self._prompts:

@@ -6,7 +6,7 @@ what the logits are for.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from model_worker.attention import PAGED_ATTENTION, PagedForward, attention_backend, cpu, paged_forward
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import KVCache
+from model_worker.taps import given_embeddings, taken_inputs
 
 if TYPE_CHECKING:
     from model_worker.loader import LoadedModel
@@ -63,10 +64,36 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Write the batch's tokens into the cache and return logits [L, vocab] at `batch.logit_positions`."""
+        self._check(batch)
+        with torch.inference_mode(), given_embeddings(self._embedding, batch):
+            return self._logits(batch) if self._stack is None else self._stack.forward(batch, self.cache)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the vectors that stand for tokens."""
+        return int(self._embedding.weight.shape[1])
+
+    @property
+    def gives_hidden_states(self) -> bool:
+        return self._stack is not None or self.loaded.model.get_output_embeddings() is not None
+
+    def forward_with_hidden(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """As `forward`, and what the logits were made of: the hidden states [L, hidden] after the last norm."""
+        self._check(batch)
+        with torch.inference_mode(), given_embeddings(self._embedding, batch):
+            if self._stack is not None:
+                return self._stack.forward_with_hidden(batch, self.cache)
+            with taken_inputs(self.loaded.model.get_output_embeddings()) as taken:
+                logits = self._logits(batch)
+            return logits, taken[0].reshape(len(logits), -1)
+
+    @property
+    def _embedding(self) -> Any:
+        return self.loaded.model.get_input_embeddings()
+
+    def _check(self, batch: ForwardBatch) -> None:
         if batch.block_size != self.cache.block_size:
             raise ValueError(f"the batch has blocks of {batch.block_size} tokens, the cache of {self.cache.block_size}")
-        with torch.inference_mode():
-            return self._logits(batch) if self._stack is None else self._stack.forward(batch, self.cache)
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
         attention = self.loaded.attention

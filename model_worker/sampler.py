@@ -5,9 +5,9 @@ For each row of logits, in this order, each step only where the row asks for it:
     0. watermark          added to the green tokens: see `watermark.py`
     1. penalties          on tokens of the output, or of prompt + output (`penalize_prompt`): see `penalties.py`
     2. min_new_tokens     stop ids get -inf until so many tokens are emitted
-    3. logit_bias         added
+    3. logit_bias         added; then the operator's processor: see `processors.py`
     4. greedy             the largest logit, lower id first among equals, ends here (temperature 0, or top_k 1)
-    5. temperature        divided out; below 1e-6 it counts as 1e-6
+    5. temperature        divided out; below 1e-6 it counts as 1e-6, above 1e6 as 1e6
     6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says;
                           then typical-p: see `typical.py`
     7. the draw           argmax over the kept tokens of logit + Gumbel noise of (seed, position, token); position is
@@ -32,7 +32,7 @@ it does not know requests, blocks or sockets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,11 +44,13 @@ from interfaces.sampling import LogprobMode, SamplingParams
 from model_worker import rng
 from model_worker.draw import Choices, choose, only_kept
 from model_worker.penalties import Penalties, SeenTokens
+from model_worker.processors import ProcessedRows, Processor
 from model_worker.reports import CHOSEN_ONLY, ReportBuilder, Wanted
 from model_worker.typical import only_typical
 from model_worker.watermark import favour_green
 
-LEAST_TEMPERATURE = 1e-6
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
+"""Beyond these, float32 turns logits into infinities, and the choice is the largest logit or any token anyway."""
 
 _ROW = np.dtype(
     [
@@ -94,7 +96,9 @@ class SamplerRows:
     Logits may be wider than `vocab_size` (padded embeddings): the columns beyond it are never chosen.
     """
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device, processors: Mapping[str, Processor] | None = None
+    ) -> None:
         self._table = np.zeros(max_rows, _ROW)
         self._vocab_size = vocab_size
         self._device = device
@@ -102,6 +106,7 @@ class SamplerRows:
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
         self._wanted: dict[int, Wanted] = {}
+        self._processed = ProcessedRows(processors or {})
         self._last: dict[int, int] = {}
         """Of rows with a watermark: the last token."""
 
@@ -126,6 +131,9 @@ class SamplerRows:
             raise ValueError(f"row {row} is held by another sequence: drop it first")
         bias = self._bias(params.logit_bias)
         wanted = self._wanted_by(params)
+        if params.logit_processor:
+            known = (prompt.tolist(), emitted.tolist())
+            self._processed.join(row, params.logit_processor, params.custom_params, *known)
         self._table[row] = self._values(params, len(prompt))
         if params.reports:
             self._wanted[row] = wanted
@@ -144,6 +152,7 @@ class SamplerRows:
         self._check_rows(np.array([row]))
         for values in (self._seen, self._biases, self._stop_ids, self._wanted, self._last):
             values.pop(row, None)
+        self._processed.drop(row)
         self._table[row] = np.zeros((), _ROW)
 
     def sample(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
@@ -175,6 +184,10 @@ class SamplerRows:
         log-softmax, without penalties and temperature."""
         builder.add(row, first, logits[:, : self._vocab_size], tokens, self._wanted.get(row, CHOSEN_ONLY))
 
+    def why_bad(self, row: int) -> str:
+        """What was wrong with the logits of a bad row."""
+        return self._processed.failure(row) or "the model's logits were not finite for this request"
+
     def _choose(
         self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], torch.Tensor]:
@@ -189,6 +202,7 @@ class SamplerRows:
         self._penalize(logits, rows, values, positions)
         self._hold_back_stops(logits, rows, values, positions)
         self._add_biases(logits, rows, values)
+        self._processed.apply(logits, rows)
         first, bad = self._scale(logits, values["temperature"])
         typical = np.flatnonzero(values["typical_p"] < 1)
         drawn = self._typical(logits, first, typical, values, positions) if len(typical) else logits
@@ -200,6 +214,7 @@ class SamplerRows:
             self._seen[int(rows[i])].add(int(tokens[i]))
         for i in marked:
             self._last[int(rows[i])] = int(tokens[i])
+        self._processed.chosen(rows, tokens)
         tokens[bad] = -1
         return tokens, logprobs, drawn
 
@@ -307,7 +322,7 @@ class SamplerRows:
 
     def _values(self, params: SamplingParams, prompt_length: int) -> tuple[object, ...]:
         cuts = params.temperature > 0
-        biased = params.needs_penalties or params.logit_bias or params.watermark
+        biased = params.needs_penalties or params.logit_bias or params.watermark or params.logit_processor
         worked = not params.greedy or biased or params.logprobs
         return (
             True,
@@ -317,7 +332,7 @@ class SamplerRows:
             params.needs_penalties,
             params.penalize_prompt,
             params.logprobs,
-            max(params.temperature, LEAST_TEMPERATURE) if cuts else 1.0,
+            min(max(params.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if cuts else 1.0,
             min(params.top_k, self._vocab_size) if cuts and params.top_k > 0 else self._vocab_size,
             params.top_p if cuts else 1.0,
             np.log(params.min_p) if cuts and params.min_p > 0 else -np.inf,

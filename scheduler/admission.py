@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from interfaces import ErrorCode, RequestError, Submit
 from scheduler.sequence import Sequence
 
@@ -40,7 +42,7 @@ class WaitingLine:
         del self._line[:count]
 
 
-def refusal(submit: Submit, max_model_len: int, vocab_size: int) -> RequestError | None:
+def refusal(submit: Submit, max_model_len: int, vocab_size: int, hidden_size: int) -> RequestError | None:
     """Why a request can never run, or None. The API checks the same before it submits.
 
     A stranger's message may not have.
@@ -53,6 +55,9 @@ def refusal(submit: Submit, max_model_len: int, vocab_size: int) -> RequestError
             ErrorCode.TOO_LONG,
             f"the prompt has {prompt} tokens; prompt and answer together may have {max_model_len}",
         )
+    given = submit.context.prompt_embeddings
+    if given is not None and (given.shape[1] != hidden_size or not np.isfinite(given).all()):
+        return RequestError(ErrorCode.INVALID, f"embeddings must be vectors of {hidden_size} finite numbers")
     return None
 
 

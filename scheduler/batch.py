@@ -17,7 +17,7 @@ from scheduler.sequence import Sequence
 from scheduler.workers import Worker
 
 REPORTED_TOKENS = 256
-"""Tokens of prompts whose log-probabilities one step computes: each costs a row of logits over the vocabulary."""
+"""Tokens of prompts whose log-probabilities or hidden states one step tells: each costs a row of logits."""
 
 Preempted = Callable[[Sequence], None]
 
@@ -115,4 +115,6 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         sampling=sequence.sampling,
         report_from=sequence.next_report if sequence.reports_prompt else None,
         images=sequence.next_images,
+        hidden_from=sequence.next_hidden if sequence.context.hidden_states else None,
+        embeddings=sequence.context.prompt_embeddings,
     )

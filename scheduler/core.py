@@ -23,11 +23,13 @@ from interfaces import (
     Submit,
     WorkerHello,
 )
+from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from scheduler.admission import WaitingLine, refusal
 from scheduler.batch import build_step
 from scheduler.outbox import Outbox
 from scheduler.sequence import Sequence
+from scheduler.sessions import Sessions
 from scheduler.workers import NewTokens, Worker
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class Scheduler:
         self.replicas: dict[bytes, Replica] = {}
         self.waiting = WaitingLine()
         self.outbox = Outbox(incarnation)
+        self.sessions = Sessions()
         self.paused = False
         self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
         self._order = itertools.count()
@@ -85,6 +88,10 @@ class Scheduler:
     @property
     def vocab_size(self) -> int:
         return min((worker.hello.vocab_size for worker in self.workers.values()), default=0)
+
+    @property
+    def hidden_size(self) -> int:
+        return min((worker.hello.hidden_size for worker in self.workers.values()), default=0)
 
     @property
     def running(self) -> int:
@@ -185,6 +192,8 @@ class Scheduler:
         new = worker.received(result)
         if new.reports is not None:
             self._report(worker, new.reports)
+        if new.hidden is not None:
+            self._tell_hidden(worker, new.hidden)
         if len(new.rows):
             self._book(worker, new)
         for row, text in failed.items():
@@ -213,6 +222,7 @@ class Scheduler:
             block_size=min((worker.block_size for worker in self.workers.values()), default=0),
             vocab_size=self.vocab_size,
             counters=dict(self.counters),
+            hidden_size=self.hidden_size,
         )
 
     # Operators' orders
@@ -265,7 +275,7 @@ class Scheduler:
             )
         if not self.workers:
             return RequestError(ErrorCode.UNAVAILABLE, "no model worker is ready; retry in a few seconds")
-        return refusal(submit, self.max_model_len, self.vocab_size)
+        return refusal(submit, self.max_model_len, self.vocab_size, self.hidden_size)
 
     def _place(self, sequence: Sequence) -> bool:
         """Puts a sequence on the worker with the fewest sequences that has room.
@@ -302,6 +312,15 @@ class Scheduler:
             if sequence is not None and position < sequence.prompt_len:
                 sequence.next_report = max(sequence.next_report, position + 1)
         self.outbox.reports(table.replica[rows], replace(reports, owners=table.handle[rows]))
+
+    def _tell_hidden(self, worker: Worker, hidden: HiddenStates) -> None:
+        """Passes hidden states on, under the handles of their requests."""
+        table, rows = worker.rows, hidden.owners
+        for row, position in zip(rows.tolist(), hidden.positions.tolist(), strict=True):
+            sequence = table.sequences[row]
+            if sequence is not None:
+                sequence.next_hidden = max(sequence.next_hidden, position + 1)
+        self.outbox.hidden(table.replica[rows], hidden.owned_by(table.handle[rows]))
 
     def _book(self, worker: Worker, new: NewTokens) -> None:
         table, rows, tokens = worker.rows, new.rows, new.tokens

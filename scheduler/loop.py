@@ -15,6 +15,7 @@ from interfaces import (
     Hello,
     Order,
     OrderAnswer,
+    SessionOrder,
     StepResult,
     Submit,
     WireError,
@@ -95,6 +96,9 @@ class Loop:
                 self.scheduler.cancel(identity, message.handles.tolist())
             case Order():
                 self._obey(identity, message)
+            case SessionOrder():
+                answer = self.scheduler.sessions.obey(message, self.scheduler.incarnation)
+                send_to(self._api, identity, answer)
             case Hello():
                 if identity not in self.scheduler.replicas:
                     log.info("API replica %s is here", message.replica)
@@ -153,6 +157,7 @@ class Loop:
         for identity in list(self.scheduler.replicas):
             if now - self._last_heard.get(identity, now) > REPLICA_SILENCE_SECONDS:
                 self._drop_replica(identity, f"was silent for {REPLICA_SILENCE_SECONDS:.0f} s")
+        self.scheduler.sessions.forget_idle()
         status = self.scheduler.status()
         for identity in list(self.scheduler.replicas):
             if not send_to(self._api, identity, status):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import Finish, RequestError, Results
+from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 
 # A message may carry reports alone.
@@ -25,6 +26,7 @@ class _Columns:
     finished: list[NDArray[np.int8]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32] | None] = field(default_factory=list)
     reports: list[LogprobReports] = field(default_factory=list)
+    hidden: list[HiddenStates] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
@@ -81,6 +83,11 @@ class Outbox:
         for replica in np.unique(replicas).tolist():
             self._of(replica).reports.append(reports.select(replicas == replica))
 
+    def hidden(self, replicas: NDArray[np.int32], hidden: HiddenStates) -> None:
+        """Hidden states of tokens, by handle; `replicas[i]` wants entry i."""
+        for replica in np.unique(replicas).tolist():
+            self._of(replica).hidden.append(hidden.select(replicas == replica))
+
     def placed(self, replica: int, handle: int, cached: int, queued_us: int) -> None:
         """Tells with a request's first token how many prompt tokens came from the prefix cache, and how long it waited.
 
@@ -122,6 +129,7 @@ class Outbox:
             errors=columns.errors,
             queued=columns.queued,
             reports=LogprobReports.joined(columns.reports) if columns.reports else None,
+            hidden=HiddenStates.joined(columns.hidden) if columns.hidden else None,
         )
 
 

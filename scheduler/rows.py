@@ -34,9 +34,9 @@ class RowTable:
         self.handle = np.zeros(max_rows, np.int32)
         self.replica = np.zeros(max_rows, np.int32)
         self.reports = np.zeros(max_rows, bool)
-        """Rows that may report more log-probabilities than their tokens'."""
+        """Rows that may report more log-probabilities than their tokens', or hidden states."""
         self.unreported = np.zeros(max_rows, np.int32)
-        """Tokens of the prompt up to the last one whose successor is to be reported; 0 when none is."""
+        """Tokens up to the last one of which, or of whose successor, there is something to report; 0 when none is."""
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
         self._free = list(range(max_rows))
         self._reporting = 0
@@ -75,9 +75,11 @@ class RowTable:
         self.num_blocks[row] = len(sequence.blocks)
         self.handle[row] = sequence.handle
         self.replica[row] = replica
-        self.reports[row] = sequence.sampling.reports
-        self._reporting += sequence.sampling.reports
+        self.reports[row] = sequence.sampling.reports or sequence.context.hidden_states
+        self._reporting += int(self.reports[row])
         self.unreported[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
+        if sequence.context.hidden_states:
+            self.unreported[row] = len(sequence.tokens)
         self._set_stop_ids(row, [] if sequence.context.ignore_eos else list(sequence.context.eos_token_ids))
         return row
 
@@ -87,7 +89,7 @@ class RowTable:
         if sequence is None:
             raise ValueError(f"row {row} is free")
         sequence.row = -1
-        self._reporting -= sequence.sampling.reports
+        self._reporting -= int(self.reports[row])
         self.sequences[row] = None
         self.in_use[row] = False
         self.generation[row] += 1

@@ -20,7 +20,8 @@ class Sequence:
     prompt and then every token the client has been sent. `row` is -1 while it waits. `cached_tokens` and `queued_us`,
     the microseconds it waited for its first placement (-1: not placed yet, or told), are news that the next token
     carries. `next_report` is the first position of the prompt whose log-probabilities its client still waits for; the
-    prompt's length when there is none.
+    prompt's length when there is none. `next_hidden` is the first token whose hidden state it waits for, if it wants
+    them.
     """
 
     replica: bytes
@@ -35,6 +36,7 @@ class Sequence:
     arrived: float = field(default_factory=time.monotonic)
     queued_us: int = -1
     next_report: int = 0
+    next_hidden: int = 0
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int) -> Sequence:
@@ -50,9 +52,10 @@ class Sequence:
         """Tokens that need no computing if their K/V is there.
 
         One token must be computed, so that there are logits to sample from; before a position that is to be reported,
-        too.
+        too, and each token whose hidden state is to be told.
         """
-        return (self.next_report if self.reports_prompt else len(self.tokens)) - 1
+        known = (self.next_report if self.reports_prompt else len(self.tokens)) - 1
+        return min(known, self.next_hidden) if self.context.hidden_states else known
 
     @property
     def tokens(self) -> TokenBuffer:

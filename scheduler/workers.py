@@ -9,22 +9,26 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import StepResult, WorkerHello, WorkerStatus
+from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from scheduler.blocks import BlockPool
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
+
+R = TypeVar("R", LogprobReports, HiddenStates)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """Rows that will sample in a step, and whose they were when it was sent.
 
-    `reporting` maps rows that may report log-probabilities to their generations.
+    `reporting` maps rows that may report log-probabilities or hidden states to their generations.
     """
 
     step: int
@@ -41,6 +45,7 @@ class NewTokens:
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
     reports: LogprobReports | None
+    hidden: HiddenStates | None
 
 
 class Worker:
@@ -136,10 +141,11 @@ class Worker:
             generations = generations[np.isin(step.rows, result.rows)]
         current = self.rows.generation[result.rows] == generations
         reports = None if result.reports is None else self._current(result.reports, step)
+        hidden = None if result.hidden is None else self._current(result.hidden, step)
         if current.all():
-            return NewTokens(result.rows, result.tokens, result.logprobs, reports)
+            return NewTokens(result.rows, result.tokens, result.logprobs, reports, hidden)
         logprobs = None if result.logprobs is None else result.logprobs[current]
-        return NewTokens(result.rows[current], result.tokens[current], logprobs, reports)
+        return NewTokens(result.rows[current], result.tokens[current], logprobs, reports, hidden)
 
     def failed_rows(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
         """Rows of `result.errors` that still have the owner the step was computed for."""
@@ -159,7 +165,7 @@ class Worker:
             seconds_since_step=time.monotonic() - self.last_step if self.in_flight else 0.0,
         )
 
-    def _current(self, reports: LogprobReports, step: StepInFlight) -> LogprobReports | None:
+    def _current(self, reports: R, step: StepInFlight) -> R | None:
         """Those of rows that still have their owner; None when no entry is left. ValueError for broken columns."""
         if not reports.consistent:
             raise ValueError(f"the reports of step {step.step} do not fit together")

@@ -84,6 +84,14 @@ class Settings:
         "behaviour", True, "keep two steps in flight, so that the device never waits for the scheduler"
     )
     prefix_cache: bool = _setting("behaviour", True, "reuse the KV blocks of prompts that start alike")
+    hidden_states: bool = _setting(
+        "behaviour", False, "let clients ask for hidden states (SGLang's return_hidden_states), whose answers are large"
+    )
+    logit_processors: str = _setting(
+        "behaviour",
+        "",
+        "logits processors that clients may name, as MODULE:CLASS or NAME=MODULE:CLASS with commas; run in the worker",
+    )
     log_level: str = _setting("behaviour", "info", "debug, info, warning or error")
 
     def __post_init__(self) -> None:
@@ -97,12 +105,24 @@ class Settings:
         _check(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
         _check(self.log_level in LOG_LEVELS, "log_level", self.log_level, "one of " + ", ".join(LOG_LEVELS))
         parse_memory(self.kv_memory)
+        _check(
+            all(re.fullmatch(r"(\w+=)?[\w.]+:\w+", entry) for entry in _entries(self.logit_processors)),
+            "logit_processors",
+            self.logit_processors,
+            "a list of MODULE:CLASS or NAME=MODULE:CLASS",
+        )
         _check(_are_devices(self.devices), "devices", self.devices, "auto, or a list of cpu and cuda:N")
 
     @property
     def public_model_name(self) -> str:
         """Name under which clients see the model."""
         return self.served_model_name or Path(self.model).name or "tokenyard-demo"
+
+    @property
+    def processor_paths(self) -> dict[str, str]:
+        """Import paths of the allowed logits processors, by the name that clients use."""
+        pairs = (entry.rpartition("=") for entry in _entries(self.logit_processors))
+        return {name or path: path for name, _, path in pairs}
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -195,6 +215,10 @@ def _types(name: str) -> tuple[type, ...]:
 
 def _type_name(name: str) -> str:
     return {bool: "true or false", int: "a whole number", str: "a text"}[KINDS[name]]
+
+
+def _entries(text: str) -> list[str]:
+    return [entry for entry in text.replace(" ", "").split(",") if entry]
 
 
 def _are_devices(text: str) -> bool:

@@ -159,7 +159,7 @@ def _instance(index: int, instance: dict[str, Any], call: Call) -> tuple[Generat
 async def _prediction(body: GenerateRequest | None, choices: list[Choice], call: Call) -> str:
     """The text of an instance's answer, the most likely one of several (`best_of`)."""
     if not all(map(is_complete, choices)):
-        raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation")
+        raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation", counted=True)
     best = max(choices, key=lambda choice: choice.mean_logprob) if len(choices) > 1 else choices[0]
     return best.text if body is None else str((await answer(body, [best], call.server.tokenizer))["generated_text"])
 

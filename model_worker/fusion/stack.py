@@ -66,6 +66,17 @@ class FusedStack:
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Write the batch's tokens into the cache and return float32 logits [L, vocab] at `batch.logit_positions`."""
+        return self._run(batch, cache)[0]
+
+    def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Also what the logits were made of, float32 [L, hidden]."""
+        logits, residual = self._run(batch, cache)
+        wanted, weights = residual[batch.logit_positions], self._weights
+        shares = torch.rsqrt(wanted.square().mean(-1, keepdim=True) + float(weights.epsilon))
+        return logits, wanted * shares * torch.from_numpy(weights.final_norm)
+
+    def _run(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Logits, and the residual [T, hidden] after the last layer."""
         x = self._embedding(batch.tokens).to(torch.float32)
         logits = torch.empty(len(batch.logit_positions), self._vocab_size)
         team(self._cores).run(
@@ -79,7 +90,7 @@ class FusedStack:
             batch.logit_positions.numpy(),
             logits.numpy(),
         )
-        return logits
+        return logits, x
 
     def _angles_of(self, batch: ForwardBatch) -> Rotary:
         positions = batch.positions.numpy()

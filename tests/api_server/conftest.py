@@ -27,6 +27,7 @@ from api_server.engine_client import EngineClient
 from api_server.state import ServerState
 from api_server.tokenizer import Tokenizer
 from interfaces.codec import decode
+from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from interfaces.messages import (
     Action,
@@ -37,12 +38,14 @@ from interfaces.messages import (
     Order,
     OrderAnswer,
     Results,
+    SessionOrder,
     Status,
     Submit,
     WorkerStatus,
 )
 from interfaces.results import RequestError
 from interfaces.sampling import SamplingParams
+from scheduler.sessions import Sessions
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from shared.sockets import bind_router, send_to
@@ -140,6 +143,8 @@ class SchedulerDouble:
     refuse_order: str = ""
     ignore_orders: bool = False
     orders: list[Order] = field(default_factory=list)
+    sessions: Sessions = field(default_factory=Sessions)
+    hidden_size: int = 4
     incarnation: int = field(default_factory=lambda: secrets.randbits(31))
     submits: list[Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -215,6 +220,7 @@ class SchedulerDouble:
             block_size=16,
             vocab_size=self.vocab_size,
             counters={},
+            hidden_size=self.hidden_size,
         )
 
     def _take(self, router: zmq.Socket[bytes], replica: bytes, message: Any) -> None:
@@ -230,6 +236,8 @@ class SchedulerDouble:
                 self.running.pop((replica, handle), None)
         elif isinstance(message, Order):
             self._obey(router, replica, message)
+        elif isinstance(message, SessionOrder):
+            send_to(router, replica, self.sessions.obey(message, self.incarnation))
         elif isinstance(message, Submit):
             self.submits.append(message)
             if self.refuse is not None:
@@ -279,6 +287,7 @@ class SchedulerDouble:
                 cached=dict.fromkeys(handles, self.cached),
                 queued=dict.fromkeys(handles, self.queued_us),
                 reports=self._reports(tokens, [key for key in self.running if key[0] == replica]),
+                hidden=self._hidden([key for key in self.running if key[0] == replica]),
             )
             send_to(router, replica, results)
             for handle, code in zip(handles, finished, strict=True):
@@ -314,6 +323,20 @@ class SchedulerDouble:
             ids=np.array([i for top, asked in told for i in (*top, *asked)], np.int32),
             values=np.array([logprob_of(i) for top, asked in told for i in (*top, *asked)], np.float32),
         )
+
+    def _hidden(self, keys: list[tuple[bytes, int]]) -> HiddenStates | None:
+        """With the first token those of the prompt, then each token's before; every number says whose it is."""
+        entries: list[tuple[int, int]] = []
+        for key in keys:
+            context, done = self.running[key].submit.context, self.running[key].done
+            if context.hidden_states:
+                last = context.prompt_length + done - 2
+                entries += [(key[1], i) for i in range(0 if done == 1 else last, last + 1)]
+        if not entries:
+            return None
+        owners, positions = np.array(entries, np.int32).T
+        values = np.repeat(positions.astype(np.float32), self.hidden_size)
+        return HiddenStates(owners.copy(), positions.copy(), values)
 
     def _next(self, running: Running) -> tuple[int, int]:
         sampling = running.submit.context.sampling_params

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -97,6 +99,29 @@ def test_client_that_leaves_is_counted(live: LiveServer) -> None:
     assert value(found, "tokenyard_requests_total", route="/generate", outcome="cancelled") == 1
     assert value(found, "tgi_request_failure", err="dropped") == 1
     assert value(found, "sglang:num_aborted_requests_total", model_name="tiny-chat") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "stream": True}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9}),
+        ("/generate", {"inputs": "Hello"}),
+        ("/generate", {"text": "Hello"}),
+        ("/generate_stream", {"inputs": "Hello"}),
+    ],
+)
+def test_a_request_that_an_operator_ends_is_counted_once(live: LiveServer, path: str, body: dict[str, Any]) -> None:
+    live.double.hold.set()
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(httpx.post, live.url + path, json=body, timeout=20)
+        live.double.wait(lambda: live.double.running)
+        assert httpx.post(live.url + "/abort_request", json={"abort_all": True}).status_code == 200
+        pending.result(20)
+    counted = {labels: v for (name, labels), v in scrape(live).items() if name == "tokenyard_requests_total" and v}
+    assert [dict(labels) for labels in counted] == [{"route": path, "outcome": "cancelled"}]
+    assert list(counted.values()) == [1]
 
 
 def test_other_servers_names(live: LiveServer) -> None:

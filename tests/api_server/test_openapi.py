@@ -49,6 +49,7 @@ def test_every_route_is_in_it(published: dict[str, Any]) -> None:
         ("post", "/continue_generation"),
         ("post", "/detokenize"),
         ("get", "/v1/loads"),
+        ("post", "/v1/score"),
         ("get", "/health"),
         ("get", "/metrics"),
         ("post", "/v1/chat/completions"),

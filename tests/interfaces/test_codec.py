@@ -25,6 +25,8 @@ from interfaces import (
     RequestError,
     Results,
     SamplingParams,
+    SessionAnswer,
+    SessionOrder,
     SharedMemoryArray,
     SpeechContext,
     Status,
@@ -40,6 +42,7 @@ from interfaces import (
     encode,
 )
 from interfaces.codec import PROTOCOL_VERSION, message
+from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from interfaces.readers import Readers
 from interfaces.shared_memory import PREFIX, Shareable, SharedMemoryError
@@ -87,7 +90,12 @@ joins = st.builds(
     report_from=st.none() | i31,
     images=st.lists(images, max_size=2),
 )
-shared_by_contexts = {"max_length": st.none(), "request_id": text, "cache_salt": text}
+shared_by_contexts = {
+    "max_length": st.none(),
+    "request_id": text,
+    "cache_salt": text,
+    "hidden_states": st.booleans(),
+}
 contexts = st.one_of(
     st.builds(TextContext.from_prompt, st.lists(i31, min_size=1, max_size=9), sampling, **shared_by_contexts),
     st.builds(
@@ -139,6 +147,8 @@ messages = st.one_of(
     ),
     st.builds(Order, i31, i31, st.lists(text, max_size=3)),
     st.builds(OrderAnswer, i31, i31, text, i31),
+    st.builds(SessionOrder, i31, i31, text, text, text, st.booleans(), st.floats(0, 1e6), column(np.int32), i31),
+    st.builds(SessionAnswer, i31, i31, text, column(np.int32), i31),
     st.builds(
         Status,
         incarnation=i31,
@@ -176,6 +186,7 @@ messages = st.one_of(
         logprobs=st.none() | column(np.float32),
         errors=st.dictionaries(i31, text, max_size=3),
         device_us=i31,
+        hidden=st.none() | st.builds(HiddenStates, column(np.int32), column(np.int32), column(np.float32)),
         reports=reports,
     ),
 )

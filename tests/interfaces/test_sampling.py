@@ -87,6 +87,13 @@ def test_the_ends_of_the_ranges_are_taken_as_given(name: str, value: Any) -> Non
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
+def test_a_dialect_may_take_any_finite_temperature() -> None:
+    assert combine(SamplingParamsInput(temperature=1e300, any_temperature=True)).temperature == 1e300
+    for value in (math.inf, math.nan, -0.1):
+        with pytest.raises(ValueError, match="temperature must be finite and at least 0"):
+            SamplingParams(temperature=value, any_temperature=True)
+
+
 def test_top_k_zero_means_all_tokens() -> None:
     assert SamplingParams(top_k=0).top_k == -1
 

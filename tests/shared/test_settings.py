@@ -35,6 +35,8 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "reasoning_parser": st.sampled_from(["auto", "none", "think"]),
     "overlap": st.booleans(),
     "prefix_cache": st.booleans(),
+    "hidden_states": st.booleans(),
+    "logit_processors": st.sampled_from(["", "a.b:C", "x=a.b:C, d:E"]),
     "log_level": st.sampled_from(LOG_LEVELS),
 }
 layers = st.fixed_dictionaries({}, optional=values)

@@ -6,16 +6,20 @@ The real scheduler, the real engines, every message through the codec.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from interfaces import Finish, SamplingParams, Step, Submit, TextContext, WorkerHello, decode, encode
 from interfaces.log_probabilities import LogProbabilities
 from model_worker.engine import Engine, WorkerIdentity
 from model_worker.loader import LoadedModel, load_model
+from model_worker.processors import Processor
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
 from model_worker.sampler import SamplerRows
@@ -37,6 +41,7 @@ class Shape:
     workers: int = 1
     prefix_cache: bool = True
     backend: str = "auto"
+    processors: Mapping[str, Processor] = field(default_factory=dict)
 
 
 @dataclass
@@ -47,6 +52,8 @@ class Answer:
     error: str = ""
     reports: dict[int, LogProbabilities] = field(default_factory=dict)
     """By position; each may arrive once only."""
+    hidden: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    """As reports."""
 
 
 def load(path: Path) -> LoadedModel:
@@ -73,8 +80,8 @@ class InProcessServer:
             self.engines[index] = _engine(loaded, shape, index)
             self.scheduler.worker_hello(_hello(loaded, shape, index))
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams) -> int:
-        return self.submit_context(TextContext.from_prompt(prompt, params))
+    def submit(self, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> int:
+        return self.submit_context(TextContext.from_prompt(prompt, params, **fields))
 
     def submit_context(self, context: TextContext) -> int:
         handle = len(self.answers)
@@ -116,6 +123,11 @@ class InProcessServer:
                 for handle, position, report in results.reports.entries():
                     assert position not in self.answers[handle].reports
                     self.answers[handle].reports[position] = report
+            if results.hidden is not None:
+                assert results.hidden.consistent
+                for handle, position, vector in results.hidden.entries():
+                    assert position not in self.answers[handle].hidden
+                    self.answers[handle].hidden[position] = vector
             for handle, error in results.errors.items():
                 self.answers[handle].error = error.message
 
@@ -123,11 +135,13 @@ class InProcessServer:
 def _engine(loaded: LoadedModel, shape: Shape, index: int) -> Engine:
     runner = ModelRunner(loaded, shape.num_blocks, shape.block_size, shape.backend)
     rows = WorkerRows(shape.max_rows, shape.max_model_len, shape.block_size, shape.num_blocks)
-    sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device)
-    return Engine(runner.forward, rows, sampler, torch.device("cpu"), WorkerIdentity(index, 0))
+    sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device, shape.processors)
+    identity = WorkerIdentity(index, 0)
+    return Engine(runner.forward, rows, sampler, torch.device("cpu"), identity, runner.forward_with_hidden)
 
 
 def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:
+    embedding: Any = loaded.model.get_input_embeddings()
     return WorkerHello(
         device="cpu",
         index=index,
@@ -141,4 +155,5 @@ def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:
         architecture=loaded.architecture,
         dtype="float32",
         attention=shape.backend,
+        hidden_size=int(embedding.weight.shape[1]),
     )

@@ -5,6 +5,7 @@ Knows the JSON forms and how tokens read; knows neither requests nor streams.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +44,10 @@ async def echo_of(tokenizer: Tokenizer, choice: Choice, with_logprobs: bool) -> 
 class LogprobWriter:
     """Writes the logprobs of one request's choices, whole or piece by piece with the same result."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, most: int) -> None:
+        """`most` alternatives are told of each token, even if more are known."""
         self._tokenizer = tokenizer
+        self._most = most
         self._ends: dict[int, int] = {}
 
     def chat(self, tokens: Sequence[TokenDelta]) -> dict[str, Any]:
@@ -76,7 +79,9 @@ class LogprobWriter:
         return {
             "tokens": [self._tokenizer.piece(token) for token, _, _ in rows],
             "token_logprobs": [own for _, own, _ in rows],
-            "top_logprobs": [None if own is None else self._by_text({**top, token: own}) for token, own, top in rows],
+            "top_logprobs": [
+                None if own is None else self._by_text(self._cut(top) | {token: own}) for token, own, top in rows
+            ],
             "text_offset": list(offsets),
         }
 
@@ -86,7 +91,10 @@ class LogprobWriter:
         return dict(reversed({self._tokenizer.piece(token): value for token, value in ordered}.items()))
 
     def _top(self, top: Mapping[int, float]) -> list[dict[str, Any]]:
-        return [self._entry(token, value) for token, value in top.items()]
+        return [self._entry(token, value) for token, value in self._cut(top).items()]
+
+    def _cut(self, top: Mapping[int, float]) -> dict[int, float]:
+        return dict(itertools.islice(top.items(), self._most))
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {

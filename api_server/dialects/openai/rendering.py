@@ -113,9 +113,13 @@ def _delta(piece: Piece) -> dict[str, Any]:
 
 
 def completion_answer(
-    envelope: Envelope, choices: Sequence[Choice], n: int, echoes: Sequence[Echo], writer: LogprobWriter | None
+    envelope: Envelope,
+    drawn: Sequence[Choice],
+    choices: Sequence[Choice],
+    echoes: Sequence[Echo],
+    writer: LogprobWriter | None,
 ) -> dict[str, Any]:
-    """The whole body of a completion, with the `n` best choices of each prompt; `echoes[i]` precedes choice i."""
+    """The whole body of a completion with `choices`, the best of those `drawn`; `echoes[i]` precedes choice i."""
 
     def logprobs(choice: Choice) -> dict[str, Any] | None:
         if writer is None:
@@ -128,12 +132,12 @@ def completion_answer(
         _completion_choice(
             index, echoes[choice.index].text + choice.text, finish_reason(choice.finish), logprobs(choice)
         )
-        for index, choice in enumerate(_best(choices, n))
+        for index, choice in enumerate(choices)
     ]
-    return envelope.around("text_completion", rendered, usage=usage(choices))
+    return envelope.around("text_completion", rendered, usage=usage(drawn))
 
 
-def _best(choices: Sequence[Choice], n: int) -> list[Choice]:
+def best(choices: Sequence[Choice], n: int) -> list[Choice]:
     """The `n` most likely choices of each prompt, by mean logprob; all, as they are, when there are no more."""
     found = []
     for _, group in itertools.groupby(choices, key=lambda choice: choice.request_index):

@@ -10,14 +10,18 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import orjson
+
 from api_server import body, refusals
 from api_server.chat_messages import chat_messages
 from api_server.chat_tools import tool_use
 from api_server.dialects.openai.responses_schema import ResponsesBody
-from api_server.dialects.openai.schema import ChatBody, CompletionBody, TextBody
+from api_server.dialects.openai.schema import ChatBody, CompletionBody, ExtendedBody, TextBody
 from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
+from api_server.logit_processors import processor_problem
 from api_server.refusals import Refusals
+from api_server.stop_patterns import pattern_problem
 from api_server.thinking import template_options
 from interfaces.chat import TextGenerationRequestMessage
 from interfaces.requests import TextGenerationRequest
@@ -86,7 +90,9 @@ _WITHOUT_EFFECT = frozenset(
 def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -> B:
     """The body, checked; `refused` are further fields that this endpoint has not. Raises RequestFailed."""
     raw = call.json
-    _check(raw, model, {**_REFUSED, **refused})
+    _check(
+        raw, model, {name: rule for name, rule in _REFUSED.items() if name not in model.model_fields} | dict(refused)
+    )
     try:
         parsed = body.parse(model, raw)
     except body.Mismatch as error:
@@ -109,7 +115,7 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
         raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
     wanted = given.top_logprobs or 0 if given.logprobs else None
     return TextGenerationRequest(
-        **_common(call, given, asked, wanted),
+        **_extended(call, given, _common(call, given, asked, wanted)),
         messages=chat_messages(given.messages),
         tools=use.tools,
         forced_tools=use.forced,
@@ -129,7 +135,7 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
 
 def completion_requests(call: Call, given: CompletionBody) -> list[TextGenerationRequest]:
     """One internal request for each prompt."""
-    common = _common(call, given, given.max_tokens, given.logprobs)
+    common = _extended(call, given, _common(call, given, given.max_tokens, given.logprobs))
     if given.best_of is not None:
         _check_best_of(given.best_of, given)
         common["n"] = given.best_of
@@ -195,6 +201,41 @@ def _common(call: Call, given: TextBody, max_tokens: int | None, logprobs: int |
         "request_path": call.path,
         "received": call.received,
     }
+
+
+def _extended(call: Call, given: ExtendedBody, common: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with what `ExtendedBody` adds to them. Raises RequestFailed."""
+    name = given.custom_logit_processor or ""
+    problem = pattern_problem(given.stop_patterns)
+    if problem is not None:
+        raise invalid(problem, "stop_regex")
+    problem = processor_problem(name, call.server.settings.processor_paths)
+    if problem is not None:
+        raise invalid(problem, "custom_logit_processor")
+    sampling = replace(
+        common["sampling"],
+        logit_processor=name,
+        custom_params=orjson.dumps(given.custom_params or {}).decode() if name else None,
+    )
+    if given.prompt_logprobs is not None or given.return_token_ids:
+        _check_not_streamed(given)
+    if given.prompt_logprobs is not None:
+        most = max(given.prompt_logprobs, sampling.top_logprobs or 0)
+        sampling = replace(sampling, top_logprobs=most, prompt_logprobs_from=0)
+    salt = common["cache_salt"]
+    return common | {
+        "request_id": given.rid or common["request_id"],
+        "sampling": sampling,
+        "keep_stop": common["keep_stop"] or bool(given.no_stop_trim),
+        "stop_patterns": given.stop_patterns,
+        "cache_salt": f"{given.extra_key}\0{salt}" if given.extra_key else salt,
+    }
+
+
+def _check_not_streamed(given: ExtendedBody) -> None:
+    if given.stream:
+        name = "return_token_ids" if given.prompt_logprobs is None else "prompt_logprobs"
+        raise invalid(f"{name} is not available when stream is true; ask for the whole answer", name)
 
 
 def _sampling(given: TextBody, max_tokens: int | None) -> SamplingParamsInput:

@@ -8,7 +8,7 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from api_server.dialects.openai import rendering, requests, responses
+from api_server.dialects.openai import extras, rendering, requests, responses
 from api_server.dialects.openai.errors import error_frame, render_error
 from api_server.dialects.openai.logprobs import Echo, LogprobWriter, echo_of
 from api_server.dialects.openai.schema import (
@@ -66,11 +66,14 @@ async def chat_completions(call: Call) -> Response:
     body = requests.read(call, ChatBody)
     envelope = rendering.envelope(call.server, "chatcmpl")
     generation = await generate(call.server, requests.chat_request(call, body))
-    writer = LogprobWriter(call.server.tokenizer) if body.logprobs else None
+    writer = LogprobWriter(call.server.tokenizer, body.top_logprobs or 0) if body.logprobs else None
     if body.stream:
         frames = rendering.chat_frames(envelope, generation, body.stream_options, writer)
         return EventStream(frames, generation.close, error_frame)
-    return _json(rendering.chat_answer(envelope, await generation.collect(), writer))
+    choices = await generation.collect()
+    answer = rendering.chat_answer(envelope, choices, writer)
+    extras.add_to_chat(answer, body, choices, call.server.tokenizer)
+    return _json(answer)
 
 
 async def completions(call: Call) -> Response:
@@ -78,11 +81,14 @@ async def completions(call: Call) -> Response:
     envelope = rendering.envelope(call.server, "cmpl")
     generation = await generate(call.server, requests.completion_requests(call, body))
     echoes = await _echoes(call.server, body, generation)
-    writer = None if body.logprobs is None else LogprobWriter(call.server.tokenizer)
+    writer = None if body.logprobs is None else LogprobWriter(call.server.tokenizer, body.logprobs)
     if body.stream:
         frames = rendering.completion_frames(envelope, generation, body.stream_options, echoes, writer)
         return EventStream(frames, generation.close, error_frame)
-    return _json(rendering.completion_answer(envelope, await generation.collect(), body.n or 1, echoes, writer))
+    choices = rendering.best(await generation.collect(), body.n or 1)
+    answer = rendering.completion_answer(envelope, generation.choices, choices, echoes, writer)
+    extras.add_to_completion(answer, body, choices, call.server.tokenizer)
+    return _json(answer)
 
 
 async def list_models(call: Call) -> Response:

@@ -63,6 +63,29 @@ class TextBody(Body):
     user: str | None = Field(None, description="Accepted, without effect")
 
 
+class ExtendedBody(TextBody):
+    """What SGLang's and vLLM's clients may add to chat and plain completions."""
+
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MOST_LOGPROBS, description="Return the prompt's log probabilities, and so many alternatives"
+    )
+    return_token_ids: bool | None = Field(None, description="Return token ids of prompt and answer; not streamed")
+    stop_regex: str | Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        None, description="Patterns in RE2's syntax that end the answer; what matched stays in it"
+    )
+    no_stop_trim: bool | None = Field(None, description="As include_stop_str_in_output")
+    extra_key: str | None = Field(None, description="As cache_salt; both count")
+    custom_logit_processor: str | None = Field(
+        None, description="Name of a logits processor that the server was started with (--logit-processors)"
+    )
+    custom_params: dict[str, Any] | None = Field(None, description="What the custom logit processor is given")
+    rid: str | None = Field(None, min_length=1, max_length=256, description="Name of the request, for aborting it")
+
+    @property
+    def stop_patterns(self) -> list[str]:
+        return [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex or []
+
+
 class Message(BaseModel):
     """For the document; `chat_template.py` checks what arrives."""
 
@@ -72,7 +95,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
 
 
-class ChatBody(TextBody):
+class ChatBody(ExtendedBody):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
         description="The conversation: role and content (a text, or parts of type text)"
     )
@@ -107,7 +130,7 @@ class ChatBody(TextBody):
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
-class CompletionBody(TextBody):
+class CompletionBody(ExtendedBody):
     prompt: (
         str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     ) = Field(description="Text, token ids, or a list of either")

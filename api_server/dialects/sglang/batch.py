@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
 
 NO_INPUT = "Either text, input_ids or input_embeds should be provided."
@@ -22,6 +25,8 @@ _SPREAD: tuple[tuple[str, Any], ...] = (
     ("top_logprobs_num", 0),
     ("cache_salt", ""),
     ("extra_key", ""),
+    ("return_hidden_states", False),
+    ("custom_logit_processor", ""),
 )
 """Fields of the body, and what null means; in the order of `Item`'s fields."""
 
@@ -31,13 +36,16 @@ class Item:
     """One prompt of the body with the values that hold for it."""
 
     rid: str
-    prompt: str | list[int]
+    prompt: str | list[int] | NDArray[np.float32]
+    """Text, token ids, or vectors that stand for the embeddings of tokens."""
     sampling: SamplingParameters
     return_logprob: bool
     logprob_start_len: int
     top_logprobs_num: int
     cache_salt: str
     extra_key: str
+    return_hidden_states: bool
+    custom_logit_processor: str
     token_ids_logprob: list[int]
 
     @property
@@ -69,14 +77,34 @@ def expand(body: GenerateRequest, fresh_rid: str) -> Batch:
     return Batch(items, listed=is_batch or counts != {1})
 
 
-def _prompts(body: GenerateRequest) -> tuple[Sequence[str | list[int]], bool]:
-    if (body.text is None) == (body.input_ids is None):
-        raise ValueError(NO_INPUT + ("" if body.text is None else " Give exactly one of them."))
-    given: Any = body.text if body.input_ids is None else body.input_ids
-    if given == [] or (body.input_ids is not None and [] in given):
-        raise ValueError("text cannot be empty." if body.input_ids is None else "input_ids cannot be empty.")
-    is_batch = isinstance(given, list) and not isinstance(given[0], int)
-    return (given if is_batch else [given]), is_batch
+def _prompts(body: GenerateRequest) -> tuple[Sequence[Any], bool]:
+    given = [name for name in ("text", "input_ids", "input_embeds") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise ValueError(NO_INPUT + (" Give exactly one of them." if given else ""))
+    if body.input_embeds is not None:
+        return _embeddings(body.input_embeds)
+    found: Any = body.text if body.input_ids is None else body.input_ids
+    if found == [] or (body.input_ids is not None and [] in found):
+        raise ValueError(f"{given[0]} cannot be empty.")
+    is_batch = isinstance(found, list) and not isinstance(found[0], int)
+    return (found if is_batch else [found]), is_batch
+
+
+def _embeddings(given: list[Any]) -> tuple[Sequence[Any], bool]:
+    if not given or not all(given):
+        raise ValueError("input_embeds cannot be empty.")
+    is_batch = isinstance(given[0][0], list)
+    return [_matrix(each) for each in (given if is_batch else [given])], is_batch
+
+
+def _matrix(rows: list[list[float]]) -> NDArray[np.float32]:
+    if len({len(row) for row in rows}) != 1 or not rows[0]:
+        raise ValueError("input_embeds must have vectors of one length.")
+    with np.errstate(over="ignore"):
+        matrix = np.array(rows, np.float32)
+    if not np.isfinite(matrix).all():
+        raise ValueError("input_embeds must have numbers that float32 can hold.")
+    return matrix
 
 
 def _spread(name: str, value: Any, default: Any, size: int, is_batch: bool) -> list[Any]:

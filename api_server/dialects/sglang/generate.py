@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 from starlette.responses import Response
 
 from api_server.body import Mismatch, parse
@@ -14,6 +16,7 @@ from api_server.dialects.sglang.batch import Batch, Item, expand
 from api_server.dialects.sglang.errors import ERROR_STATUSES, error_frame
 from api_server.dialects.sglang.rendering import Naming, result
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest, GenerateResponse, SamplingParameters
+from api_server.dialects.sglang.sessions import remember, resumed
 from api_server.dialects.sglang.validation import (
     logprob_problem,
     sampling_problem,
@@ -23,6 +26,7 @@ from api_server.dialects.sglang.validation import (
 from api_server.endpoint import Call, Document
 from api_server.errors import invalid, unsupported
 from api_server.generation import Choice, Generation, generate
+from api_server.logit_processors import processor_problem
 from api_server.sse import DONE, EventStream, frame
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
@@ -54,27 +58,35 @@ async def generate_native(call: Call, stream: bool = False) -> Response:
         batch = expand(body, call.request_id)
     except ValueError as error:
         raise invalid(str(error)) from None
+    if body.session_id is not None and body.session_params is not None:
+        raise invalid("session_id and session_params cannot both be set.", "session_id")
     _check(body, batch, call)
     with ExitStack() as cleanup:
         cleanup.enter_context(_claimed(body, batch))
+        batch = await resumed(call, body, batch)
         generation = await generate(call.server, [_internal(item, call) for item in batch.items])
         naming = Naming.of(batch, generation.choices, call.server.tokenizer.piece)
         if not (stream or body.stream):
             await generation.collect()
+            await remember(call, body, batch.items[0], generation.choices[0])
             answers = [result(body, batch, choice, naming) for choice in generation.choices]
             return Response(orjson.dumps(answers if batch.listed else answers[0]), media_type="application/json")
         cleanup.callback(generation.close)
         close = cleanup.pop_all().close
-    return EventStream(_events(body, batch, generation, naming), close, error_frame)
+    return EventStream(_events(call, body, batch, generation, naming), close, error_frame)
 
 
-async def _events(body: GenerateRequest, batch: Batch, generation: Generation, naming: Naming) -> AsyncIterator[bytes]:
+async def _events(
+    call: Call, body: GenerateRequest, batch: Batch, generation: Generation, naming: Naming
+) -> AsyncIterator[bytes]:
     shown = [0] * len(generation.choices)
     async for delta in generation:
         choice = generation.choices[delta.index]
         if delta.finish is None and not _is_due(batch, choice, shown[delta.index]):
             continue
         shown[delta.index] = choice.completion_tokens
+        if delta.finish is not None:
+            await remember(call, body, batch.items[0], choice)
         answer = result(body, batch, choice, naming)
         yield frame(answer | {"index": delta.index} if batch.listed else answer)
     yield DONE
@@ -108,10 +120,22 @@ def _check(body: GenerateRequest, batch: Batch, call: Call) -> None:
     for name in (unsupported_field(body), *map(unsupported_sampling, samplings)):
         if name is not None:
             raise unsupported(name, "a value")
+    if any(item.return_hidden_states for item in batch.items) and not call.server.settings.hidden_states:
+        raise invalid("The server is not configured to return hidden states (--hidden-states)", "return_hidden_states")
     for item in batch.items:
-        problem = logprob_problem(item, vocab_size) if item.return_logprob else None
+        if isinstance(item.prompt, np.ndarray):
+            _check_width(item.prompt, call)
+        problem = processor_problem(item.custom_logit_processor, call.server.settings.processor_paths)
+        if problem is None and item.return_logprob:
+            problem = logprob_problem(item, vocab_size)
         if problem is not None:
             raise invalid(problem)
+
+
+def _check_width(vectors: NDArray[np.float32], call: Call) -> None:
+    wanted, given = call.server.engine.hidden_size, vectors.shape[1]
+    if wanted is not None and given != wanted:
+        raise invalid(f"input_embeds must have vectors of {wanted} numbers, got {given}", "input_embeds")
 
 
 @contextmanager
@@ -133,12 +157,15 @@ def _internal(item: Item, call: Call) -> TextGenerationRequest:
     try:
         return TextGenerationRequest(
             request_id=RequestID(item.rid),
-            prompt=item.prompt,
-            sampling=_with_logprobs(_sampling(given), item) if item.return_logprob else _sampling(given),
+            prompt=item.prompt if isinstance(item.prompt, str | list) else [0] * len(item.prompt),
+            prompt_embeddings=None if isinstance(item.prompt, str | list) else item.prompt,
+            hidden_states=item.return_hidden_states,
+            sampling=_with_logprobs(_sampling(item), item) if item.return_logprob else _sampling(item),
             model_defaults=False,
             default_max_new_tokens=None if "max_new_tokens" in given.model_fields_set else DEFAULT_MAX_NEW_TOKENS,
             n=item.n,
             keep_stop=bool(given.no_stop_trim),
+            stop_patterns=given.stop_patterns,
             skip_special_tokens=given.skip_special_tokens is not False,
             token_details=item.return_logprob,
             cache_salt=f"{item.extra_key}\0{item.cache_salt}" if item.extra_key else item.cache_salt,
@@ -159,10 +186,11 @@ def _with_logprobs(sampling: SamplingParamsInput, item: Item) -> SamplingParamsI
     )
 
 
-def _sampling(given: SamplingParameters) -> SamplingParamsInput:
-    temperature = given.temperature
+def _sampling(item: Item) -> SamplingParamsInput:
+    given, temperature = item.sampling, item.sampling.temperature
     return SamplingParamsInput(
         temperature=0.0 if temperature is not None and temperature < GREEDY_BELOW else temperature,
+        any_temperature=True,
         top_p=given.top_p,
         top_k=given.top_k,
         min_p=given.min_p,
@@ -175,5 +203,7 @@ def _sampling(given: SamplingParameters) -> SamplingParamsInput:
         ignore_eos=given.ignore_eos,
         stop=given.stop_strings,
         stop_token_ids=[] if given.ignore_eos else given.stop_token_ids,
+        logit_processor=item.custom_logit_processor,
+        custom_params=orjson.dumps(given.custom_params or {}).decode() if item.custom_logit_processor else None,
         seed=None if given.sampling_seed is None else given.sampling_seed % SEED_LIMIT,
     )

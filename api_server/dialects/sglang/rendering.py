@@ -39,6 +39,8 @@ def result(body: GenerateRequest, batch: Batch, choice: Choice, naming: Naming) 
     item = batch.items[choice.request_index]
     if item.return_logprob:
         answer["meta_info"] |= _logprobs(item, choice, naming.text_of if body.return_text_in_logprobs else None)
+    if item.return_hidden_states and choice.finish is not None:
+        answer["meta_info"]["hidden_states"] = _hidden_states(choice)
     if body.return_prompt_token_ids:
         answer["prompt_token_ids"] = choice.prompt_token_ids.tolist()
     return answer
@@ -103,6 +105,14 @@ def _logprobs(item: Item, choice: Choice, text_of: Callable[[int], str] | None) 
                 for _, own, _, asked, _ in rows
             ]
     return found
+
+
+def _hidden_states(choice: Choice) -> list[Any]:
+    """The prompt's as a matrix, then one vector for each generated token from which another one was computed."""
+    prompt, total = choice.prompt_tokens, choice.prompt_tokens + choice.completion_tokens
+    known = sorted(choice.hidden)
+    first = [choice.hidden[i].tolist() for i in known if i < prompt]
+    return [first, *(choice.hidden[i].tolist() for i in known if prompt <= i < total - 1)]
 
 
 Row = tuple[int, float | None, Mapping[int, float], Mapping[int, float], str | None]

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 # A long list of wrong values would otherwise make one error each.
 Integers = Annotated[list[int], Field(fail_fast=True)]
+Vectors = Annotated[list[Annotated[list[float], Field(fail_fast=True)]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
@@ -42,12 +43,14 @@ class SamplingParameters(BaseModel):
     n: int | None = Field(None, description="Answers to draw per prompt")
     logit_bias: dict[str, float] | None = Field(None, description="Token id to a number added to its score")
     sampling_seed: int | None = Field(None, description="Seed of the random draws")
-    stop_regex: str | list[str] | None = Field(None, description="Not built yet")
+    stop_regex: str | Texts | None = Field(
+        None, description="Patterns in RE2's syntax that end the answer when they match in it; what matched stays"
+    )
     json_schema: str | dict[str, Any] | None = Field(None, description="Not built yet")
     regex: str | None = Field(None, description="Not built yet")
     ebnf: str | None = Field(None, description="Not built yet")
     structural_tag: str | dict[str, Any] | None = Field(None, description="Not built yet")
-    custom_params: Any = Field(None, description="Not built yet")
+    custom_params: dict[str, Any] | None = Field(None, description="What the custom logit processor is given")
     stream_interval: int | None = Field(None, description="Tokens per event after the first, at least; default 1")
     beam_width: int | None = Field(None, description="Not built yet")
     watermark: Any = Field(None, description="Not built yet")
@@ -57,17 +60,35 @@ class SamplingParameters(BaseModel):
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    @property
+    def stop_patterns(self) -> list[str]:
+        return [self.stop_regex] if isinstance(self.stop_regex, str) else self.stop_regex or []
+
+
+class SessionParameters(BaseModel):
+    """The new input follows prompt and answer of the request `rid`, or begins anew without one."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    id: str = Field(max_length=256, description="The session")
+    rid: str | None = Field(None, max_length=256, description="The request to go on from; it must have ended")
+    offset: int | None = Field(None, ge=0, description="Keep only so many tokens of it; 0: all")
+    replace: bool | None = Field(None, description="Forget what went on from that request before; without one: all")
+    drop_previous_output: bool | None = Field(None, description="Keep its prompt only")
+
 
 class GenerateRequest(BaseModel):
-    """Exactly one of `text` and `input_ids`; a list of them is a batch. Other values are given once for all or as a
-    list with one entry per prompt. Unknown keys are ignored.
+    """Exactly one of `text`, `input_ids` and `input_embeds`; a list of them is a batch. Other values are given once for
+    all or as a list with one entry per prompt. Unknown keys are ignored.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     text: str | Texts | None = Field(None, examples=["The capital of France is"])
     input_ids: Integers | Annotated[list[Integers], Field(fail_fast=True)] | None = None
-    input_embeds: Any = Field(None, description="Not built yet")
+    input_embeds: Vectors | Annotated[list[Vectors], Field(fail_fast=True)] | None = Field(
+        None, description="Instead of tokens: a vector for each, as wide as the model's embeddings"
+    )
     sampling_params: SamplingParameters | Annotated[list[SamplingParameters], Field(fail_fast=True)] | None = None
     rid: str | Texts | None = Field(None, description="Name of the request; default: a new one")
     stream: bool | None = Field(None, description="Answer as server-sent events with cumulative text")
@@ -81,7 +102,9 @@ class GenerateRequest(BaseModel):
     )
     return_text_in_logprobs: bool | None = Field(None, description="Third element of each entry: the token's text")
     return_prompt_token_ids: bool | None = None
-    return_hidden_states: bool | list[bool] | None = Field(None, description="Not built yet")
+    return_hidden_states: bool | list[bool] | None = Field(
+        None, description="Return the hidden states of all tokens; the server must be started with --hidden-states"
+    )
     cache_salt: str | list[str | None] | None = Field(
         None, description="Prompts share cached prefixes only with prompts of the same salt"
     )
@@ -90,9 +113,11 @@ class GenerateRequest(BaseModel):
     video_data: Any = Field(None, description="Not built yet")
     audio_data: Any = Field(None, description="Not built yet")
     lora_path: str | list[str | None] | None = Field(None, description="Not built yet")
-    custom_logit_processor: Any = Field(None, description="Not built yet")
-    session_params: Any = Field(None, description="Not built yet")
-    session_id: str | None = Field(None, description="Not built yet")
+    custom_logit_processor: str | list[str | None] | None = Field(
+        None, description="Name of a logits processor that the server was started with (--logit-processors)"
+    )
+    session_params: SessionParameters | None = Field(None, description="Go on from an earlier request of a session")
+    session_id: str | None = Field(None, description="Without effect: a name for requests that belong together")
     return_sampling_mask: bool | None = Field(None, description="Not built yet")
     return_flat_raw_top_logprobs: bool | None = Field(None, description="Not built yet")
     return_flat_raw_output_top_logprobs: bool | None = Field(None, description="Not built yet")
@@ -139,6 +164,9 @@ class MetaInfo(BaseModel):
     output_top_logprobs: list[list[Logprob] | None] | None = None
     input_token_ids_logprobs: list[list[Logprob] | None] | None = None
     output_token_ids_logprobs: list[list[Logprob] | None] | None = None
+    hidden_states: list[list[list[float]] | list[float]] | None = Field(
+        None, description="Of the prompt's tokens, as one matrix; then of each generated token but the last, a vector"
+    )
 
 
 class GenerateResponse(BaseModel):

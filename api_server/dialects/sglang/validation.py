@@ -5,25 +5,22 @@ Knows no HTTP: a problem is a sentence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from api_server.dialects.sglang.batch import Item
 from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
+from api_server.stop_patterns import pattern_problem
 from interfaces.sampling import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 32
 
 _UNSUPPORTED_FIELDS = (
-    "input_embeds",
     "image_data",
     "video_data",
     "audio_data",
-    "return_hidden_states",
     "lora_path",
-    "custom_logit_processor",
-    "session_params",
-    "session_id",
     "return_sampling_mask",
     "return_flat_raw_top_logprobs",
     "return_flat_raw_output_top_logprobs",
@@ -37,8 +34,6 @@ _UNSUPPORTED_SAMPLING = (
     "regex",
     "ebnf",
     "structural_tag",
-    "stop_regex",
-    "custom_params",
     "beam_width",
     "watermark",
     "choice",
@@ -98,8 +93,7 @@ def _asks(value: Any) -> bool:
 
 
 def _sampling_problems(given: SamplingParameters, vocab_size: int) -> Iterator[str]:
-    # The temperature's upper limit is the sampler's, and is checked there.
-    if given.temperature is not None and not given.temperature >= 0:
+    if given.temperature is not None and not 0 <= given.temperature < math.inf:
         yield f"temperature must be a non-negative finite number, got {given.temperature}."
     for name, holds, rule in _RANGES:
         value = getattr(given, name)
@@ -107,6 +101,7 @@ def _sampling_problems(given: SamplingParameters, vocab_size: int) -> Iterator[s
             yield f"{rule}, got {value}."
     yield from _minimum_problems(given)
     yield from _stop_problems(given)
+    yield from _pattern_problems(given)
     for key in given.logit_bias or {}:
         if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
             yield f"logit_bias must has keys in [0, {vocab_size - 1}], got {key}."
@@ -125,3 +120,9 @@ def _stop_problems(given: SamplingParameters) -> Iterator[str]:
         yield f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(given.stop_strings)}."
     if "" in given.stop_strings:
         yield "stop must not contain an empty text, which would end every answer before it starts."
+
+
+def _pattern_problems(given: SamplingParameters) -> Iterator[str]:
+    problem = pattern_problem(given.stop_patterns)
+    if problem is not None:
+        yield problem

@@ -69,6 +69,7 @@ def is_sampled(parameters: GenerateParameters) -> bool:
 def _sampling(parameters: GenerateParameters, logprobs: bool) -> SamplingParamsInput:
     return SamplingParamsInput(
         temperature=(parameters.temperature or 1.0) if is_sampled(parameters) else 0.0,
+        any_temperature=True,
         top_k=parameters.top_k,
         top_p=parameters.top_p,
         typical_p=parameters.typical_p,

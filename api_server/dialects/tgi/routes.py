@@ -133,7 +133,7 @@ async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response
     generation = await generate(call.server, internal_request(body, call, streaming=False))
     choices = sorted(await generation.collect(), key=lambda choice: choice.mean_logprob, reverse=True)
     if not all(map(is_complete, choices)):
-        raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation")
+        raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation", counted=True)
     content = await answer(body, choices, call.server.tokenizer)
     encoded = orjson.dumps([content] if listed else content)
     return Response(encoded, headers=headers(call, body, choices[0]), media_type="application/json")

@@ -1,0 +1,52 @@
+"""What vLLM's clients may ask for in an answer beyond OpenAI's fields: token ids, and log probabilities of the prompt.
+
+Only in whole answers. Knows the JSON forms and nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from api_server.dialects.openai.schema import ExtendedBody
+from api_server.generation import Choice
+from api_server.tokenizer import Tokenizer
+
+
+def add_to_chat(answer: dict[str, Any], body: ExtendedBody, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
+    """A chat has one prompt, whatever the number of answers."""
+    if body.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = _prompt_logprobs(choices[0], body.prompt_logprobs, tokenizer)
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = choices[0].prompt_token_ids.tolist()
+        for rendered, choice in zip(answer["choices"], choices, strict=True):
+            rendered["token_ids"] = choice.token_ids
+
+
+def add_to_completion(
+    answer: dict[str, Any], body: ExtendedBody, choices: Sequence[Choice], tokenizer: Tokenizer
+) -> None:
+    """`choices` are those of the answer, in its order."""
+    for rendered, choice in zip(answer["choices"], choices, strict=True):
+        if body.prompt_logprobs is not None:
+            rendered["prompt_logprobs"] = _prompt_logprobs(choice, body.prompt_logprobs, tokenizer)
+        if body.return_token_ids:
+            rendered["prompt_token_ids"] = choice.prompt_token_ids.tolist()
+            rendered["token_ids"] = choice.token_ids
+
+
+def _prompt_logprobs(choice: Choice, most: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:
+    """One object a token, by token id: the most probable ones, and the prompt's own. The first token has none."""
+    known = choice.prompt_logprobs
+    rows = zip(
+        choice.prompt_token_ids[1:].tolist(), known.token_log_probabilities, known.top_log_probabilities, strict=True
+    )
+    return [None, *(_entries(token, own, list(top.items())[:most], tokenizer) for token, own, top in rows)]
+
+
+def _entries(token: int, own: float, top: list[tuple[int, float]], tokenizer: Tokenizer) -> dict[str, Any]:
+    ranks = {other: rank for rank, (other, _) in enumerate(top, 1)}
+    return {
+        str(other): {"logprob": value, "rank": ranks.get(other), "decoded_token": tokenizer.piece(other)}
+        for other, value in {token: own, **dict(top)}.items()
+    }

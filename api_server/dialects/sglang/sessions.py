@@ -1,0 +1,145 @@
+"""SGLang's sessions: POST /open_session and /close_session, and requests that go on from earlier ones.
+
+The scheduler keeps the tokens of each turn; here they become the beginning of the next prompt.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, RootModel
+from starlette.responses import Response
+from starlette.routing import Route
+
+from api_server.body import Mismatch, parse
+from api_server.dialects.sglang.batch import Batch, Item
+from api_server.dialects.sglang.errors import render_error
+from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest
+from api_server.endpoint import Call, Document, endpoint
+from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
+from api_server.generation import Choice
+from interfaces.messages import SessionAction, SessionAnswer
+from interfaces.request_id import RequestID
+from interfaces.requests import TextGenerationRequest
+
+LONGEST_SECONDS = 86400.0
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class OpenSession(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    capacity_of_str_len: int = Field(description="Without effect: what a session keeps is bounded by the server")
+    session_id: str | None = Field(None, min_length=1, max_length=256, description="Default: a new one")
+    timeout: float | None = Field(
+        None, gt=0, le=LONGEST_SECONDS, description="Seconds without use after which it is closed; default an hour"
+    )
+    streaming: bool | None = Field(None, description="Not built yet")
+
+
+class SessionId(RootModel[str]):
+    """The session's name."""
+
+
+class CloseSession(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    session_id: str = Field(max_length=256)
+
+
+def routes() -> list[Route]:
+    errors = dict.fromkeys((400, 503), ErrorResponse)
+    start = Document(
+        "Open a session, in which requests go on from earlier ones",
+        "sglang",
+        body=OpenSession,
+        answer=SessionId,
+        errors=errors,
+        example={"capacity_of_str_len": 1000},
+        description="Answers with its id, as JSON. `session_params` of /generate name it.",
+    )
+    end = Document("Close a session", "sglang", body=CloseSession, errors=errors)
+    return [
+        endpoint("/open_session", open_session, render_error, ("GET", "POST"), start),
+        endpoint("/close_session", close_session, render_error, ("GET", "POST"), end),
+    ]
+
+
+async def open_session(call: Call) -> Response:
+    body = _read(OpenSession, call)
+    if body.streaming:
+        raise RequestFailed(ErrorKind.UNSUPPORTED, "streaming sessions are not supported", field="streaming")
+    name = body.session_id or uuid.uuid4().hex
+    await _told(call, SessionAction.OPEN, name, timeout=body.timeout or 0.0)
+    return Response(orjson.dumps(name), media_type="application/json")
+
+
+async def close_session(call: Call) -> Response:
+    await _told(call, SessionAction.CLOSE, _read(CloseSession, call).session_id)
+    return Response(status_code=200)
+
+
+async def resumed(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
+    """The batch with the prompt that its session makes of it; the same batch when there is no session."""
+    params = body.session_params
+    if params is None:
+        return batch
+    item = batch.items[0]
+    if len(batch.items) != 1 or item.n != 1 or isinstance(item.prompt, np.ndarray):
+        raise invalid("session_params needs one prompt of text or input_ids, and n = 1", "session_params")
+    answer = await _told(call, SessionAction.RECALL, params.id, request=params.rid or "", replace=bool(params.replace))
+    known = answer.tokens[: answer.prompt_len] if params.drop_previous_output else answer.tokens
+    if params.offset:
+        known = known[: params.offset]
+    added = await _ids(call, item, None if params.rid is None else False)
+    return replace(batch, items=[replace(item, prompt=[*known.tolist(), *added])])
+
+
+async def remember(call: Call, body: GenerateRequest, item: Item, choice: Choice) -> None:
+    """Keeps an answer that is complete for the session of its request; one that is closed by now keeps nothing."""
+    params = body.session_params
+    if params is None or choice.finish is None or choice.finish.kind == "cancelled":
+        return
+    tokens = np.array([*choice.prompt_token_ids.tolist(), *choice.token_ids], np.int32)
+    fields: Mapping[str, Any] = {"tokens": tokens, "prompt_len": choice.prompt_tokens, "parent": params.rid or ""}
+    await _ask(call, SessionAction.REMEMBER, params.id, request=item.rid, **fields)
+
+
+async def _ids(call: Call, item: Item, add_special_tokens: bool | None) -> list[int]:
+    """What the request adds. Special tokens (BOS) come at the beginning of a session only."""
+    if isinstance(item.prompt, list):
+        return item.prompt
+    if item.prompt == "":
+        return []
+    assert isinstance(item.prompt, str)
+    request = TextGenerationRequest(RequestID(item.rid), prompt=item.prompt, add_special_tokens=add_special_tokens)
+    ids: list[int] = (await call.server.tokenizer.prompt(request, call.server.max_model_len)).tokens.tolist()
+    return ids
+
+
+async def _told(call: Call, action: int, session: str, **fields: Any) -> SessionAnswer:
+    answer = await _ask(call, action, session, **fields)
+    if answer.refused:
+        raise invalid(answer.refused, "session_id" if action != SessionAction.RECALL else "session_params")
+    return answer
+
+
+async def _ask(call: Call, action: int, session: str, **fields: Any) -> SessionAnswer:
+    try:
+        return await call.server.engine.session(action, session, **fields)
+    except TimeoutError as error:
+        reason = str(error) or "the scheduler does not answer"
+        raise RequestFailed(ErrorKind.UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS) from None
+
+
+def _read(model: type[M], call: Call) -> M:
+    try:
+        return parse(model, call.json)
+    except Mismatch as mismatch:
+        raise invalid(str(mismatch), mismatch.field) from None

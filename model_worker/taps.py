@@ -1,0 +1,46 @@
+"""Where a forward pass is tapped: vectors put in for the embeddings of tokens, and hidden states taken out.
+
+Both go through hooks on the two modules that every decoder of transformers has, its input and its output embedding, so
+they work for all of them, and cost nothing while nobody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from model_worker.batch import ForwardBatch
+
+
+@contextmanager
+def given_embeddings(embedding: nn.Module, batch: ForwardBatch) -> Iterator[None]:
+    """Within it, `embedding` gives the batch's own vectors where the batch has some."""
+    if batch.embeddings is None:
+        yield
+        return
+    places, vectors = batch.embeddings
+
+    def replace(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
+        changed = output.clone()
+        changed.view(-1, output.shape[-1])[places] = vectors.to(output.dtype)
+        return changed
+
+    handle = embedding.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def taken_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Within it, the inputs of each call of `module` are put into the list."""
+    taken: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _module, arguments: taken.append(arguments[0]))
+    try:
+        yield taken
+    finally:
+        handle.remove()

@@ -1,0 +1,136 @@
+"""Sessions: token sequences of earlier requests that later ones go on from, kept for a time and within bounds.
+
+They live in the scheduler because API processes hold nothing between requests and any of them may get the next turn.
+A restarted scheduler has none. Knows tokens and names; that equal beginnings need no computing is the prefix cache's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import SessionAction, SessionAnswer, SessionOrder
+
+MOST_SESSIONS = 1024
+MOST_TOKENS = 1 << 18
+"""In the turns of one session together; beyond, its oldest turns are forgotten."""
+IDLE_SECONDS = 3600.0
+"""A session that nobody has used for so long is closed, unless it was opened with another time."""
+
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request that has ended: its tokens, of which the first `prompt_len` were its prompt."""
+
+    parent: str
+    tokens: NDArray[np.int32]
+    prompt_len: int
+
+
+@dataclass
+class Session:
+    timeout: float
+    used: float
+    turns: dict[str, Turn] = field(default_factory=dict)
+    """By request id, oldest first."""
+
+    def keep(self, name: str, turn: Turn) -> None:
+        """Remembers a turn, at the cost of the oldest ones if need be."""
+        self.turns.pop(name, None)
+        self.turns[name] = turn
+        size = sum(len(each.tokens) for each in self.turns.values())
+        for oldest in list(self.turns):
+            if size <= MOST_TOKENS:
+                break
+            size -= len(self.turns.pop(oldest).tokens)
+
+    def drop_after(self, name: str) -> None:
+        """Forgets the turns that went on from `name`, and those after them."""
+        for child in [child for child, turn in self.turns.items() if turn.parent == name]:
+            if self.turns.pop(child, None) is not None:
+                self.drop_after(child)
+
+
+class Sessions:
+    """All open sessions, by id. `now` is the clock."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._open: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def obey(self, order: SessionOrder, incarnation: int) -> SessionAnswer:
+        """Carries an order out; the answer says why not, if so."""
+        refused, turn = "", None
+        match order.action:
+            case SessionAction.OPEN:
+                refused = self._start(order)
+            case SessionAction.CLOSE:
+                refused = "" if self._open.pop(order.session, None) else _unknown(order.session)
+            case SessionAction.RECALL:
+                refused, turn = self._recall(order)
+            case SessionAction.REMEMBER:
+                refused = self._remember(order)
+            case _:
+                refused = f"there is no action {order.action} for sessions"
+        tokens, prompt_len = (turn.tokens, turn.prompt_len) if turn else (_NO_TOKENS, 0)
+        return SessionAnswer(incarnation, order.number, refused, tokens, prompt_len)
+
+    def forget_idle(self) -> None:
+        """Closes the sessions whose time is over."""
+        now = self._now()
+        for name in [name for name, each in self._open.items() if now - each.used > each.timeout]:
+            del self._open[name]
+
+    def _start(self, order: SessionOrder) -> str:
+        self.forget_idle()
+        if order.session in self._open:
+            return f"the session {order.session!r} is open already; close it first, or choose another session_id"
+        if len(self._open) >= MOST_SESSIONS:
+            return f"{MOST_SESSIONS} sessions are open, and more are not possible; close some"
+        self._open[order.session] = Session(order.timeout or IDLE_SECONDS, self._now())
+        return ""
+
+    def _recall(self, order: SessionOrder) -> tuple[str, Turn | None]:
+        session = self._touched(order.session)
+        if session is None:
+            return _unknown(order.session), None
+        if not order.request:
+            if order.replace:
+                session.turns.clear()
+            return "", None
+        turn = session.turns.get(order.request)
+        if turn is None:
+            return (
+                f"Invalid request session id: the session {order.session!r} has no request {order.request!r} that has "
+                "ended; go on from another one, or from none",
+                None,
+            )
+        if order.replace:
+            session.drop_after(order.request)
+        return "", turn
+
+    def _remember(self, order: SessionOrder) -> str:
+        session = self._touched(order.session)
+        if session is None:
+            return _unknown(order.session)
+        session.keep(order.request, Turn(order.parent, order.tokens.copy(), order.prompt_len))
+        return ""
+
+    def _touched(self, name: str) -> Session | None:
+        session = self._open.get(name)
+        if session is not None:
+            session.used = self._now()
+        return session
+
+
+def _unknown(name: str) -> str:
+    return f"Invalid request session id: no session {name!r} is open; open it with POST /open_session"

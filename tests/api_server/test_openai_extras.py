@@ -1,0 +1,94 @@
+"""What SGLang's and vLLM's clients add to OpenAI's bodies, on the scheduler double."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api_server.conftest import LiveServer, encode, logprob_of
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+PLAIN = {"prompt": "Hello there"}
+
+
+def post(live: LiveServer, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(live.url + path, json=body, timeout=20)
+
+
+@pytest.mark.parametrize(("most", "logprobs"), [(0, None), (3, None), (2, 1), (1, 4)])
+def test_prompt_logprobs_of_a_completion(live: LiveServer, most: int, logprobs: int | None) -> None:
+    tokenizer = live.state.tokenizer
+    answer = post(live, "/v1/completions", **PLAIN, prompt_logprobs=most, logprobs=logprobs, max_tokens=3, n=2).json()
+    ids = encode(tokenizer, "Hello there")
+    for choice in answer["choices"]:
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None
+        for token, entries in zip(ids[1:], rest, strict=True):
+            assert entries[str(token)]["logprob"] == logprob_of(token)
+            assert entries[str(token)]["decoded_token"] == tokenizer.piece(token)
+            ranks = sorted(entry["rank"] for entry in entries.values() if entry["rank"] is not None)
+            assert ranks == list(range(1, most + 1))
+        if logprobs is None:
+            assert choice["logprobs"] is None
+        else:
+            assert all(logprobs <= len(top) <= logprobs + 1 for top in choice["logprobs"]["top_logprobs"])
+
+
+def test_prompt_logprobs_of_a_chat_and_without_an_answer(live: LiveServer) -> None:
+    answer = post(live, "/v1/chat/completions", **CHAT, prompt_logprobs=1).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    scored = post(live, "/v1/completions", **PLAIN, prompt_logprobs=1, max_tokens=0).json()
+    assert scored["choices"][0]["text"] == ""
+    assert len(scored["choices"][0]["prompt_logprobs"]) == scored["usage"]["prompt_tokens"]
+
+
+def test_token_ids(live: LiveServer) -> None:
+    tokenizer = live.state.tokenizer
+    ids = [*encode(tokenizer, "Hello, world!"), tokenizer.eos_token_ids[0]]
+    plain = post(live, "/v1/completions", prompt=["Hello", "there"], max_tokens=50, return_token_ids=True).json()
+    assert [c["prompt_token_ids"] for c in plain["choices"]] == [encode(tokenizer, t) for t in ("Hello", "there")]
+    assert [c["token_ids"] for c in plain["choices"]] == [ids, ids]
+    chat = post(live, "/v1/chat/completions", **CHAT, return_token_ids=True).json()
+    assert len(chat["prompt_token_ids"]) == chat["usage"]["prompt_tokens"]
+    assert chat["choices"][0]["token_ids"] == ids
+
+
+def test_sglangs_fields(live: LiveServer) -> None:
+    for path, body in (("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)):
+        answer = post(live, path, **body, stop_regex="w[a-z]", rid="mine", extra_key="k", max_tokens=50).json()
+        choice = answer["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert (text.startswith("Hello, w"), choice["finish_reason"]) == (True, "stop")
+        assert text != "Hello, world!"
+        context = live.double.submits[-1].context
+        assert (context.request_id, context.cache_salt) == ("mine", "k\0")
+        kept = post(live, path, **body, stop=",", no_stop_trim=True, max_tokens=50).json()["choices"][0]
+        assert (kept["text"] if "text" in kept else kept["message"]["content"]) == "Hello,"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"return_token_ids": True, "stream": True}, "return_token_ids"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"stop_regex": "("}, "stop_regex"),
+        ({"stop_regex": ["a"] * 33}, "stop_regex"),
+        ({"custom_logit_processor": "x"}, "custom_logit_processor"),
+        ({"rid": ""}, "rid"),
+    ],
+)
+def test_what_cannot_be_had(live: LiveServer, fields: dict[str, Any], param: str) -> None:
+    for path, body in (("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)):
+        response = post(live, path, **body, **fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+    assert not live.double.submits
+
+
+def test_other_endpoints_still_refuse_them(live: LiveServer) -> None:
+    response = post(live, "/v1/responses", input="Hello", stop_regex="a")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stop_regex")

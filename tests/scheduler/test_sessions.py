@@ -1,0 +1,103 @@
+"""Sessions: what is remembered, what is forgotten, and the bounds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from interfaces import SessionAction, SessionAnswer, SessionOrder, decode, encode
+from scheduler.sessions import IDLE_SECONDS, MOST_SESSIONS, MOST_TOKENS, Sessions
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def ask(sessions: Sessions, action: int, session: str = "s", **fields: Any) -> SessionAnswer:
+    answer = sessions.obey(decode(encode(SessionOrder(7, action, session, **fields))), 3)
+    assert (answer.number, answer.incarnation) == (7, 3)
+    return answer
+
+
+def remember(sessions: Sessions, request: str, tokens: list[int], parent: str = "") -> str:
+    fields: dict[str, Any] = {"tokens": np.array(tokens, np.int32), "prompt_len": 1, "parent": parent}
+    return ask(sessions, SessionAction.REMEMBER, request=request, **fields).refused
+
+
+def recall(sessions: Sessions, request: str, replace: bool = False) -> list[int] | str:
+    answer = ask(sessions, SessionAction.RECALL, request=request, replace=replace)
+    return answer.refused or answer.tokens.tolist()
+
+
+def test_a_turn_is_recalled_as_it_was() -> None:
+    sessions = Sessions()
+    assert ask(sessions, SessionAction.OPEN).refused == ""
+    assert "open already" in ask(sessions, SessionAction.OPEN).refused
+    tokens = [random.randrange(1000) for _ in range(9)]
+    assert recall(sessions, "") == []
+    assert "Invalid request session id" in str(recall(sessions, "a"))
+    assert remember(sessions, "a", tokens) == ""
+    assert recall(sessions, "a") == tokens
+    assert ask(sessions, SessionAction.RECALL, request="a").prompt_len == 1
+    assert ask(sessions, SessionAction.CLOSE).refused == ""
+    for refused in (recall(sessions, "a"), remember(sessions, "b", [1]), ask(sessions, SessionAction.CLOSE).refused):
+        assert "Invalid request session id" in str(refused)
+
+
+def test_replace_forgets_what_went_on_from_there() -> None:
+    sessions = Sessions()
+    ask(sessions, SessionAction.OPEN)
+    for name, parent in (("a", ""), ("b", "a"), ("c", "b"), ("d", "a"), ("e", "")):
+        remember(sessions, name, [1], parent)
+    assert recall(sessions, "b", replace=True) == [1]
+    assert [isinstance(recall(sessions, name), list) for name in "abcde"] == [True, True, False, True, True]
+    recall(sessions, "a", replace=True)
+    assert [isinstance(recall(sessions, name), list) for name in "abcde"] == [True, False, False, False, True]
+    recall(sessions, "", replace=True)
+    assert not any(isinstance(recall(sessions, name), list) for name in "abcde")
+
+
+def test_a_turn_that_is_its_own_parent_ends_no_process() -> None:
+    sessions = Sessions()
+    ask(sessions, SessionAction.OPEN)
+    remember(sessions, "a", [1], "b")
+    remember(sessions, "b", [1], "a")
+    assert recall(sessions, "a", replace=True) == [1]
+
+
+def test_sessions_end_when_nobody_uses_them() -> None:
+    clock = Clock()
+    sessions = Sessions(clock)
+    ask(sessions, SessionAction.OPEN, "short", timeout=10.0)
+    ask(sessions, SessionAction.OPEN, "usual")
+    clock.now += 9
+    ask(sessions, SessionAction.RECALL, "short")
+    clock.now += 9
+    sessions.forget_idle()
+    assert len(sessions) == 2
+    clock.now += 2
+    sessions.forget_idle()
+    assert len(sessions) == 1
+    clock.now += IDLE_SECONDS
+    sessions.forget_idle()
+    assert len(sessions) == 0
+
+
+def test_what_is_kept_is_bounded() -> None:
+    sessions = Sessions()
+    ask(sessions, SessionAction.OPEN)
+    for i in range(5):
+        remember(sessions, str(i), [i] * (MOST_TOKENS // 4))
+    assert [isinstance(recall(sessions, str(i)), list) for i in range(5)] == [False, True, True, True, True]
+    remember(sessions, "4", [4])
+    assert recall(sessions, "4") == [4]
+    for i in range(MOST_SESSIONS - 1):
+        assert ask(sessions, SessionAction.OPEN, f"s{i}").refused == ""
+    assert "close some" in ask(sessions, SessionAction.OPEN, "one more").refused
