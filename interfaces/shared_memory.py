@@ -36,9 +36,9 @@ log = logging.getLogger("tokenyard")
 
 PREFIX = "tokenyard-"
 DIRECTORY = Path("/dev/shm")
-MESSAGE_THRESHOLD = 65536
-"""Bytes from which an array of a message is put into a segment: below, packing it twice costs no more than the
-segment (measured: `python -m benchmarks.wire`)."""
+MESSAGE_THRESHOLD = 262_144
+"""Bytes from which an array of a message is put into a segment: below, packing it twice costs less than the segment
+(measured: `python -m benchmarks.wire`)."""
 WATERMARK_VARIABLES = ("TOKENYARD_SHM_WATERMARK", "MODULAR_MAX_SHM_WATERMARK")
 """Environment variables, the first that is set counts: the share of free shared memory one array may take; 0 turns
 shared memory off."""

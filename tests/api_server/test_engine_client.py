@@ -215,7 +215,7 @@ def seeing(request_id: str, tokens: int, *pixels: NDArray[np.float32]) -> TextAn
 
 
 def picture() -> NDArray[np.float32]:
-    return np.random.default_rng().random((3, 128, 128), np.float32)
+    return np.random.default_rng().random((3, 192, 192), np.float32)
 
 
 def segments() -> set[str]:
