@@ -111,10 +111,13 @@ async def _serve(
     # What exists now lives as long as the process: no collection need look at it again.
     gc.collect()
     gc.freeze()
+    warming = asyncio.create_task(server.constraints.start())
     phases.ready(url=f"http://{settings.host}:{settings.port}", pid=os.getpid())
     try:
         await web.serve(sockets=[listener])
     finally:
+        warming.cancel()
+        await server.constraints.close()
         engine.close()
         tokenizer.close()
 

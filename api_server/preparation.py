@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
 from api_server.tokenizer import Prompt, Tokenizer
+from interfaces.constraint import Constraint, ConstraintKind
 from interfaces.request_id import DUMMY_REQUEST_ID
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import LogprobMode, SamplingParams, SamplingParamsGenerationConfigDefaults, combine
@@ -26,6 +27,9 @@ class Prepared:
     request: TextGenerationRequest
     prompt: Prompt
     sampling: SamplingParams
+    grammar: str | None = None
+    """Compiled; it begins after the tokens `grammar_begins_after`."""
+    grammar_begins_after: list[int] = field(default_factory=list)
 
     @property
     def only_scores(self) -> bool:
@@ -37,7 +41,7 @@ class Prepared:
         form, sampling = self.request.response_format, self.sampling
         # The model runs over a prompt only to continue it: the one token is dropped when it comes.
         length = 1 if self.only_scores else sampling.max_new_tokens
-        return TextContext.from_prompt(
+        context = TextContext.from_prompt(
             self.prompt.tokens,
             replace(sampling, seed=seed_of(sampling.seed, k), max_new_tokens=length),
             request_id=self.request.request_id,
@@ -47,10 +51,12 @@ class Prepared:
             prompt_embeddings=self.request.prompt_embeddings,
             log_probabilities=self.request.logprobs or int(self.sampling.logprobs != LogprobMode.NONE),
             log_probabilities_echo=self.request.echo and self.request.logprobs > 0,
-            json_schema=json.dumps(form.json_schema) if form and form.json_schema else None,
-            grammar=form.grammar if form else None,
+            json_schema=json.dumps(form.json_schema) if form and form.json_schema and not self.grammar else None,
+            grammar=self.grammar or (form.grammar if form else None),
             target_endpoint=self.request.target_endpoint,
         )
+        context.set_thinking_region(None, self.grammar_begins_after)
+        return context
 
 
 async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -> list[Prepared]:
@@ -61,7 +67,29 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
     limit, vocab_size = server.max_model_len, server.engine.vocab_size
     formats = server.formats
     found = [await prepare_one(server.tokenizer, formats.opened(each), limit, vocab_size) for each in batch]
-    return [replace(item, request=formats.constrained(item.request, item.prompt.tokens.tolist())) for item in found]
+    formed = [replace(item, request=formats.constrained(item.request, item.prompt.tokens.tolist())) for item in found]
+    return [await _constrained(server, item) for item in formed]
+
+
+async def _constrained(server: ServerState, prepared: Prepared) -> Prepared:
+    """With its constraint compiled, if it has one. Raises RequestFailed."""
+    constraint = _constraint_of(prepared.request)
+    if constraint is None:
+        return prepared
+    begins_after = server.tokenizer.exact(constraint.begins_after) if constraint.begins_after else []
+    grammar = await server.constraints.compile(constraint)
+    return replace(prepared, grammar=grammar, grammar_begins_after=begins_after)
+
+
+def _constraint_of(request: TextGenerationRequest) -> Constraint | None:
+    form = request.response_format
+    if request.constraint is not None or form is None:
+        return request.constraint
+    if form.grammar is not None:
+        return Constraint(ConstraintKind.LARK, form.grammar, field="response_format")
+    if form.json_schema:
+        return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(form.json_schema), field="response_format")
+    return None
 
 
 def _salt(request: TextGenerationRequest) -> str:
@@ -120,7 +148,8 @@ def _sampling(tokenizer: Tokenizer, request: TextGenerationRequest) -> SamplingP
     least, most = given.min_new_tokens, given.max_new_tokens
     if least is not None and most is not None and least > most:
         raise invalid(f"min_new_tokens must be at most the maximum of {most}, got {least}", "min_new_tokens")
-    if given.ignore_eos:
+    # A constrained text ends where its grammar does.
+    if given.ignore_eos and request.constraint is None and request.forced_tools is None:
         defaults = replace(defaults, eos_token_id=None)
     try:
         return combine(given, defaults)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from api_server.answer_formats import AnswerFormats
+from api_server.constraints.compiler import ConstraintCompiler
 from api_server.engine_client import EngineClient
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.observer import Observer
@@ -35,6 +37,10 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.formats = AnswerFormats.of(self.settings, self.tokenizer)
+
+    @cached_property
+    def constraints(self) -> ConstraintCompiler:
+        return ConstraintCompiler(self.tokenizer.grammar_vocabulary)
 
     @property
     def model_name(self) -> str:

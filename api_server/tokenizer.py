@@ -149,6 +149,15 @@ class Tokenizer:
         """What each token adds to the text of all of them, special ones included."""
         return await self._in_thread(lambda: list(map(self.detokenizer([], False).add, tokens)))
 
+    def exact(self, text: str) -> list[int]:
+        """The tokens of a text as it stands: special tokens that it names are those, and none is added."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def grammar_vocabulary(self) -> tuple[str, list[int]]:
+        """What a matcher of grammars needs to know: the tokenizer as JSON, and the tokens that end a text."""
+        return str(self._backend.to_str()), self.eos_token_ids
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -61,8 +61,8 @@ inputs: AudioGenerationInputs EmbeddingsGenerationInputs PixelGenerationInputs T
 log_probabilities: LogProbabilities
 lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
 media_contexts: PixelContext SpeechContext
-messages: Action Cancel Finish Goodbye Hello Join Order OrderAnswer Results SessionAction SessionAnswer SessionOrder
-    Status Step StepResult Submit WorkerHello WorkerStatus
+messages: Action Cancel Finish Goodbye Hello Join Order OrderAnswer Results RowGrammar SessionAction SessionAnswer
+    SessionOrder Status Step StepResult Submit WorkerHello WorkerStatus
 open_responses: OpenResponsesRequest OpenResponsesRequestBody ResponseResource
 outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
 parsers: ParsedReasoningDelta ParsedToolCall ParsedToolCallDelta ParsedToolResponse ReasoningParser ReasoningSpan

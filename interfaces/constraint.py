@@ -8,10 +8,7 @@ where it begins, `TextContext.grammar_state`.
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 __all__ = ["Constraint", "ConstraintKind"]
 
@@ -45,31 +42,3 @@ class Constraint:
     source: str
     begins_after: str = ""
     field: str = ""
-
-    @classmethod
-    def one_of(cls, given: Sequence[tuple[str, ConstraintKind, Any]]) -> Constraint | None:
-        """The constraint that a body gives under one of several names; None without any.
-
-        Entries are (field, kind, value); a value None is not given. ValueError when more than one is, or one is empty.
-        """
-        found = [entry for entry in given if entry[2] is not None]
-        if len(found) > 1:
-            names = " and ".join(name for name, _, _ in found)
-            raise ValueError(f"{names} exclude each other: give one of them")
-        for name, kind, value in found:
-            return cls(kind, _source(name, value), field=name)
-        return None
-
-
-def _source(name: str, value: Any) -> str:
-    text = value if isinstance(value, str) else _json(name, value)
-    if not text.strip():
-        raise ValueError(f"{name} must not be empty")
-    return text
-
-
-def _json(name: str, value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"{name} is nested too deeply") from error

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from interfaces.codec import F32, I8, I32, F32Matrix, I32x3, message
+from interfaces.grammar_state import GrammarState
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from interfaces.media_contexts import SpeechContext
@@ -251,6 +252,18 @@ class WorkerHello:
 
 
 @dataclass(frozen=True, slots=True)
+class RowGrammar:
+    """What the answer in a row must look like: a compiled grammar, where it begins, and the tokens that may end it.
+
+    The state is that of the answer's first token, whatever has been emitted.
+    """
+
+    text: str
+    state: GrammarState
+    ends: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """A sequence enters row `row`: everything the worker must know of it, once.
 
@@ -270,6 +283,7 @@ class Join:
     images: list[ImageMetadata] = field(default_factory=list)
     hidden_from: int | None = None
     embeddings: F32Matrix | None = None
+    grammar: RowGrammar | None = None
 
 
 @message(17)

@@ -56,6 +56,7 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     from model_worker.capacity import capacity_for
     from model_worker.engine import Engine, WorkerIdentity
     from model_worker.loader import load_model
+    from model_worker.masks import Masks
     from model_worker.processors import load_processors
     from model_worker.rows import WorkerRows
     from model_worker.runner import ModelRunner
@@ -79,8 +80,11 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     runner.warm_up()
     sampler.warm_up()
     rows = WorkerRows(settings.max_running, capacity.max_model_len, BLOCK_SIZE, capacity.num_blocks)
+    masks = Masks(settings.model, settings.max_running, loaded.vocab_size)
+    masks.start()
     hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
-    engine = Engine(runner.forward, rows, sampler, loaded.device, WorkerIdentity(index, epoch), hidden_forward)
+    identity = WorkerIdentity(index, epoch)
+    engine = Engine(runner.forward, rows, sampler, loaded.device, identity, hidden_forward, masks)
     hello = WorkerHello(
         device=device,
         index=index,

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces import Step, StepResult
+from interfaces import RowGrammar, Step, StepResult
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from model_worker.batch import ForwardBatch
+from model_worker.masks import Masks
 from model_worker.reports import ReportBuilder
 from model_worker.rows import HiddenPart, PackedStep, WorkerRows
 from model_worker.sampler import Sampled, SamplerRows
@@ -48,6 +49,7 @@ class Engine:
         device: torch.device,
         identity: WorkerIdentity,
         hidden_forward: HiddenForward | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self._forward = forward
         self._hidden_forward = hidden_forward
@@ -55,6 +57,7 @@ class Engine:
         self._sampler = sampler
         self._device = device
         self._identity = identity
+        self._masks = masks
         self._incarnation: int | None = None
         self._held: set[int] = set()
         self._refused: dict[int, str] = {}
@@ -81,7 +84,7 @@ class Engine:
         self._incarnation = incarnation
         self._rows.clear()
         for row in self._held:
-            self._sampler.drop(row)
+            self._drop(row)
         self._held.clear()
         self._refused.clear()
 
@@ -89,7 +92,7 @@ class Engine:
         for row in step.drop.tolist():
             self._held.discard(row)
             self._refused.pop(row, None)
-            self._sampler.drop(row)
+            self._drop(row)
         self._rows.apply(step)
         for join in step.joins:
             try:
@@ -100,10 +103,24 @@ class Engine:
                 prompt, emitted = np.split(join.tokens, [join.prompt_len])
                 self._sampler.join(join.row, join.sampling, join.sampling.stop_token_ids or [], prompt, emitted)
                 self._held.add(join.row)
+                if join.grammar is not None:
+                    self._constrain(join.row, join.grammar, emitted)
             except ValueError as error:
                 # The row runs on, greedily, and its owner hears of the error with the first token it would have had:
                 # until then the scheduler matches no results with it.
                 self._refused[join.row] = str(error)
+        if self._masks is not None:
+            self._masks.flush()
+
+    def _constrain(self, row: int, grammar: RowGrammar, emitted: NDArray[np.int32]) -> None:
+        if self._masks is None:
+            raise ValueError("this engine was made without masks: it generates free text only")
+        self._masks.join(row, grammar, emitted)
+
+    def _drop(self, row: int) -> None:
+        self._sampler.drop(row)
+        if self._masks is not None:
+            self._masks.drop(row)
 
     def _run(self, packed: PackedStep) -> tuple[torch.Tensor, HiddenStates | None]:
         batch = self._batch(packed)
@@ -133,7 +150,13 @@ class Engine:
     def _sample(self, packed: PackedStep, logits: torch.Tensor) -> Sampled:
         if not len(packed.sampling):
             return Sampled(np.empty(0, np.int32), None, None)
-        return self._sampler.sample(logits[: len(packed.sampling)], packed.rows[packed.sampling], packed.positions)
+        rows, logits = packed.rows[packed.sampling], logits[: len(packed.sampling)]
+        if self._masks is None:
+            return self._sampler.sample(logits, rows, packed.positions)
+        self._refused |= self._masks.apply(logits, rows)
+        sampled = self._sampler.sample(logits, rows, packed.positions)
+        self._masks.sampled(rows, sampled.tokens)
+        return sampled
 
     def _reports(self, packed: PackedStep, logits: torch.Tensor, sampled: Sampled) -> LogprobReports | None:
         """What the prompts' parts and the sampled rows tell."""

@@ -13,8 +13,8 @@ For each row of logits, in this order, each step only where the row asks for it:
     7. the draw           argmax over the kept tokens of logit + Gumbel noise of (seed, position, token); position is
                           the absolute index that the new token will have in its sequence
 
-A grammar mask is -inf put on the logits beforehand: every step leaves -inf alone, so its place among 1 to 3 makes no
-difference.
+A grammar's mask (`masks.py`) is -inf put on the logits beforehand: every step leaves -inf alone, so its place among 1
+to 3 makes no difference. Where a grammar leaves nothing but the end, min_new_tokens gives way.
 
 Log-probabilities are natural logs of the chosen token. TEMPERED is the log-softmax after step 5, before truncation
 (OpenAI, SGLang; temperature 0 divides nothing, so it is the model's own log-softmax there). WARPED is renormalised
@@ -283,7 +283,12 @@ class SamplerRows:
         positions: NDArray[np.int64],
     ) -> None:
         for i in np.flatnonzero(positions < values["may_stop_at"]):
-            logits[int(i), self._on_device(self._stop_ids[int(rows[i])])] = -torch.inf
+            row, ids = logits[int(i)], self._on_device(self._stop_ids[int(rows[i])])
+            held = row[ids]
+            row[ids] = -torch.inf
+            if bool(torch.isneginf(row.max())):
+                # A grammar leaves nothing but the end: it wins over the minimum length.
+                row[ids] = held
 
     def _add_biases(self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void]) -> None:
         for i in np.flatnonzero(values["biased"]):

@@ -162,7 +162,7 @@ def test_sampling_values_reach_the_scheduler(client: openai.OpenAI, live: LiveSe
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"truncation": "auto"}, "truncation"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
         ({"prompt": {"id": "p"}}, "prompt"),
     ],

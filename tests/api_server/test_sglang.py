@@ -258,11 +258,12 @@ SAMPLING_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "json_schema": "{}"}, "Only one of json_schema, regex, ebnf, or structural_tag can be set."),
     ({"max_tokens": 5}, "unknown field `max_tokens`, expected one of `max_new_tokens`"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids contains token id 1000000"),
+    ({"regex": "a(?=b)"}, "regex cannot be enforced: look-around"),
+    ({"json_schema": '{"not": {}}'}, 'json_schema cannot be enforced: Unimplemented keys: ["not"]'),
+    ({"json_schema": "{"}, "json_schema cannot be enforced: it is not JSON"),
+    ({"ebnf": "root ::= x"}, "ebnf cannot be enforced: the rule root uses x, which is not there"),
+    ({"structural_tag": "{}"}, "structural_tag cannot be enforced: it must have format"),
     *(({name: value}, f"{name}: a value is not supported") for name, value in [
-        ("regex", "a+"),
-        ("json_schema", "{}"),
-        ("ebnf", "root ::= x"),
-        ("structural_tag", "{}"),
         ("beam_width", 2),
     ]),
 ]  # fmt: skip

@@ -237,7 +237,10 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 0, "top_k": -3}, "`top_k` must be"),
     ({"best_of": 3, "temperature": -1}, "`best_of` must be"),
     ({"stop": [""]}, "`stop`"),
-    ({"grammar": {"type": "regex", "value": "a+"}}, "`grammar` is unsupported"),
+    ({"grammar": {"type": "regex", "value": "a("}}, "grammar cannot be enforced: unclosed group"),
+    ({"grammar": {"type": "json", "value": {"type": "odd"}}}, "grammar cannot be enforced: Invalid type: odd"),
+    ({"grammar": {"type": "regex", "value": {}}}, "`grammar` must be {type: json"),
+    ({"grammar": {"type": "lark", "value": "a"}}, "`grammar` must be {type: json"),
     ({"adapter_id": "a"}, "`adapter_id` is unsupported"),
 ]
 

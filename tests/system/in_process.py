@@ -19,6 +19,7 @@ from interfaces import Finish, SamplingParams, Step, Submit, TextContext, Worker
 from interfaces.log_probabilities import LogProbabilities
 from model_worker.engine import Engine, WorkerIdentity
 from model_worker.loader import LoadedModel, load_model
+from model_worker.masks import Masks
 from model_worker.processors import Processor
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
@@ -63,7 +64,8 @@ def load(path: Path) -> LoadedModel:
 class InProcessServer:
     """Submit, then `run` until everything is answered."""
 
-    def __init__(self, loaded: LoadedModel, shape: Shape) -> None:
+    def __init__(self, loaded: LoadedModel, shape: Shape, masks: Sequence[Masks] = ()) -> None:
+        """`masks`, one for each worker, are for requests with a grammar; they belong to the caller."""
         limits = Limits(
             max_running=shape.max_rows,
             max_batch_tokens=shape.max_batch_tokens,
@@ -76,11 +78,15 @@ class InProcessServer:
         self.answers: dict[int, Answer] = defaultdict(Answer)
         self.engines: dict[int, Engine] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
+        for made in masks:
+            for row in range(shape.max_rows):  # what another server has left there
+                made.drop(row)
         for index in range(shape.workers):
-            self.engines[index] = _engine(loaded, shape, index)
+            self.engines[index] = _engine(loaded, shape, index, masks[index] if masks else None)
             self.scheduler.worker_hello(_hello(loaded, shape, index))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> int:
+        """`fields` are further ones of the context."""
         return self.submit_context(TextContext.from_prompt(prompt, params, **fields))
 
     def submit_context(self, context: TextContext) -> int:
@@ -132,12 +138,12 @@ class InProcessServer:
                 self.answers[handle].error = error.message
 
 
-def _engine(loaded: LoadedModel, shape: Shape, index: int) -> Engine:
+def _engine(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | None) -> Engine:
     runner = ModelRunner(loaded, shape.num_blocks, shape.block_size, shape.backend)
     rows = WorkerRows(shape.max_rows, shape.max_model_len, shape.block_size, shape.num_blocks)
     sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device, shape.processors)
     identity = WorkerIdentity(index, 0)
-    return Engine(runner.forward, rows, sampler, torch.device("cpu"), identity, runner.forward_with_hidden)
+    return Engine(runner.forward, rows, sampler, torch.device("cpu"), identity, runner.forward_with_hidden, masks)
 
 
 def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:

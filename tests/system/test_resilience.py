@@ -98,7 +98,11 @@ def test_the_server_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
     with Server(model, [*FLAGS, "--api-servers", "2", "--devices", "cpu,cpu"], tmp_path / "log") as server:
         children = server.children()
         names = [" ".join(child.cmdline()) for child in children]
-        assert [sum(m in name for name in names) for m in ("api_server", "scheduler", "model_worker")] == [2, 1, 2]
+        assert [sum(f"-m {m} " in name for name in names) for m in ("api_server", "scheduler", "model_worker")] == [
+            2,
+            1,
+            2,
+        ]
         run_directory = Path(names[0].split("--run-dir ")[1].split()[0].rstrip("]"))
         assert run_directory.is_dir()
         assert run_directory.stat().st_mode & 0o777 == 0o700

@@ -15,6 +15,7 @@ import orjson
 from api_server import body, refusals
 from api_server.chat_messages import chat_messages
 from api_server.chat_tools import tool_use
+from api_server.constraints import given as given_constraints
 from api_server.dialects.openai.responses_schema import ResponsesBody
 from api_server.dialects.openai.schema import ChatBody, CompletionBody, ExtendedBody, TextBody
 from api_server.endpoint import Call
@@ -54,19 +55,7 @@ _REFUSED: Refusals = {
     "stop_regex": ("stopping at a pattern", (None, [])),
     "lora_path": ("adapters", (None,)),
     "priority": ("an order among requests", (None, 0)),
-} | dict.fromkeys(
-    (
-        "structured_outputs",
-        "guided_json",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "json_schema",
-        "regex",
-        "ebnf",
-    ),
-    ("constrained output", (None,)),
-)
+}
 """Fields this server does not implement: what they ask for, and the values that ask for nothing."""
 
 _WITHOUT_EFFECT = frozenset(
@@ -79,7 +68,6 @@ _WITHOUT_EFFECT = frozenset(
         "prompt_cache_retention",
         "verbosity",
         "best_of",
-        "response_format",
         "request_id",
         "spaces_between_special_tokens",
     }
@@ -155,8 +143,15 @@ def responses_request(
     """The input of the Responses API as one internal request."""
     effort = (given.reasoning and given.reasoning.effort) or None
     use = tool_use(given.tools, given.tool_choice)
+    common = _common(call, given, given.max_output_tokens, None)
+    formatted = given_constraints.response_format(given.text and given.text.get("format"), "text.format")
+    if formatted is not None and common["constraint"] is not None:
+        raise invalid(
+            f"text.format and {common['constraint'].field} exclude each other: give one of them", "text.format"
+        )
+    common["constraint"] = formatted or common["constraint"]
     return TextGenerationRequest(
-        **_common(call, given, given.max_output_tokens, None),
+        **common,
         messages=messages,
         tools=use.tools,
         forced_tools=use.forced,
@@ -198,6 +193,7 @@ def _common(call: Call, given: TextBody, max_tokens: int | None, logprobs: int |
         "keep_stop": bool(given.include_stop_str_in_output),
         "skip_special_tokens": given.skip_special_tokens is not False,
         "cache_salt": given.cache_salt or "",
+        "constraint": given_constraints.of_openai_body(call.json),
         "request_path": call.path,
         "received": call.received,
     }
@@ -270,10 +266,7 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
 
 def _check(raw: Mapping[str, Any], model: type[TextBody], refused: Refusals) -> None:
     """Refuses what is known and not implemented; reports what is unknown, once for each name."""
-    refusals.check(raw, refused, {*model.model_fields, *_WITHOUT_EFFECT})
-    response_format = raw.get("response_format")
-    if response_format is not None and response_format != {"type": "text"}:
-        raise unsupported("response_format", "output in a prescribed form")
+    refusals.check(raw, refused, {*model.model_fields, *_WITHOUT_EFFECT, *given_constraints.EXTRAS})
     best_of = raw.get("best_of")
     if best_of is not None and best_of != (raw.get("n") or 1) and "best_of" not in model.model_fields:
         raise unsupported("best_of", "choosing the best of several answers to a chat")

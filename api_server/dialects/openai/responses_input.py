@@ -27,7 +27,7 @@ REFUSED: Refusals = {
     "messages": ("this name of input", (None,)),
     "max_tokens": ("this name of max_output_tokens", (None,)),
     "max_completion_tokens": ("this name of max_output_tokens", (None,)),
-    "response_format": ("output in a prescribed form", (None, {"type": "text"})),
+    "response_format": ("this name of text.format", (None, {"type": "text"})),
 }
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -36,9 +36,7 @@ _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 
 def check(raw: Mapping[str, Any]) -> None:
     """Refuses what hides inside of fields. Raises RequestFailed(UNSUPPORTED)."""
-    text, reasoning = raw.get("text"), raw.get("reasoning")
-    if isinstance(text, Mapping) and text.get("format") not in (None, {"type": "text"}):
-        raise unsupported("text.format", "output in a prescribed form")
+    reasoning = raw.get("reasoning")
     if isinstance(reasoning, Mapping) and any(reasoning.get(name) for name in ("summary", "generate_summary")):
         raise unsupported("reasoning.summary", "reasoning apart from the answer")
 

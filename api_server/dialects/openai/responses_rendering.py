@@ -92,7 +92,7 @@ class Form:
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": choice.sampling.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (body.text and body.text.get("format")) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_logprobs": 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, RootModel
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from api_server.dialects.openai.schema import Body, TextBody
 
@@ -26,6 +26,9 @@ class ResponsesBody(TextBody):
     max_output_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Given back as it is")
     reasoning: Reasoning | None = None
+    text: dict[str, Any] | None = Field(
+        None, description="`format` is the form of the answer: type json_schema (name, schema), json_object or text"
+    )
     store: Literal[False] | None = Field(None, description="Nothing is stored")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call")
     tool_choice: str | dict[str, Any] | None = Field(
@@ -106,7 +109,11 @@ class Failure(BaseModel):
 
 
 class Format(BaseModel):
-    type: Literal["text"]
+    """As it was asked for, with further keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
 
 
 class TextConfig(BaseModel):

@@ -61,6 +61,12 @@ class TextBody(Body):
     truncate_prompt_tokens: int | None = Field(None, ge=1, description="Keep only the last n tokens of the prompt")
     cache_salt: str | None = Field(None, description="Share cached prompts only with requests of the same salt")
     user: str | None = Field(None, description="Accepted, without effect")
+    response_format: dict[str, Any] | None = Field(
+        None, description="The form of the answer: type json_schema, json_object, structural_tag or text"
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="The same in vLLM's words: one of json, regex, choice, grammar, structural_tag, json_object"
+    )
 
 
 class ExtendedBody(TextBody):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from api_server.body import Mismatch, parse
+from api_server.constraints.given import of_sampling_params
 from api_server.dialects.sglang.batch import Batch, Item, expand
 from api_server.dialects.sglang.errors import ERROR_STATUSES, error_frame
 from api_server.dialects.sglang.rendering import Naming, result
@@ -161,6 +162,7 @@ def _internal(item: Item, call: Call) -> TextGenerationRequest:
             prompt_embeddings=None if isinstance(item.prompt, str | list) else item.prompt,
             hidden_states=item.return_hidden_states,
             sampling=_with_logprobs(_sampling(item), item) if item.return_logprob else _sampling(item),
+            constraint=of_sampling_params(given),
             model_defaults=False,
             default_max_new_tokens=None if "max_new_tokens" in given.model_fields_set else DEFAULT_MAX_NEW_TOKENS,
             n=item.n,

@@ -46,10 +46,14 @@ class SamplingParameters(BaseModel):
     stop_regex: str | Texts | None = Field(
         None, description="Patterns in RE2's syntax that end the answer when they match in it; what matched stays"
     )
-    json_schema: str | dict[str, Any] | None = Field(None, description="Not built yet")
-    regex: str | None = Field(None, description="Not built yet")
-    ebnf: str | None = Field(None, description="Not built yet")
-    structural_tag: str | dict[str, Any] | None = Field(None, description="Not built yet")
+    json_schema: str | dict[str, Any] | None = Field(
+        None, description="A JSON schema, as text or object, that the answer is valid against"
+    )
+    regex: str | None = Field(None, description="A pattern that the whole answer matches")
+    ebnf: str | None = Field(None, description="A grammar in EBNF (`root ::= ...`) that the answer follows")
+    structural_tag: str | dict[str, Any] | None = Field(
+        None, description="Free text with constrained parts: structures and triggers, or a format"
+    )
     custom_params: dict[str, Any] | None = Field(None, description="What the custom logit processor is given")
     stream_interval: int | None = Field(None, description="Tokens per event after the first, at least; default 1")
     beam_width: int | None = Field(None, description="Not built yet")

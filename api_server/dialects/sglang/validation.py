@@ -30,15 +30,11 @@ _UNSUPPORTED_FIELDS = (
     "max_thinking_tokens",
 )
 _UNSUPPORTED_SAMPLING = (
-    "json_schema",
-    "regex",
-    "ebnf",
-    "structural_tag",
     "beam_width",
     "watermark",
     "choice",
 )
-_GRAMMARS = _UNSUPPORTED_SAMPLING[:4]
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("top_p", lambda v: 0 < v <= 1, "top_p must be in (0, 1]"),
     ("top_k", lambda v: v == -1 or v >= 1, "top_k must be -1 (disable) or at least 1"),

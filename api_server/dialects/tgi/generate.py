@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from api_server.body import Mismatch, parse
+from api_server.constraints.given import of_tgi
 from api_server.dialects.tgi.errors import BodyMismatch
 from api_server.dialects.tgi.schema import Body, GenerateParameters, GenerateRequest
 from api_server.dialects.tgi.validation import Limits, first_problem
@@ -45,6 +46,7 @@ def internal_request(body: GenerateRequest, call: Call, streaming: bool) -> Text
         request_id=RequestID(call.request_id),
         prompt=body.inputs,
         truncate_prompt_to=parameters.truncate,
+        constraint=of_tgi(parameters.grammar),
         sampling=_sampling(parameters, tokens_shown),
         n=parameters.best_of or 1,
         model_defaults=False,

@@ -101,7 +101,5 @@ def _lists(parameters: GenerateParameters) -> Iterator[str]:
 
 
 def _unsupported(parameters: GenerateParameters) -> Iterator[str]:
-    for name in ("grammar", "adapter_id"):
-        value = getattr(parameters, name)
-        if value is not None and value is not False and value != 0:
-            yield f"`{name}` is unsupported by this server; leave it out. Given: {value!r:.100}"
+    if parameters.adapter_id is not None:
+        yield f"`adapter_id` is unsupported by this server; leave it out. Given: {parameters.adapter_id!r:.100}"

@@ -1,0 +1,185 @@
+"""`python -m api_server.constraints.compile_process`: finds out what can be enforced, beside the API process.
+
+Each constraint is compiled in a child of its own, forked from this small process that has loaded the tokens: whatever a
+client has sent can cost so much processor time and memory and no more, and kills nothing but that child. Reads requests
+from standard input (the first is the tokenizer), answers on standard output in whatever order they are done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import selectors
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from api_server.constraints.languages import translate
+from shared.grammar import GrammarError, Vocabulary
+from shared.liveness import become
+
+CPU_SECONDS = 1.0
+WALL_SECONDS = 60.0
+"""For a child that waits instead of computing."""
+MEMORY_BYTES = 1 << 30
+"""Beyond what this process has itself."""
+CHILDREN = 4
+"""Constraints compiled at once."""
+NICENESS = 10
+"""Tokens that flow come first."""
+
+_DRAWING = re.compile(r"\s*(\d+ \|.*|\^+)$")
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+
+_TOO_SLOW = f"it takes more than {CPU_SECONDS:g} s of processor time to compile"
+_TOO_LARGE = f"it takes more than {MEMORY_BYTES >> 20} MB of memory to compile"
+
+
+@dataclass
+class _Child:
+    """One compilation: `number` names it to the API process, `words` is what the child has said so far."""
+
+    number: int
+    pid: int
+    output: int
+    deadline: float
+    words: bytearray = field(default_factory=bytearray)
+
+
+class Compiler:
+    """`run` until the API process closes its end."""
+
+    def __init__(self, vocabulary: Vocabulary, special: dict[str, int], answers: Any) -> None:
+        self._vocabulary = vocabulary
+        self._special = special
+        self._answers = answers
+        self._waiting: deque[tuple[int, str, str]] = deque()
+        self._children: dict[int, _Child] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, requests: int, unpacker: msgpack.Unpacker) -> None:
+        self._selector.register(requests, selectors.EVENT_READ)
+        self._waiting.extend(tuple(request) for request in unpacker)
+        while True:
+            while self._waiting and len(self._children) < CHILDREN:
+                self._start(*self._waiting.popleft())
+            for key, _ in self._selector.select(timeout=1.0):
+                data = os.read(key.fd, 1 << 20)
+                if key.fd != requests:
+                    self._hear(self._children[key.fd], data)
+                elif not data:
+                    return
+                else:
+                    unpacker.feed(data)
+                    self._waiting.extend(tuple(request) for request in unpacker)
+            for child in list(self._children.values()):
+                if time.monotonic() > child.deadline:
+                    os.kill(child.pid, signal.SIGKILL)
+
+    def _start(self, number: int, kind: str, source: str) -> None:
+        output, child_output = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(output)
+            self._compile(kind, source, child_output)
+        os.close(child_output)
+        self._children[output] = _Child(number, pid, output, time.monotonic() + WALL_SECONDS)
+        self._selector.register(output, selectors.EVENT_READ)
+
+    def _compile(self, kind: str, source: str, output: int) -> None:
+        """In the child; does not return."""
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the child
+        _limit_memory()
+        os.nice(NICENESS)
+        try:
+            answer = {"grammar": checked(self._vocabulary, translate(kind, source, self._special))}
+        except GrammarError as error:
+            answer = {"error": readable(str(error))}
+        except (MemoryError, RecursionError) as error:
+            answer = {"error": _TOO_LARGE if isinstance(error, MemoryError) else "it is nested too deeply"}
+        with os.fdopen(output, "wb") as stream:
+            stream.write(msgpack.packb(answer))
+        os._exit(0)
+
+    def _hear(self, child: _Child, data: bytes) -> None:
+        if data:
+            child.words += data
+            return
+        self._selector.unregister(child.output)
+        os.close(child.output)
+        del self._children[child.output]
+        _, status = os.waitpid(child.pid, 0)
+        answer = msgpack.unpackb(child.words) if status == 0 else {"error": _why(status)}
+        self._answers.write(msgpack.packb([child.number, answer]))
+        self._answers.flush()
+
+
+def checked(vocabulary: Vocabulary, grammar: str) -> str:
+    """The grammar, if it can be enforced from its first token on. Raises GrammarError."""
+    matcher = vocabulary.matcher(grammar)
+    matcher.fill(np.zeros(vocabulary.words, np.int32), ends=[0])
+    return grammar
+
+
+def readable(text: str) -> str:
+    """The matcher's words without its drawing of the place, which is in a grammar that the client has not seen."""
+    if text.startswith("NoExtension"):
+        return "no text can match it"
+    if "oneOf constraints" in text:
+        return "oneOf is supported where its branches exclude each other by type or by a constant property, not here"
+    lines = [line for line in text.splitlines() if line.strip()]
+    found = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    words = found or [line.strip() for line in lines if not _DRAWING.match(line)]
+    return _PLACE.sub("", "; ".join(words))[:1000]
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _why(status: int) -> str:
+    number = os.waitstatus_to_exitcode(status)
+    return _TOO_SLOW if number in (-signal.SIGPROF, -signal.SIGKILL) else _TOO_LARGE
+
+
+def special_tokens(tokenizer: dict[str, Any], vocabulary: Vocabulary) -> dict[str, int]:
+    """Tokens of a tokenizer.json, by their text, that stand for no text in a grammar."""
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    return {text: token for text, token in added.items() if vocabulary.is_special(token)}
+
+
+def main() -> None:
+    become("compile_process")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process says when it is over
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    unpacker = msgpack.Unpacker(max_buffer_size=1 << 30)
+    requests = sys.stdin.fileno()
+    for tokenizer, eos in _first(requests, unpacker):
+        vocabulary = Vocabulary(tokenizer, eos)
+        Compiler(vocabulary, special_tokens(json.loads(tokenizer), vocabulary), answers).run(requests, unpacker)
+
+
+def _first(requests: int, unpacker: msgpack.Unpacker) -> list[Any]:
+    """The first request; nothing if there is none."""
+    while data := os.read(requests, 1 << 20):
+        unpacker.feed(data)
+        for request in unpacker:
+            return [request]
+    return []
+
+
+if __name__ == "__main__":
+    main()

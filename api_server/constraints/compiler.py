@@ -1,0 +1,164 @@
+"""Asks the helper process what a constraint compiles to, once for each content, and never waits for it on the loop.
+
+Knows the helper's protocol and its life: it is started when it is first needed (or by `start`), and again when it has
+died. What a constraint means is known over there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import msgpack
+
+from api_server.constraints.limits import MOST_PATTERN, MOST_SOURCE
+from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
+from interfaces.constraint import Constraint, ConstraintKind
+from shared.liveness import SUPERVISOR_PID
+
+log = logging.getLogger("tokenyard")
+
+CACHED_BYTES = 64 << 20
+"""Of compiled grammars and refusals together."""
+MOST_WAITING = 256
+"""Constraints that are being compiled or wait for it."""
+
+Outcome = dict[str, str]
+"""`grammar`, or `error`."""
+
+
+class ConstraintCompiler:
+    """One per API process. `vocabulary` gives the tokenizer's JSON and its end tokens; it is called in a thread."""
+
+    def __init__(self, vocabulary: Callable[[], tuple[str, Sequence[int]]]) -> None:
+        self._vocabulary = vocabulary
+        self._known: OrderedDict[bytes, Outcome] = OrderedDict()
+        self._known_bytes = 0
+        self._asked: dict[bytes, asyncio.Future[Outcome]] = {}
+        self._by_number: dict[int, bytes] = {}
+        self._number = 0
+        self._process: Process | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+        self._reading: asyncio.Task[None] | None = None
+        self._starting: asyncio.Task[None] | None = None
+
+    async def compile(self, constraint: Constraint) -> str:
+        """The compiled grammar. Raises RequestFailed(INVALID), which names the client's field."""
+        _check_size(constraint)
+        key = hashlib.blake2b(f"{constraint.kind}\0{constraint.source}".encode(), digest_size=16).digest()
+        outcome = self._known.get(key)
+        if outcome is None:
+            outcome = await self._ask(key, constraint)
+        else:
+            self._known.move_to_end(key)
+        if "grammar" not in outcome:
+            raise _refused(constraint, outcome["error"])
+        return outcome["grammar"]
+
+    async def start(self) -> None:
+        """Starts the helper, so that the first constraint need not wait for it."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._run())
+        await asyncio.shield(self._starting)
+
+    async def close(self) -> None:
+        """Ends the helper."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+        if self._reading is not None:
+            await self._reading
+
+    async def _ask(self, key: bytes, constraint: Constraint) -> Outcome:
+        found = self._asked.get(key)
+        if found is None:
+            if len(self._asked) >= MOST_WAITING:
+                raise RequestFailed(
+                    ErrorKind.OVERLOADED,
+                    f"{len(self._asked)} constraints wait to be compiled; retry later",
+                    retry_after=RETRY_AFTER_SECONDS,
+                )
+            found = self._asked[key] = asyncio.get_running_loop().create_future()
+            # Not the client's own task: when it goes away, others may wait for the same answer.
+            task = asyncio.create_task(self._send(key, constraint))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+        return await asyncio.shield(found)
+
+    async def _send(self, key: bytes, constraint: Constraint) -> None:
+        try:
+            await self.start()
+            assert self._process is not None
+            assert self._process.stdin is not None
+            self._number += 1
+            self._by_number[self._number] = key
+            self._process.stdin.write(msgpack.packb([self._number, constraint.kind.value, constraint.source]))
+            await self._process.stdin.drain()
+        except OSError as error:
+            log.error("the process that compiles constraints cannot be reached: %s", error)
+            self._starting = None
+            self._answer(key, None)
+
+    async def _run(self) -> None:
+        tokenizer, eos = await asyncio.to_thread(self._vocabulary)
+        command = [sys.executable, "-m", "api_server.constraints.compile_process"]
+        environment = {**os.environ, SUPERVISOR_PID: str(os.getpid())}
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgpack.packb([tokenizer, list(eos)]))
+        self._reading = asyncio.create_task(self._read(self._process))
+
+    async def _read(self, process: Process) -> None:
+        assert process.stdout is not None
+        unpacker = msgpack.Unpacker()
+        while data := await process.stdout.read(1 << 20):
+            unpacker.feed(data)
+            for number, outcome in unpacker:
+                self._answer(self._by_number.pop(number), outcome)
+        await process.wait()
+        if self._process is process:
+            log.error(
+                "the process that compiles constraints ended with %s; the next one will start it", process.returncode
+            )
+        self._process = self._starting = None
+        for key in list(self._asked):
+            self._answer(key, None)
+        self._by_number.clear()
+
+    def _answer(self, key: bytes, outcome: Outcome | None) -> None:
+        future = self._asked.pop(key, None)
+        if future is None or future.done():
+            return
+        if outcome is None:
+            text = "the process that compiles constraints has died; retry"
+            failure = RequestFailed(ErrorKind.UNAVAILABLE, text, retry_after=RETRY_AFTER_SECONDS)
+            future.set_exception(failure)
+            future.exception()  # nobody may be left who waits
+            return
+        future.set_result(outcome)
+        self._known[key] = outcome
+        self._known_bytes += _size(outcome)
+        while self._known_bytes > CACHED_BYTES:
+            self._known_bytes -= _size(self._known.popitem(last=False)[1])
+
+
+def _check_size(constraint: Constraint) -> None:
+    # Here, and not only over there, so that what is too long is not sent.
+    most = MOST_PATTERN if constraint.kind is ConstraintKind.REGEX else MOST_SOURCE
+    if len(constraint.source) > most:
+        raise _refused(constraint, f"it has {len(constraint.source)} characters; at most {most} are possible")
+
+
+def _refused(constraint: Constraint, why: str) -> RequestFailed:
+    field = constraint.field or constraint.kind.value
+    return invalid(f"{field} cannot be enforced: {why}", field)
+
+
+def _size(outcome: Outcome) -> int:
+    return 100 + sum(map(len, outcome.values()))

@@ -1,0 +1,102 @@
+"""From a constraint in any of its languages to the one that the matcher reads. Runs in the compiler's helper.
+
+Nothing that a client wrote is dropped in silence: what cannot be enforced is a GrammarError that says what. White space
+between the parts of JSON is free, but never endless. Strings in JSON have no \\u escapes: by one of these the name of a
+declared property could be written so that its schema does not see it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance import LLMatcher
+
+from api_server.constraints import ebnf, structural_tag
+from api_server.constraints.limits import check_pattern, check_schema, check_size
+from interfaces.constraint import ConstraintKind
+from shared.grammar import GrammarError
+
+JSON_OPTIONS = {
+    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}",
+    "json_allowed_escapes": '"\\bfnrt',
+    "coerce_one_of": False,
+    "lenient": False,
+}
+"""`coerce_one_of` would take oneOf for anyOf, and a text that fits two branches for a valid one."""
+
+_OPTIONS_KEY = "x-guidance"
+_JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
+
+
+def translate(kind: str, source: str, special: Mapping[str, int]) -> str:
+    """`source` for `shared.grammar.Vocabulary.matcher`; `special` are the special tokens. Raises GrammarError."""
+    check_size(source, pattern=kind == ConstraintKind.REGEX)
+    match kind:
+        case ConstraintKind.JSON_SCHEMA:
+            return f"start: %json {_schema_text(_parsed(source))}"
+        case ConstraintKind.REGEX:
+            return _pattern(source)
+        case ConstraintKind.CHOICE:
+            return _pattern("|".join(map(_literal_pattern, _choices(source))))
+        case ConstraintKind.EBNF:
+            rule, lines = ebnf.to_lark(source)
+            return "\n".join(["%llguidance {}", f"start: {rule}", *lines]) + "\n"
+        case ConstraintKind.LARK:
+            return _lark(source)
+        case ConstraintKind.STRUCTURAL_TAG:
+            return structural_tag.to_lark(_parsed(source), special, _schema_text)
+    raise GrammarError(f"{kind} is no language of constraints")
+
+
+def _parsed(source: str) -> Any:
+    try:
+        return json.loads(source)
+    except json.JSONDecodeError as error:
+        raise GrammarError(f"it is not JSON: {error}") from None
+    except RecursionError:
+        raise GrammarError("it is nested too deeply") from None
+
+
+def _schema_text(schema: Any) -> str:
+    """The schema with our options in it."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError(f"a JSON schema must be an object, got {json.dumps(schema):.60}")
+    check_schema(schema)
+    return json.dumps({**schema, _OPTIONS_KEY: JSON_OPTIONS}, ensure_ascii=False)
+
+
+def _pattern(pattern: str) -> str:
+    check_pattern(pattern)
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def _choices(source: str) -> list[str]:
+    choices = _parsed(source)
+    if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
+        raise GrammarError("it must be a list of texts, none of them empty, and at least one")
+    return choices
+
+
+def _literal_pattern(text: str) -> str:
+    return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _lark(source: str) -> str:
+    """The schemas in it are checked, and get our options."""
+    decoder = json.JSONDecoder()
+    parts, position = [], 0
+    for found in _JSON_IN_LARK.finditer(source):
+        if found.start() < position:
+            continue  # within a schema
+        try:
+            schema, end = decoder.raw_decode(source, found.end())
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise GrammarError(f"%json at position {found.start()}: {error}") from None
+        parts += [source[position : found.end()], _schema_text(schema)]
+        position = end
+    return "".join([*parts, source[position:]])

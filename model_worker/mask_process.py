@@ -1,0 +1,164 @@
+"""`python -m model_worker.mask_process`: fills the masks of constrained rows, beside the worker that samples.
+
+A process of its own, because a grammar may take any time and memory: a row that takes too much ends this process, and
+the worker starts another without that row. Reads requests from standard input, answers on standard output, and writes
+masks into memory that it shares with the worker. Knows rows and tokens; knows no logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import resource
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces.grammar_state import GrammarState
+from shared.grammar import GrammarError, Matcher, Vocabulary, set_bits
+from shared.liveness import become
+
+HEADER_BYTES = 64
+"""In front of the masks: the row being worked on, so that the worker knows whose work ended this process."""
+NO_ROW = -1
+CPU_SECONDS = 2.0
+"""Processor time that one row may take at once."""
+MEMORY_BYTES = 4 << 30
+"""Memory of all grammars of a worker."""
+CACHED_GRAMMARS = 128
+
+
+@dataclass
+class _Row:
+    matcher: Matcher
+    state: GrammarState
+    ends: list[int]
+
+    def consume(self, token: int) -> None:
+        if token not in self.ends and self.state.update(token, has_grammar=True):
+            self.matcher.consume(token)
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        if self.state.grammar_enforced:
+            self.matcher.fill(mask, self.ends)
+        else:
+            # What comes before the constrained part is free, but it is not the answer: it may not end there.
+            mask[:] = -1
+            set_bits(mask, self.ends, False)
+
+
+class Masks:
+    """The constrained rows; `header` and `masks` are shared with the worker."""
+
+    def __init__(self, vocabulary: Vocabulary, header: NDArray[np.int32], masks: NDArray[np.int32]) -> None:
+        self._vocabulary = vocabulary
+        self._header = header
+        self._masks = masks
+        self._scratch = np.zeros(vocabulary.words, np.int32)
+        self._rows: dict[int, _Row] = {}
+        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+
+    def serve(self, drops: Sequence[int], joins: Sequence[Any], tokens: Sequence[Sequence[int]]) -> dict[int, str]:
+        """Rows leave, come and go on by a token each; then those that came or went on have masks. Errors by row."""
+        errors: dict[int, str] = {}
+        for row in drops:
+            self._rows.pop(row, None)
+        for row, *form in joins:
+            self._guarded(row, errors, lambda row=row, form=form: self._join(row, *form))
+        for row, token in tokens:
+            self._guarded(row, errors, lambda row=row, token=token: self._go_on(row, token))
+        return errors
+
+    def _guarded(self, row: int, errors: dict[int, str], work: Any) -> None:
+        self._header[0] = row
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # ends the process: nothing else ends a matcher's work
+        try:
+            work()
+        except GrammarError as error:
+            self._rows.pop(row, None)
+            errors[row] = str(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self._header[0] = NO_ROW
+
+    def _join(self, row: int, grammar: str, state: dict[str, Any], ends: list[int], emitted: list[int]) -> None:
+        joined = _Row(self._matcher(grammar), GrammarState(**state), ends)
+        if not joined.state.waits_for_region:
+            joined.state.grammar_enforced = True
+        for token in emitted:
+            joined.consume(token)
+        self._rows[row] = joined
+        self._fill(row, joined)
+
+    def _go_on(self, row: int, token: int) -> None:
+        # A row that failed is gone here a step before the worker hears of it.
+        found = self._rows.get(row)
+        if found is not None:
+            found.consume(token)
+            self._fill(row, found)
+
+    def _fill(self, row: int, found: _Row) -> None:
+        # The model may know fewer tokens than its tokenizer, or have room for more.
+        found.fill(self._scratch)
+        width = min(len(self._scratch), self._masks.shape[1])
+        self._masks[row, :width] = self._scratch[:width]
+        self._masks[row, width:] = 0
+
+    def _matcher(self, grammar: str) -> Matcher:
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._vocabulary.matcher(grammar)
+            if len(self._compiled) > CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return self._compiled[grammar].copy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m model_worker.mask_process", description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory")
+    parser.add_argument("--rows", type=int, required=True)
+    arguments = parser.parse_args()
+    become("mask_process")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker says when it is over
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    vocabulary = load(arguments.model)
+    shared = mmap.mmap(arguments.memory, os.fstat(arguments.memory).st_size)
+    header = np.frombuffer(shared, np.int32, HEADER_BYTES // 4)
+    stride = (len(shared) - HEADER_BYTES) // arguments.rows // 4
+    masks = np.frombuffer(shared, np.int32, offset=HEADER_BYTES).reshape(arguments.rows, stride)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    rows = Masks(vocabulary, header, masks)
+    for number, *request in _requests():
+        answers.write(msgpack.packb([number, rows.serve(*request)]))
+        answers.flush()
+
+
+def load(model: str) -> Vocabulary:
+    """The tokens of a Hugging Face directory or hub name."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # a third of the time that transformers takes
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return Vocabulary(tokenizer.backend_tokenizer.to_str(), eos)
+
+
+def _requests() -> Iterator[list[Any]]:
+    """Until the worker closes its end."""
+    unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=1 << 30)
+    while data := os.read(sys.stdin.fileno(), 1 << 20):
+        unpacker.feed(data)
+        yield from unpacker
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Which tokens the grammars of constrained rows allow next: the worker's side of `mask_process.py`.
+
+Masks are made while the worker does something else: a row's first one while its prompt is computed, the next ones from
+the moment its token is known until the next step samples. If the process dies, another one takes its place and is told
+all rows again; the row that killed it fails, and no other one notices. Knows rows, tokens and logits; no grammar.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import mmap
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from select import select
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces.grammar_state import GrammarState
+from interfaces.messages import RowGrammar
+from model_worker.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
+from shared.liveness import SUPERVISOR_PID
+
+log = logging.getLogger(__name__)
+
+WORD_BYTES = 4
+STALL_SECONDS = 300.0
+"""A process that says nothing for so long is killed, whether it computes or waits for something."""
+MOST_DEATHS = 3
+"""In a row, and without a row to blame: then something else is wrong, and the worker ends."""
+
+
+@dataclass
+class _Row:
+    """What it takes to build the row's matcher again."""
+
+    grammar: str
+    state: GrammarState
+    ends: list[int]
+    tokens: list[int]
+    since: int = 0
+    """The request that told of it; what is said of its number before that is about another row."""
+
+    def join(self, row: int) -> list[Any]:
+        return [row, self.grammar, dataclasses.asdict(self.state), self.ends, self.tokens]
+
+
+class Masks:
+    """Masks of up to `max_rows` rows over `vocab_size` tokens. `start` the process, or let the first join do so."""
+
+    def __init__(self, model: str, max_rows: int, vocab_size: int) -> None:
+        self._model = model
+        self._max_rows = max_rows
+        self._vocab_size = vocab_size
+        words = -(-vocab_size // (8 * WORD_BYTES))
+        descriptor = os.memfd_create("masks")
+        os.ftruncate(descriptor, HEADER_BYTES + max_rows * words * WORD_BYTES)
+        shared = mmap.mmap(descriptor, 0)
+        self._descriptor = descriptor
+        self._header = np.frombuffer(shared, np.int32, HEADER_BYTES // WORD_BYTES)
+        self._masks = np.frombuffer(shared, np.uint8, offset=HEADER_BYTES).reshape(max_rows, words * WORD_BYTES)
+        self._rows: dict[int, _Row] = {}
+        self._errors: dict[int, str] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unpacker = msgpack.Unpacker(strict_map_key=False)
+        self._sent = self._answered = 0
+        self._deaths = 0
+        self._drops: list[int] = []
+        self._joins: list[int] = []
+
+    def start(self) -> None:
+        """Begins to load the tokens, beside the worker."""
+        if self._process is None:
+            self._spawn()
+
+    def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def drop(self, row: int) -> None:
+        """Frees `row`; one that is not constrained stays so."""
+        self._errors.pop(row, None)
+        if self._rows.pop(row, None) is not None:
+            self._drops.append(row)
+
+    def join(self, row: int, grammar: RowGrammar, emitted: NDArray[np.int32]) -> None:
+        """`row` is constrained from now on; `emitted` are the tokens of its answer so far."""
+        self._rows[row] = _Row(grammar.text, grammar.state, grammar.ends, emitted.tolist())
+        self._joins.append(row)
+
+    def flush(self) -> None:
+        """Sends what has changed; the masks of new rows are made from here on."""
+        if self._joins or self._drops:
+            self._request([])
+
+    def apply(self, logits: torch.Tensor, rows: NDArray[np.int32]) -> dict[int, str]:
+        """Puts -inf on what the grammars forbid, in place; `logits[i]` belongs to `rows[i]`. Failed rows and why."""
+        index = [i for i, row in enumerate(rows.tolist()) if row in self._rows]
+        if not index:
+            return {}
+        self._wait()
+        live = np.array([i for i in index if int(rows[i]) not in self._errors], np.int64)
+        if len(live):
+            bits = np.unpackbits(self._masks[rows[live]], axis=1, count=self._vocab_size, bitorder="little")
+            forbidden = torch.from_numpy(bits == 0).to(logits.device)
+            with torch.inference_mode():
+                for i, part in zip(live.tolist(), forbidden, strict=True):
+                    logits[i, : self._vocab_size].masked_fill_(part, -torch.inf)
+        return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
+
+    def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """The constrained ones among these rows go on by a token each; their next masks are made from here on."""
+        pairs = [
+            [row, token]
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
+            if row in self._rows and row not in self._errors
+        ]
+        for row, token in pairs:
+            self._rows[row].tokens.append(token)
+        if pairs:
+            self._request(pairs)
+
+    def _request(self, tokens: list[list[int]]) -> None:
+        joins = [row for row in dict.fromkeys(self._joins) if row in self._rows]
+        drops, self._drops, self._joins = self._drops, [], []
+        if self._process is None:
+            self._spawn()
+        else:
+            self._send(drops, joins, tokens)
+
+    def _send(self, drops: list[int], joins: list[int], tokens: list[list[int]]) -> None:
+        self._sent += 1
+        for row in joins:
+            self._rows[row].since = self._sent
+        request = [self._sent, drops, [self._rows[row].join(row) for row in joins], tokens]
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgpack.packb(request))
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # whoever waits for the answer finds out
+
+    def _wait(self) -> None:
+        """Until everything that was sent is answered."""
+        heard = time.monotonic()
+        while self._answered < self._sent:
+            assert self._process is not None
+            assert self._process.stdout is not None
+            readable, _, _ = select([self._process.stdout], [], [], STALL_SECONDS)
+            data = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
+            if not data:
+                self._restart(stalled=not readable and time.monotonic() - heard >= STALL_SECONDS)
+                continue
+            self._unpacker.feed(data)
+            for number, errors in self._unpacker:
+                self._answered, self._deaths = number, 0
+                known = {row: text for row, text in errors.items() if row in self._rows}
+                self._errors |= {row: text for row, text in known.items() if self._rows[row].since <= number}
+
+    def _restart(self, stalled: bool) -> None:
+        """Another process, without the row that the last one died of."""
+        row = int(self._header[0])
+        self.close()
+        self._deaths += 1
+        if row != NO_ROW and row in self._rows:
+            self._errors[row] = f"its grammar takes too much memory, or more than {CPU_SECONDS:g} s, for one token"
+        elif self._deaths > MOST_DEATHS:
+            raise RuntimeError(f"the process that fills masks died {self._deaths} times; its own words are above")
+        log.warning("the process that fills masks %s at row %d", "stalled" if stalled else "died", row)
+        self._spawn()
+
+    def _spawn(self) -> None:
+        """A fresh process, told of all rows that live."""
+        self._header[0] = NO_ROW
+        self._unpacker = msgpack.Unpacker(strict_map_key=False)
+        options = {"--model": self._model, "--memory": self._descriptor, "--rows": self._max_rows}
+        command = [sys.executable, "-m", "model_worker.mask_process"]
+        self._process = subprocess.Popen(
+            [*command, *(str(part) for pair in options.items() for part in pair)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[self._descriptor],
+            env={**os.environ, SUPERVISOR_PID: str(os.getpid())},
+        )
+        joins = [row for row in self._rows if row not in self._errors]
+        if joins:
+            self._send([], joins, [])
+        else:
+            self._answered = self._sent
