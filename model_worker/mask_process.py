@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import resource
 import signal
 import sys
 from collections import OrderedDict
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces.grammar_state import GrammarState
+from shared.bounds import limit_memory
 from shared.grammar import GrammarError, Matcher, Vocabulary, set_bits
 from shared.liveness import become
 
@@ -135,7 +135,7 @@ def main() -> None:
     header = np.frombuffer(shared, np.int32, HEADER_BYTES // 4)
     stride = (len(shared) - HEADER_BYTES) // arguments.rows // 4
     masks = np.frombuffer(shared, np.int32, offset=HEADER_BYTES).reshape(arguments.rows, stride)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_memory(MEMORY_BYTES)
     rows = Masks(vocabulary, header, masks)
     for number, *request in _requests():
         answers.write(msgpack.packb([number, rows.serve(*request)]))

@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import selectors
 import signal
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from api_server.constraints.languages import translate
+from shared.bounds import limit_memory
 from shared.grammar import GrammarError, Vocabulary
 from shared.liveness import become
 
@@ -40,6 +39,8 @@ NICENESS = 10
 _DRAWING = re.compile(r"\s*(\d+ \|.*|\^+)$")
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
+_FAILED = 3
+"""Exit code of a child that met an error of ours."""
 _TOO_SLOW = f"it takes more than {CPU_SECONDS:g} s of processor time to compile"
 _TOO_LARGE = f"it takes more than {MEMORY_BYTES >> 20} MB of memory to compile"
 
@@ -97,18 +98,28 @@ class Compiler:
 
     def _compile(self, kind: str, source: str, output: int) -> None:
         """In the child; does not return."""
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the child
-        _limit_memory()
-        os.nice(NICENESS)
         try:
-            answer = {"grammar": checked(self._vocabulary, translate(kind, source, self._special))}
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the child
+            limit_memory(MEMORY_BYTES)
+            os.nice(NICENESS)
+            answer = self._outcome(kind, source)
+            with os.fdopen(output, "wb") as stream:
+                stream.write(msgpack.packb(answer))
+            os._exit(0)
+        finally:
+            os._exit(_FAILED)  # whatever was raised: this is not the place to go on from
+
+    def _outcome(self, kind: str, source: str) -> dict[str, str]:
+        try:
+            return {"grammar": checked(self._vocabulary, translate(kind, source, self._special))}
         except GrammarError as error:
-            answer = {"error": readable(str(error))}
-        except (MemoryError, RecursionError) as error:
-            answer = {"error": _TOO_LARGE if isinstance(error, MemoryError) else "it is nested too deeply"}
-        with os.fdopen(output, "wb") as stream:
-            stream.write(msgpack.packb(answer))
-        os._exit(0)
+            return {"error": readable(str(error))}
+        except MemoryError:
+            return {"error": _TOO_LARGE}
+        except UnicodeEncodeError:
+            return {"error": "it has half of a surrogate pair, which is no character"}
+        except RecursionError:
+            return {"error": "it is nested too deeply"}
 
     def _hear(self, child: _Child, data: bytes) -> None:
         if data:
@@ -142,15 +153,10 @@ def readable(text: str) -> str:
     return _PLACE.sub("", "; ".join(words))[:1000]
 
 
-def _limit_memory() -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def _why(status: int) -> str:
     number = os.waitstatus_to_exitcode(status)
+    if number == _FAILED:
+        return "the compiler failed on it"
     return _TOO_SLOW if number in (-signal.SIGPROF, -signal.SIGKILL) else _TOO_LARGE
 
 

@@ -24,6 +24,7 @@ MOST_MULTIPLE = 10_000
 """The matcher counts remainders: its memory grows with this number."""
 LEAST_MULTIPLE = 1e-6
 
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _REPEATS = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|.)|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}", re.DOTALL)
 """Repetitions, and escapes, in which braces mean something else."""
 
@@ -54,11 +55,22 @@ def check_schema(schema: Any) -> None:
             raise GrammarError(f"it is nested more than {MOST_LEVELS} levels deep")
         if name == "multipleOf" and isinstance(value, int | float) and not LEAST_MULTIPLE <= value <= MOST_MULTIPLE:
             raise GrammarError(f"{path} must be between {LEAST_MULTIPLE:g} and {MOST_MULTIPLE}, got {value}")
+        if name in ("const", "enum") or (name == "properties" and isinstance(value, dict)):
+            _check_writable(list(value) if name == "properties" else value, path)
         if name == "pattern" and isinstance(value, str):
             _checked(value, path)
         if name == "patternProperties" and isinstance(value, dict):
             for pattern in value:
                 _checked(pattern, path)
+
+
+def _check_writable(value: Any, path: str) -> None:
+    """The matcher would leave such characters out: they need an escape that strings here do not have."""
+    for _, key, item, _ in _members(value):
+        for text in (key, item):
+            found = _UNWRITABLE.search(text) if isinstance(text, str) else None
+            if found:
+                raise GrammarError(f"{path} has the control character U+{ord(found[0]):04X}, which is never written")
 
 
 def _checked(pattern: str, path: str) -> None:

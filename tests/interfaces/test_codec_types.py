@@ -252,7 +252,7 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
 ELSEWHERE = {
     # messages: test_codec.py
     *("Cancel", "Goodbye", "Hello", "Join", "Order", "OrderAnswer", "Results", "Status", "Step", "StepResult"),
-    *("HiddenStates", "SessionAnswer", "SessionOrder"),
+    *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionOrder"),
     *("Submit", "WorkerHello", "WorkerStatus"),
     # what only ever is within one process
     *("AudioGenerationInputs", "EmbeddingsGenerationInputs", "PixelGenerationInputs", "TextGenerationInputs"),

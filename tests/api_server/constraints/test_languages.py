@@ -148,6 +148,12 @@ def nested(levels: int) -> str:
         ),
         ("json_schema", '{"patternProperties": {"x\\\\": {}}}', "ends with a single backslash, at position 1"),
         ("json_schema", '{"type": "odd"}', "Invalid type: odd"),
+        (
+            "json_schema",
+            '{"items": {"enum": [1, {"a": ["b\\u0012"]}]}}',
+            r"/items/enum has the control character U\+0012",
+        ),
+        ("json_schema", '{"properties": {"a\\u007f": {}}}', r"/properties has the control character U\+007F"),
         ("json_schema", '{"$ref": "https://example.com/x"}', "https://example.com/x"),
         ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', "no text can match"),
         ("json_schema", '{"enum": []}', "Unsatisfiable schema"),
