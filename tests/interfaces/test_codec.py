@@ -24,6 +24,7 @@ from interfaces import (
     OrderAnswer,
     RequestError,
     Results,
+    RowGrammar,
     SamplingParams,
     SessionAnswer,
     SessionOrder,
@@ -42,6 +43,7 @@ from interfaces import (
     encode,
 )
 from interfaces.codec import PROTOCOL_VERSION, message
+from interfaces.grammar_state import GrammarState
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from interfaces.readers import Readers
@@ -80,6 +82,9 @@ images = st.builds(
     pixel_values=pixels | segments,
     image_hash=st.none() | st.integers(-(2**63), 2**64 - 1),
 )
+grammar_states = st.builds(
+    GrammarState, in_thinking_region=st.booleans(), thinking_end=st.lists(i31), thinking_match_buffer=st.lists(i31)
+)
 joins = st.builds(
     Join,
     row=i31,
@@ -89,6 +94,7 @@ joins = st.builds(
     sampling=sampling,
     report_from=st.none() | i31,
     images=st.lists(images, max_size=2),
+    grammar=st.none() | st.builds(RowGrammar, text, grammar_states, st.lists(i31)),
 )
 shared_by_contexts = {
     "max_length": st.none(),
