@@ -161,6 +161,27 @@ def test_a_budget_ends_reasoning(live: LiveServer, tokenizer: Tokenizer, budget:
     )
 
 
+def test_a_budget_in_sglangs_own_dialect(live: LiveServer, tokenizer: Tokenizer) -> None:
+    """The text stays as it is, with the marks in it."""
+    thought, closing = encode(tokenizer, "abcdefghij" * 3), encode(tokenizer, "\n</think>\n\n")
+    rest = [*encode(tokenizer, "Yes."), tokenizer.eos_token_ids[0]]
+
+    def answer(submit: Any) -> list[int]:
+        told = submit.context.tokens.generated.tolist()
+        return [*told, *rest] if told else [*thought, *rest]
+
+    live.double.answer = answer
+    body = {"text": "Why? <think>\n", "sampling_params": {"max_new_tokens": 200}, "max_thinking_tokens": 4}
+    found = post(live, "/generate", body).json()
+    kept = tokenizer._backend.decode(thought[:4])
+    assert found["text"] == f"{kept}\n</think>\n\nYes."
+    assert found["output_ids"] == [*thought[:4], *closing, *rest]
+    end = next(i for i in range(len(closing) + 1) if "</think>" in tokenizer._backend.decode(closing[:i]))
+    assert found["meta_info"]["reasoning_tokens"] == 4 + end
+    found = post(live, "/generate", body | {"max_thinking_tokens": None}).json()
+    assert (found["text"], found["meta_info"]["reasoning_tokens"]) == ("abcdefghij" * 3 + "Yes.", 0)
+
+
 def test_a_message_of_anthropics(messenger: anthropic.Anthropic, live: LiveServer, tokenizer: Tokenizer) -> None:
     says(live.double, tokenizer, ANSWER)
     asked: dict[str, Any] = {"model": "", "max_tokens": 600, "messages": USER, "tools": [OWN_TOOL]}

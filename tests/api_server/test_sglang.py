@@ -19,7 +19,15 @@ from interfaces.results import ErrorCode, RequestError
 from interfaces.sampling import LogprobMode, SamplingParams
 from tests.api_server.conftest import LiveServer, encode, logprob_of
 
-META = {"id", "finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "weight_version"}
+META = {
+    "id",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "cached_tokens",
+    "reasoning_tokens",
+    "weight_version",
+}
 
 HTTP = httpx.Client(timeout=20)
 
@@ -331,7 +339,6 @@ REQUEST_ERRORS: list[tuple[dict[str, Any], str]] = [
         ("video_data", ["x"]),
         ("audio_data", "x"),
         ("lora_path", "x"),
-        ("max_thinking_tokens", 0),
     ]),
 ]  # fmt: skip
 

@@ -65,7 +65,7 @@ async def generate_native(call: Call, stream: bool = False) -> Response:
     with ExitStack() as cleanup:
         cleanup.enter_context(_claimed(body, batch))
         batch = await resumed(call, body, batch)
-        generation = await generate(call.server, [_internal(item, call) for item in batch.items])
+        generation = await generate(call.server, [_internal(item, call, body) for item in batch.items])
         naming = Naming.of(batch, generation.choices, call.server.tokenizer.piece)
         if not (stream or body.stream):
             await generation.collect()
@@ -153,7 +153,7 @@ def _claimed(body: GenerateRequest, batch: Batch) -> Iterator[None]:
         _in_flight.difference_update(rids)
 
 
-def _internal(item: Item, call: Call) -> TextGenerationRequest:
+def _internal(item: Item, call: Call, body: GenerateRequest) -> TextGenerationRequest:
     given = item.sampling
     try:
         return TextGenerationRequest(
@@ -171,6 +171,7 @@ def _internal(item: Item, call: Call) -> TextGenerationRequest:
             skip_special_tokens=given.skip_special_tokens is not False,
             token_details=item.return_logprob,
             cache_salt=f"{item.extra_key}\0{item.cache_salt}" if item.extra_key else item.cache_salt,
+            max_thinking_tokens=body.max_thinking_tokens,
             request_path=call.path,
             received=call.received,
         )

@@ -55,6 +55,7 @@ def _meta_info(choice: Choice, identifier: str) -> dict[str, Any]:
         "prompt_tokens": choice.prompt_tokens,
         "completion_tokens": choice.completion_tokens,
         "cached_tokens": choice.cached_tokens,
+        "reasoning_tokens": choice.reasoning_tokens,
         "weight_version": WEIGHT_VERSION,
     }
     if choice.finish is not None:

@@ -128,7 +128,11 @@ class GenerateRequest(BaseModel):
     return_routed_experts: bool | None = Field(None, description="Not built yet")
     return_indexer_topk: bool | None = Field(None, description="Not built yet")
     return_entropy: bool | None = Field(None, description="Not built yet")
-    max_thinking_tokens: int | None = Field(None, description="Not built yet")
+    max_thinking_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="Reasoning that has become so long is ended, by the marks of the model's reasoning parser",
+    )
 
 
 Logprob = tuple[float | None, int, str | None]
@@ -159,6 +163,7 @@ class MetaInfo(BaseModel):
     prompt_tokens: int | None = Field(None, description="Not in the answer to a request aborted while it waited")
     completion_tokens: int
     cached_tokens: int | None = Field(None, description="As prompt_tokens")
+    reasoning_tokens: int | None = Field(None, description="As prompt_tokens; counted with max_thinking_tokens, else 0")
     weight_version: str
     e2e_latency: float | None = Field(None, description="Seconds; in the last frame only")
     input_token_logprobs: list[Logprob] | None = None

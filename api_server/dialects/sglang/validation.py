@@ -27,7 +27,6 @@ _UNSUPPORTED_FIELDS = (
     "return_routed_experts",
     "return_indexer_topk",
     "return_entropy",
-    "max_thinking_tokens",
 )
 _UNSUPPORTED_SAMPLING = (
     "beam_width",
