@@ -94,6 +94,98 @@ def test_a_round_trip_in_responses(client: openai.OpenAI) -> None:
     assert "21" in answer.output_text
 
 
+OTHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "set_alarm",
+        "parameters": {
+            "type": "object",
+            "properties": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}, "loud": {"type": "boolean"}},
+            "required": ["hour", "loud"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def check_alarm(arguments: str) -> None:
+    found = json.loads(arguments)
+    assert set(found) == {"hour", "loud"}
+    assert type(found["loud"]) is bool
+    assert type(found["hour"]) is int
+    assert 0 <= found["hour"] <= 23
+
+
+@pytest.mark.parametrize("thinking", [None, False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_alarm"}}])
+def test_a_call_is_forced_whatever_was_said(client: openai.OpenAI, choice: Any, thinking: bool | None) -> None:
+    tools = [OTHER] if choice == "required" else [TOOL, OTHER]
+    more = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
+    ask: dict[str, Any] = {
+        "model": "", "messages": [{"role": "user", "content": "Hello!"}], "tools": tools, "tool_choice": choice,
+        "temperature": 0, "max_tokens": 300, "parallel_tool_calls": False, "extra_body": more,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**ask).choices[0]
+    message: Any = whole.message
+    assert whole.finish_reason == "tool_calls"
+    (call,) = message.tool_calls
+    assert (call.function.name, message.content) == ("set_alarm", None)
+    check_alarm(call.function.arguments)
+    if thinking:
+        assert message.reasoning
+    chunks: Any = list(client.chat.completions.create(**ask, stream=True))
+    pieces = [piece for chunk in chunks for piece in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments
+
+
+def test_a_call_is_forced_in_the_other_dialects(client: openai.OpenAI, messenger: anthropic.Anthropic) -> None:
+    function = OTHER["function"]
+    tool: Any = {"name": function["name"], "input_schema": function["parameters"]}
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+    message = messenger.messages.create(
+        model="", max_tokens=200, messages=[{"role": "user", "content": "Hello!"}], tools=[tool], tool_choice=choice
+    )
+    assert message.stop_reason == "tool_use"
+    (block,) = message.content
+    assert block.type == "tool_use"
+    check_alarm(json.dumps(block.input))
+    flat: Any = {"type": "function", "strict": True, **function}
+    response = client.responses.create(
+        model="", input="Hello!", tools=[flat], tool_choice="required", parallel_tool_calls=False
+    )
+    (item,) = response.output
+    assert item.type == "function_call"
+    check_alarm(item.arguments)
+
+
+def test_a_strict_tool_has_its_schema_when_the_model_chooses_it(client: openai.OpenAI) -> None:
+    strict: Any = {
+        "type": "function",
+        "function": FUNCTION | {"strict": True, "parameters": PARAMETERS | {"additionalProperties": False}},
+    }
+    ask: dict[str, Any] = {"model": "", "tools": [strict], "temperature": 0, "max_tokens": 120}
+    (call,) = client.chat.completions.create(**ask, messages=[ASKED]).choices[0].message.tool_calls or [None]
+    assert call is not None
+    assert call.type == "function"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    plain = client.chat.completions.create(**ask, messages=[{"role": "user", "content": "Hello!"}]).choices[0]
+    assert plain.message.content
+
+
+def test_a_document_or_a_call(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    ask: dict[str, Any] = {
+        "model": "", "tools": [TOOL], "response_format": form, "temperature": 0, "max_tokens": 120,
+    }  # fmt: skip
+    called = client.chat.completions.create(**ask, messages=[ASKED]).choices[0]
+    assert called.finish_reason == "tool_calls"
+    answered = client.chat.completions.create(
+        **ask | {"tools": [TOOL], "tool_choice": "none"}, messages=[{"role": "user", "content": "What is 1 + 2?"}]
+    ).choices[0]
+    assert set(json.loads(answered.message.content or "")) >= {"n"} or answered.finish_reason == "length"
+
+
 def test_thinking_is_told_apart_in_every_dialect(client: openai.OpenAI, messenger: anthropic.Anthropic) -> None:
     messages: Any = [{"role": "user", "content": "What is 17 + 25?"}]
     ask: dict[str, Any] = {"model": "", "temperature": 0}
