@@ -110,7 +110,7 @@ class AnswerFormats:
         if request.forced_tools is not None:
             forced = {name: schemas[name] for name in request.forced_tools}
             source = grammar.source(forced, request.parallel_tool_calls, thinks)
-            return Constraint(ConstraintKind.LARK, source, field="tool_choice")
+            return Constraint(ConstraintKind.LARK, source, field="tools")
         if given is not None:
             if given.kind is not ConstraintKind.JSON_SCHEMA:
                 return given

@@ -48,9 +48,10 @@ def render(tokenizer: Any, request: TextGenerationRequest) -> str:
         messages[-1]["content"] += _introduced(request.tools, request.tool_prompt)
     if request.continue_final_message and not messages[-1]["content"]:
         raise invalid("continue_final_message needs a last message with content to continue", "messages")
-    try:
+
+    def applied(turns: list[dict[str, Any]]) -> str:
         text: str = tokenizer.apply_chat_template(
-            messages,
+            turns,
             tools=[dict(tool) for tool in request.tools] if request.tools else None,
             chat_template=template,
             add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
@@ -58,13 +59,31 @@ def render(tokenizer: Any, request: TextGenerationRequest) -> str:
             tokenize=False,
             **options,
         )
+        return text
+
+    try:
+        try:
+            return applied(messages)
+        except TypeError:
+            # Most templates want a call's arguments as an object; some put them together as a text.
+            if not any("tool_calls" in turn for turn in messages):
+                raise
+            return applied([_with_text_arguments(turn) for turn in messages])
     except jinja2.TemplateError as error:
         raise RequestFailed(ErrorKind.TEMPLATE, f"the chat template refuses the messages: {error}") from None
     except Exception as error:  # a template runs arbitrary expressions over client data: any error may come out
         raise RequestFailed(
             ErrorKind.TEMPLATE, f"the chat template failed on the messages: {type(error).__name__}: {error}"
         ) from None
-    return text
+
+
+def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:
+    def call(given: dict[str, Any]) -> dict[str, Any]:
+        arguments = given["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return given | {"function": given["function"] | {"arguments": text}}
+
+    return turn | {"tool_calls": [call(each) for each in turn["tool_calls"]]} if "tool_calls" in turn else turn
 
 
 _TOOL_PROMPT = (
@@ -89,6 +108,10 @@ def _template_of(tokenizer: Any, tools: bool) -> str:
     return template
 
 
+_NAMES_OF_REASONING = ("thinking", "reasoning")
+"""What templates call it that do not say `reasoning_content` (gpt-oss has the first)."""
+
+
 def _turn(message: TextGenerationRequestMessage, index: int, template: str) -> dict[str, Any]:
     """A message as templates know them: absent fields are absent, and content is one text."""
     turn = message.model_dump(exclude_none=True)
@@ -96,6 +119,9 @@ def _turn(message: TextGenerationRequestMessage, index: int, template: str) -> d
         turn["content"] = message.text
     except ValueError as error:
         raise RequestFailed(ErrorKind.UNSUPPORTED, f"messages[{index}].{error}", field="messages") from None
+    for name in _NAMES_OF_REASONING:
+        if message.reasoning_content and f".{name}" in template:
+            turn.setdefault(name, message.reasoning_content)
     if message.role == "developer" and "developer" not in template:
         turn["role"] = "system"
     return turn

@@ -53,7 +53,7 @@ def test_settings_choose_and_the_template_shows(tokenizer: Tokenizer) -> None:
 def test_a_forced_call_has_a_grammar(formats: AnswerFormats) -> None:
     made = formats.constrained(asked(tools=[tool("f"), tool("g")], forced_tools=["g"]), [5]).constraint
     assert made is not None
-    assert (made.kind, made.field, made.begins_after) == (ConstraintKind.LARK, "tool_choice", "")
+    assert (made.kind, made.field, made.begins_after) == (ConstraintKind.LARK, "tools", "")
     assert "start: thought? calls" in made.source
     assert '\\"g\\"' in made.source
     assert '\\"f\\"' not in made.source

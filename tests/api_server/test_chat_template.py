@@ -50,6 +50,20 @@ def test_developer_is_system_unless_the_template_knows_it() -> None:
     assert render("{# developer #}" + PLAIN, [message]) == "[developer|x]"
 
 
+def test_a_template_that_wants_texts_gets_the_arguments_as_text() -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ 'a:' + c.function.arguments }}"
+    template += "{% endfor %}{% endfor %}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x":"é"}'}}
+    assert render(template, [user("x"), {"role": "assistant", "tool_calls": [call]}]) == 'a:{"x": "é"}'
+    assert "TypeError" in failure("{{ 'a' + 1 }}", [user("x"), {"role": "assistant", "tool_calls": [call]}]).message
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_name_that_the_template_knows(name: str) -> None:
+    template = "{% for m in messages %}{{ m." + name + " }};{% endfor %}"
+    assert render(template, [user("x"), {"role": "assistant", "content": "y", "reasoning": "hm"}]) == ";hm;"
+
+
 @pytest.mark.parametrize(
     ("arguments", "rendered"),
     [('{"x": 1}', '{"x": 1}'), ({"x": 1}, '{"x": 1}'), ("", "{}"), ("{broken", '"{broken"'), ("[1]", '"[1]"')],
