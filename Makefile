@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 TEST_INSTALLED := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test run test lint check bench peer demo-model
+.PHONY: help setup setup-test run test lint check bench peer chaos demo-model
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ bench: $(TEST_INSTALLED)  ## measure a server, or compare with PEER=vllm,openvin
 
 peer: $(TEST_INSTALLED)  ## install PEER=openvino|vllm|llamacpp|max|transformers for make bench
 	$(BIN)/python -m benchmarks.peers install $(PEER)
+
+chaos: $(TEST_INSTALLED)  ## kill processes for ten minutes and compare every stream (ARGS="--help" explains)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 demo-model: $(TEST_INSTALLED)  ## train the embedded model anew (about 45 minutes on two cores)
 	$(BIN)/python -m deploy.embedded_model.train $(ARGS)

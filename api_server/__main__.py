@@ -13,9 +13,11 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -30,8 +32,8 @@ from shared.endpoints import RunDirectory
 from shared.settings import Settings
 
 BACKLOG = 2048
-DRAIN_SECONDS = 10
-"""On SIGTERM running requests have this long to finish."""
+SECONDS_FOR_LAST_FRAMES = 3
+"""After the drain: the requests that were ended tell their clients so."""
 
 log = logging.getLogger("tokenyard")
 
@@ -69,6 +71,18 @@ def main() -> int:
     return 0
 
 
+def tls_options(settings: Settings) -> dict[str, Any]:
+    """What uvicorn is told of TLS; nothing without a certificate."""
+    if not settings.ssl_certfile:
+        return {}
+    return {
+        "ssl_certfile": settings.ssl_certfile,
+        "ssl_keyfile": settings.ssl_keyfile or None,
+        "ssl_ca_certs": settings.ssl_ca_certs or None,
+        "ssl_cert_reqs": ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+    }
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket that other replicas may share; the kernel spreads connections over them."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -102,17 +116,23 @@ async def _serve(
         log_config=None,
         log_level="warning",
         server_header=False,
-        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_graceful_shutdown=settings.drain_timeout + SECONDS_FOR_LAST_FRAMES,
+        **tls_options(settings),
     )
     web = _Server(config)
     loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        engine.drain(settings.drain_timeout)
+        web.handle_exit(number, None)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, web.handle_exit, number, None)
+        loop.add_signal_handler(number, stop, number)
     # What exists now lives as long as the process: no collection need look at it again.
     gc.collect()
     gc.freeze()
     warming = asyncio.create_task(server.constraints.start())
-    phases.ready(url=f"http://{settings.host}:{settings.port}", pid=os.getpid())
+    phases.ready(url=f"{settings.scheme}://{settings.host}:{settings.port}", pid=os.getpid())
     try:
         await web.serve(sockets=[listener])
     finally:

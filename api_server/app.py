@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server import openapi, probe
+from api_server.access import identify
 from api_server.dialects import anthropic, generate_route, hosted, openai
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import admin as sglang_admin
@@ -93,7 +94,10 @@ class Application:
             await send(message)
 
         try:
+            scope["state"]["caller"] = identify(self.server.keys, scope)
             await self._router(scope, receive, send_with_id)
+        except RequestFailed as error:
+            await self._keep_out(scope, error)(scope, receive, send_with_id)
         except HTTPException as error:
             await self._refuse(scope, error)(scope, receive, send_with_id)
         except Exception:
@@ -101,6 +105,12 @@ class Application:
                 raise
             log.exception("request %s on %s failed by an error of ours", request_id, scope["path"])
             await self._render(internal_error(request_id), scope)(scope, receive, send_with_id)
+
+    def _keep_out(self, scope: Scope, error: RequestFailed) -> Response:
+        self.server.tell_failed(scope["path"], error)
+        response = self._render(error, scope)
+        response.headers["www-authenticate"] = "Bearer"
+        return response
 
     def _refuse(self, scope: Scope, error: HTTPException) -> Response:
         known = {404: ErrorKind.NOT_FOUND, 405: ErrorKind.METHOD_NOT_ALLOWED}.get(error.status_code)

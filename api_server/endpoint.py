@@ -22,8 +22,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from api_server import resume, terms
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.resume import Resume
 from api_server.state import ServerState
+from shared.access_keys import Caller
 
 log = logging.getLogger("tokenyard")
 
@@ -42,10 +45,17 @@ class Call:
     request_id: str
     """The client's x-request-id, or a fresh one; also in the response's header."""
     received: float = field(default_factory=time.monotonic)
+    generates: bool = False
+    """Whether the body may carry terms of a generation (`terms.py`)."""
 
     @property
     def path(self) -> str:
         return str(self.scope["path"])
+
+    @property
+    def caller(self) -> Caller:
+        caller: Caller = self.scope["state"]["caller"]
+        return caller
 
     @property
     def path_params(self) -> dict[str, Any]:
@@ -67,7 +77,15 @@ class Call:
             raise RequestFailed(
                 ErrorKind.BAD_JSON, f"the request body must be a JSON object, got {type(value).__name__}"
             )
+        if self.generates:
+            self._read_terms(terms.take(value))
         return value
+
+    def _read_terms(self, fields: Mapping[str, Any]) -> None:
+        may_hurry = self.caller.admin or not self.server.keys.users
+        terms.current.set(terms.terms_of(self.headers, fields, self.caller, may_hurry))
+        self.scope["state"]["resume"] = wanted = Resume.wanted(self.headers, self.request_id)
+        resume.current.set(wanted)
 
 
 Handler = Callable[[Call], Awaitable[Response]]
@@ -112,7 +130,7 @@ def endpoint(
 
 
 class Endpoint:
-    """The ASGI application of one route. Expects `server` and `request_id` in `scope["state"]` (see `app.py`)."""
+    """The ASGI application of one route. `app.py` puts `server`, `request_id` and `caller` into `scope["state"]`."""
 
     def __init__(self, handler: Handler, render_error: ErrorRenderer, document: Document | None) -> None:
         self.document = document
@@ -121,7 +139,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
-        call = Call(state["server"], scope, b"", state["request_id"])
+        generates = self.document is not None and (self.document.generates or self.document.frame is not None)
+        call = Call(state["server"], scope, b"", state["request_id"], generates=generates)
         failure: RequestFailed | None = None
         try:
             call.body = await _read_body(receive)

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from interfaces.log_probabilities import LogProbabilities
 from interfaces.logprob_reports import LogprobReports
 from interfaces.messages import (
     Cancel,
+    Detach,
     Finish,
     Goodbye,
     Hello,
@@ -36,6 +37,7 @@ from interfaces.messages import (
     SessionOrder,
     Status,
     Submit,
+    Terms,
 )
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, RequestError, SchedulerResult
@@ -105,6 +107,8 @@ class Submission:
         "_announced",
         "_error",
         "_reports",
+        "_submitted",
+        "_terms",
         "_wants_logprobs",
         "context",
         "handle",
@@ -114,8 +118,10 @@ class Submission:
         "shared",
     )
 
-    def __init__(self, handle: int, context: TextContext, inbox: Inbox) -> None:
+    def __init__(self, handle: int, context: TextContext, inbox: Inbox, terms: Terms) -> None:
         self.handle = handle
+        self._terms = terms
+        self._submitted = time.monotonic()
         self.context = context
         """Has every token received, read or not: a restarted scheduler is told all of it."""
         self.inbox = inbox
@@ -127,6 +133,19 @@ class Submission:
         self._reports: dict[int, LogProbabilities] = {}
         self._announced = False
         self._error: RequestError | None = None
+
+    @property
+    def message(self) -> Submit:
+        """What the scheduler is told, at first and again: the time that has passed counts."""
+        terms = self._terms
+        if terms.queue_seconds is not None or terms.total_seconds is not None:
+            passed = time.monotonic() - self._submitted
+            terms = replace(
+                terms,
+                queue_seconds=None if terms.queue_seconds is None else max(0.0, terms.queue_seconds - passed),
+                total_seconds=None if terms.total_seconds is None else max(0.0, terms.total_seconds - passed),
+            )
+        return Submit(self.handle, self.context, terms)
 
     def add(self, token: int, logprob: float | None) -> None:
         """A token has arrived (-1: none, other news)."""
@@ -185,6 +204,7 @@ class EngineClient:
     def __init__(self, endpoint: str, replica: str) -> None:
         self.replica = f"{replica}-{secrets.token_hex(6)}"
         self.status: Status | None = None
+        self.draining = False
         self._endpoint = endpoint
         self._context: zmq.Context[Any] = zmq.Context()
         self._open: dict[int, Submission] = {}
@@ -194,6 +214,7 @@ class EngineClient:
         self._past: set[int] = set()
         self._heard = time.monotonic()
         self._was_ready = False
+        self._max_model_len = self._vocab_size = 0
         self._hello: asyncio.TimerHandle | None = None
         self._orders: dict[int, asyncio.Future[Any]] = {}
         self._last_order = 0
@@ -231,11 +252,12 @@ class EngineClient:
 
     @property
     def max_model_len(self) -> int | None:
-        return self.status.max_model_len or None if self.status else None
+        """None until a worker has told it; while a worker is being restarted, what the last one told."""
+        return self._max_model_len or None
 
     @property
     def vocab_size(self) -> int | None:
-        return self.status.vocab_size or None if self.status else None
+        return self._vocab_size or None
 
     @property
     def hidden_size(self) -> int | None:
@@ -249,6 +271,8 @@ class EngineClient:
         is being restarted later does not, so that no orchestrator kills a server that is recovering.
         """
         status = self.status
+        if self.draining:
+            return Health(True, False, "draining: this server finishes what runs and takes no new requests")
         if status is None:
             return Health(False, False, f"starting: no word from the scheduler for {self.silence:.0f} s yet")
         if self.silence > STALE_SECONDS:
@@ -260,9 +284,9 @@ class EngineClient:
             )
         return Health(self._was_ready, status.ready, status.reason if not status.ready else "")
 
-    def submit(self, context: TextContext, inbox: Inbox | None = None) -> Submission:
+    def submit(self, context: TextContext, inbox: Inbox | None = None, terms: Terms | None = None) -> Submission:
         """Sends a request; its news come to `inbox`. A refusal comes as a result with an `error`."""
-        submission = Submission(self._new_handle(), context, inbox or Inbox())
+        submission = Submission(self._new_handle(), context, inbox or Inbox(), terms or Terms())
         reason = self._cannot_serve()
         if reason:
             submission.fail(RequestError(ErrorCode.UNAVAILABLE, reason))
@@ -272,11 +296,22 @@ class EngineClient:
         self._send_submit(submission)
         return submission
 
+    def drain(self, seconds: float) -> None:
+        """Takes no new requests; those that still run after so many seconds end with an error."""
+        self.draining = True
+        self._loop.call_later(seconds, self._fail_all, f"the server is being stopped, and {seconds:g} s have passed")
+
     def cancel(self, submissions: Iterable[Submission]) -> None:
         """Nobody waits for these any more. Idempotent; finished ones are left out."""
         handles = [s.handle for s in submissions if self._forget(s)]
         if handles:
             self._send(Cancel(np.array(handles, np.int32)))
+
+    def detach(self, submissions: Iterable[Submission]) -> None:
+        """Nobody listens for now; what can be taken up again goes on."""
+        handles = [s.handle for s in submissions if self._forget(s)]
+        if handles:
+            self._send(Detach(np.array(handles, np.int32)))
 
     async def order(self, action: int, request_ids: Sequence[str] = ()) -> OrderAnswer:
         """Has the scheduler do something (`Action`). Its news for this replica are handled before its answer.
@@ -312,6 +347,8 @@ class EngineClient:
         return self.silence <= STALE_SECONDS and (computing or time.monotonic() - self._moved < RECENT_SECONDS)
 
     def _cannot_serve(self) -> str:
+        if self.draining:
+            return self.health().reason
         if self.silence > STALE_SECONDS:
             self._receive()  # perhaps it was this process that was busy, and the news wait in the socket
         if self.status is None or self.silence > STALE_SECONDS:
@@ -322,7 +359,7 @@ class EngineClient:
 
     def _send_submit(self, submission: Submission) -> None:
         self._open[submission.handle] = submission
-        if not self._send(Submit(submission.handle, submission.context)):
+        if not self._send(submission.message):
             self._forget(submission)
             submission.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
 
@@ -345,10 +382,13 @@ class EngineClient:
         self._hello = self._loop.call_later(HELLO_SECONDS, self._beat)
         self._send(Hello(self.replica))
         if self._open and self.silence > GIVE_UP_SECONDS:
-            error = RequestError(ErrorCode.UNAVAILABLE, f"the scheduler has been silent for {self.silence:.0f} s")
-            for submission in self._open.values():
-                submission.fail(error)
-            self.cancel(list(self._open.values()))
+            self._fail_all(f"the scheduler has been silent for {self.silence:.0f} s")
+
+    def _fail_all(self, reason: str) -> None:
+        submissions = list(self._open.values())
+        self.cancel(submissions)
+        for submission in submissions:
+            submission.fail(RequestError(ErrorCode.UNAVAILABLE, reason))
 
     def _send(self, message: Any) -> bool:
         try:
@@ -392,6 +432,8 @@ class EngineClient:
             if self.status is not None and _steps(message) > _steps(self.status):
                 self._moved = self._heard
             self.status = message
+            self._max_model_len = message.max_model_len or self._max_model_len
+            self._vocab_size = message.vocab_size or self._vocab_size
             self._was_ready |= message.ready
 
     def _answered(self, message: OrderAnswer | SessionAnswer) -> None:

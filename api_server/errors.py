@@ -28,12 +28,16 @@ class ErrorKind(enum.StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    UNAUTHORIZED = "unauthorized"
+    """No key, or one that opens nothing."""
     FORBIDDEN = "forbidden"
     """The caller may not do this, whoever it is."""
     OVERLOADED = "overloaded"
     """Queues are full: the client should come back after `retry_after` seconds."""
     UNAVAILABLE = "unavailable"
     """Nobody can serve now (starting, restarting, draining)."""
+    TIMEOUT = "timeout"
+    """The time limit that the request itself named has passed."""
     GENERATION_FAILED = "generation_failed"
     """The model failed on this request."""
     INTERNAL = "internal"
@@ -77,6 +81,7 @@ _KIND_OF_CODE = {
     ErrorCode.TOO_LONG: ErrorKind.TOO_LONG,
     ErrorCode.INVALID: ErrorKind.INVALID,
     ErrorCode.FAILED: ErrorKind.GENERATION_FAILED,
+    ErrorCode.TIMEOUT: ErrorKind.TIMEOUT,
 }
 
 RETRY_AFTER_SECONDS = 1

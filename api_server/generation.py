@@ -23,14 +23,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from api_server import preparation
+from api_server import preparation, resume, terms
 from api_server.answer_reader import AnswerReader
 from api_server.engine_client import Inbox, Submission
 from api_server.errors import ErrorKind, RequestFailed, from_scheduler
@@ -41,6 +41,7 @@ from api_server.state import ServerState
 from api_server.stop_patterns import StopPatterns
 from api_server.stop_strings import StopStrings
 from interfaces.log_probabilities import LogProbabilities
+from interfaces.messages import Terms
 from interfaces.outputs import TextGenerationOutput
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SamplingParams
@@ -202,6 +203,9 @@ class Generation:
         self._inbox = Inbox()
         self._ready: deque[TextDelta] = deque()
         self._running: dict[Submission, _Answer] = {}
+        self._resume = resume.current.get()
+        if self._resume is not None:
+            self._resume.open(sum(item.request.n for item in prepared))
         self.choices: list[Choice] = []
         for request_index, item in enumerate(prepared):
             for k in range(item.request.n):
@@ -211,11 +215,12 @@ class Generation:
         return self
 
     async def __anext__(self) -> TextDelta:
-        if self._ready:
-            return self._ready.popleft()
-        if not self._running:
+        if not self._ready and not self._running:
             raise StopAsyncIteration
-        return await self._next()
+        delta = self._ready.popleft() if self._ready else await self._next()
+        if self._resume is not None:
+            self._resume.shown(delta.index, delta.count)
+        return delta
 
     async def __aenter__(self) -> Self:
         return self
@@ -237,7 +242,10 @@ class Generation:
     def close(self) -> None:
         """Cancels what still runs. Idempotent."""
         running, self._running = self._running, {}
-        self._server.engine.cancel(running)
+        if self._resume is None:
+            self._server.engine.cancel(running)
+        else:
+            self._server.engine.detach(running)
         for answer in running.values():
             for observer in self._server.observers:
                 observer.abandoned(answer.choice)
@@ -267,34 +275,59 @@ class Generation:
         if choice.sampling.max_new_tokens == 0:
             self._ready.append(self._finished(choice, Finish("length")))
             return
-        submission = self._server.engine.submit(context, self._inbox)
+        submission = self._server.engine.submit(context, self._inbox, self._terms(f"{choice.index}"))
         choice.hidden = submission.hidden
         self._running[submission] = _Answer(choice, self._server, reader)
 
+    def _terms(self, answer: str) -> Terms:
+        """Of this HTTP request; a resumable stream has a name for each of its answers."""
+        common = terms.current.get()
+        return common if self._resume is None else replace(common, resume=f"{self._resume.name}#{answer}")
+
     async def _next(self) -> TextDelta:
         while True:
-            submission, news = await self._inbox.next()
+            submission, output = await self._next_output()
             answer = self._running.get(submission)
             if answer is None:
                 continue  # ended by a stop string while its next token was on the way
+            answer.choice.queued = submission.queued
+            self._note_times(answer.choice, 0 if answer.choice.only_scores else len(output.tokens))
+            delta = answer.absorb(output)
+            if delta.finish is not None:
+                self._drop(submission)
+                self._finished(answer.choice, delta.finish)
+            elif answer.has_thought_enough:
+                self._drop(submission)
+                own = self._terms(f"{answer.choice.index} after thinking")
+                self._running[self._server.engine.submit(answer.go_on(), self._inbox, own)] = answer
+            return delta
+
+    def _drop(self, submission: Submission) -> None:
+        """Nothing more of this submission is wanted."""
+        del self._running[submission]
+        self._server.engine.cancel([submission])
+        if self._resume is not None:
+            self._resume.drop(submission)
+
+    async def _next_output(self) -> tuple[Submission, TextGenerationOutput]:
+        """News as they come; a resumable stream's token by token."""
+        while True:
+            taken = self._resume.take() if self._resume is not None else None
+            if taken is not None:
+                return taken
+            submission, news = await self._inbox.next()
+            answer = self._running.get(submission)
+            if answer is None:
+                continue
             if news.error is not None:
                 del self._running[submission]  # failed, which is not the same as abandoned
                 self.close()
                 raise from_scheduler(news.error)
             if news.result is None:
                 continue
-            answer.choice.queued = submission.queued
-            self._note_times(answer.choice, 0 if answer.choice.only_scores else len(news.result.tokens))
-            delta = answer.absorb(news.result)
-            if delta.finish is not None:
-                del self._running[submission]
-                self._server.engine.cancel([submission])
-                self._finished(answer.choice, delta.finish)
-            elif answer.has_thought_enough:
-                del self._running[submission]
-                self._server.engine.cancel([submission])
-                self._running[self._server.engine.submit(answer.go_on(), self._inbox)] = answer
-            return delta
+            if self._resume is None:
+                return submission, news.result
+            self._resume.put(submission, answer.choice.index, news.result)
 
     def _note_times(self, choice: Choice, count: int) -> None:
         if not count:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from api_server import resume
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
 from api_server.tokenizer import Prompt, Tokenizer
@@ -131,6 +132,9 @@ async def prepare_one(
             f"({len(prompt.tokens)})",
             "prompt_logprobs_from",
         )
+    stream = resume.current.get()
+    if stream is not None:
+        sampling = _repeatable(request, sampling, stream.name)
     length = _new_tokens(request, sampling, len(prompt.tokens), max_model_len)
     return Prepared(request, prompt, _within_reach(sampling, length, tokenizer.vocab_size))
 
@@ -155,6 +159,17 @@ def _sampling(tokenizer: Tokenizer, request: TextGenerationRequest) -> SamplingP
         return combine(given, defaults)
     except ValueError as error:
         raise invalid(str(error), str(error).split(" ", 1)[0]) from None
+
+
+def _repeatable(request: TextGenerationRequest, sampling: SamplingParams, name: str) -> SamplingParams:
+    """A resumable stream must be the same when it is asked for again, also if nobody remembers it."""
+    if request.sampling is not None and request.sampling.seed is None:
+        return replace(sampling, seed=seed_of(0, _number(name)))
+    return sampling
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") + 1
 
 
 def _final(request: TextGenerationRequest, tokenizer: Tokenizer) -> SamplingParams:

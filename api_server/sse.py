@@ -71,8 +71,12 @@ class EventStream(Response):
 
     async def _send_frames(self, pulse: _Pulse, scope: Scope) -> None:
         try:
+            resume = scope["state"].get("resume")
             async for data in self._frames:
-                await pulse.send(data)
+                if resume is None:
+                    await pulse.send(data)
+                elif marked := resume.mark(data):
+                    await pulse.send(marked)
         except RequestFailed as error:
             await self._fail(error, pulse, scope)
         except Exception:

@@ -16,6 +16,7 @@ from api_server.engine_client import EngineClient
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.observer import Observer
 from api_server.tokenizer import Tokenizer
+from shared.access_keys import AccessKeys
 from shared.settings import Settings
 
 _ANY_MODEL = ("", "default", "tgi", "dummy")
@@ -34,8 +35,10 @@ class ServerState:
     formats: AnswerFormats = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time shown as the model's creation time."""
+    keys: AccessKeys = field(init=False)
 
     def __post_init__(self) -> None:
+        self.keys = AccessKeys.of(self.settings)
         self.formats = AnswerFormats.of(self.settings, self.tokenizer)
 
     @cached_property

@@ -26,9 +26,9 @@ class ServerError(Exception):
     """The server could not be reached or refused; the text says what to do."""
 
 
-def chat(url: str, model: str, system: str) -> int:
+def chat(url: str, model: str, system: str, key: str = "") -> int:
     """Talks until the user leaves; the exit status for the process."""
-    server = Server(url)
+    server = Server(url, key)
     try:
         name = model or server.first_model()
     except ServerError as error:
@@ -101,7 +101,8 @@ def _take_turn(server: Server, conversation: Conversation, text: str) -> None:
 class Server:
     """The two requests that a chat needs."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         self._url = url
         self._secure = parts.scheme == "https"
@@ -137,7 +138,7 @@ class Server:
             connection.connect()
             connection.sock.settimeout(_SECONDS_BETWEEN_TOKENS)
             data = None if body is None else json.dumps(body)
-            connection.request(method, self._prefix + path, data, {"Content-Type": "application/json"})
+            connection.request(method, self._prefix + path, data, self._headers)
             response = connection.getresponse()
             if response.status != http.client.OK:
                 raise ServerError(f"{response.status} {response.reason}: {_reason(_parsed(response.read(65536)))}")

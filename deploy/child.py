@@ -6,7 +6,6 @@ Knows Linux processes and pipes. Does not know why a child is started again or w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -18,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.liveness import SUPERVISOR_PID
+from shared.liveness import SUPERVISOR_PID, open_pidfd
 from shared.phases import STATUS_FD
 
-_SYS_PIDFD_OPEN = 434
 _LINES_KEPT = 30
 _LONGEST_LINE = 64 * 1024
 _TELLING = re.compile(r"\b\w*(Error|Exception|Killed)\b|Fatal Python error|\b(ERROR|CRITICAL)\b|terminate called")
@@ -32,8 +30,8 @@ _ROUTINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING) ")
 class ChildSpec:
     """What to start. Children whose names share the part before the colon have one role, and are stopped together.
 
-    `counts_starts` appends `--epoch N`, N counting the starts of this child from 0. `stop_seconds` is what the child
-    gets between SIGTERM and SIGKILL.
+    `counts_starts` appends `--epoch N`, N counting the starts of this child from `first_epoch`. `stop_seconds` is what
+    the child gets between SIGTERM and SIGKILL. `rolling` children are restarted one after the other on SIGHUP.
     """
 
     name: str
@@ -41,7 +39,9 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     device: str = ""
     counts_starts: bool = False
+    first_epoch: int = 0
     stop_seconds: float = 10.0
+    rolling: bool = False
 
     @property
     def role(self) -> str:
@@ -76,7 +76,7 @@ class Child:
             os.close(write_end)
         assert self._process.stdout is not None
         self.output = self._process.stdout.fileno()
-        self.sentinel = _open_pidfd(self._process.pid)
+        self.sentinel = open_pidfd(self._process.pid)
         os.set_blocking(self.status, False)
         os.set_blocking(self.output, False)
         self._status_lines, self._output_lines = _LineReader(self.status), _LineReader(self.output)
@@ -183,20 +183,6 @@ def _spawn(spec: ChildSpec, epoch: int, status: int) -> subprocess.Popen[bytes]:
         pass_fds=(status,),
         start_new_session=True,
     )
-
-
-def _open_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends.
-
-    Some Python builds (conda's) were made with headers too old for os.pidfd_open although the kernel has the call; its
-    number is the same on every architecture.
-    """
-    if hasattr(os, "pidfd_open"):
-        return os.pidfd_open(pid)
-    descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_SYS_PIDFD_OPEN, pid, 0))
-    if descriptor < 0:
-        raise OSError(ctypes.get_errno(), "pidfd_open failed; Linux 5.3 or newer is needed")
-    return descriptor
 
 
 def _event(line: str) -> dict[str, Any] | None:

@@ -12,12 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import setproctitle
+
 from deploy.chat import chat
 from deploy.doctor import doctor
+from deploy.run_directory import parent_directory
 from deploy.serve import CONFIG_VARIABLE, serve
-from shared.settings import ENV_PREFIX, KINDS, Resolved, Settings, SettingsError, resolve
+from shared.access_keys import with_digests
+from shared.settings import ENV_PREFIX, KINDS, SECRETS, Resolved, Settings, SettingsError, resolve
 
 _USAGE_ERROR = 2
+_KEY_VARIABLE = ENV_PREFIX + "API_KEY"
 _SERVE_EXAMPLES = f"""\
 examples:
   tokenyard serve                                  the embedded demo model, on http://127.0.0.1:8000
@@ -28,7 +33,8 @@ examples:
   tokenyard serve --print-settings > my.toml       a file to edit, then: tokenyard serve --config my.toml
 
 precedence: command line, then {ENV_PREFIX}* variables, then the --config file, then defaults.
-signals: SIGTERM or Ctrl-C stops in order (running requests finish first), a second Ctrl-C at once.
+signals: SIGTERM or Ctrl-C stops in order (running requests finish first), a second Ctrl-C at once;
+         SIGHUP restarts workers and, if there are several, API processes one by one: no request is lost.
 exit status: 0 after a signal, 1 when a process could not be kept alive, 2 for a setting that cannot work.
 """
 
@@ -55,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_chat(commands)
+    _add_worker(commands)
+    _add_inquiries(commands)
     diagnose = commands.add_parser("doctor", help="check this machine, and say what to do")
     diagnose.add_argument("--port", type=int, default=8000, help="port that a server would use (default: 8000)")
     diagnose.set_defaults(run=lambda arguments: doctor(arguments.port))
@@ -95,12 +103,75 @@ def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:
         group.add_argument(_flag(setting.name), type=kind, metavar=metavar, **options)
 
 
+def _add_worker(commands: Any) -> None:
+    keys = commands.add_parser("keys", help="make the keys with which workers of other machines join")
+    keys.add_argument("folder", type=Path, metavar="FOLDER", help="where the server's keys are, or will be")
+    keys.add_argument("--peer", default="", metavar="NAME", help="put one more machine on the allow-list")
+    keys.set_defaults(run=_keys)
+    parser = commands.add_parser(
+        "worker",
+        help="join a server on another machine with a device of this one",
+        description="Starts one worker and keeps it running. MODEL must be the model of that server.",
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("endpoint", metavar="tcp://ADDRESS:PORT", help="the server's --worker-endpoint")
+    parser.add_argument("--index", type=int, required=True, help="number of this worker, which no other has")
+    for setting in dataclasses.fields(Settings):
+        if setting.metadata["group"] in ("model", "capacity") or setting.name in ("curve_keys", "log_level"):
+            _add_setting(parser, setting)
+    parser.set_defaults(run=_worker)
+
+
+def _add_inquiries(commands: Any) -> None:
+    status = commands.add_parser("status", help="show the processes, queues and last crashes of the running servers")
+    status.set_defaults(run=_status)
+    why = commands.add_parser("why", help="show what was decided about one request, when and why")
+    why.add_argument("request_id", metavar="REQUEST_ID", help="the answer's x-request-id, or how it begins")
+    why.set_defaults(run=_why)
+    for parser in (status, why):
+        parser.add_argument("--run-dir", type=Path, metavar="DIR", help="of one server (default: all of yours)")
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from deploy.status import status
+
+    return status(parent_directory(), arguments.run_dir)
+
+
+def _why(arguments: argparse.Namespace) -> int:
+    from deploy.status import why
+
+    return why(parent_directory(), arguments.run_dir, arguments.request_id)
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    # ZeroMQ takes a while to import, and most commands do without.
+    from deploy.remote_worker import make_keys
+
+    return make_keys(arguments.folder, arguments.peer)
+
+
+def _worker(arguments: argparse.Namespace) -> int:
+    from deploy.remote_worker import work
+
+    flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
+    return work(resolve(flags, os.environ).settings, arguments.endpoint, arguments.index)
+
+
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser("chat", help="talk to a running server in the terminal")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)")
     parser.add_argument("--model", default="", help="model name (default: the first one the server names)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message that opens each conversation")
-    parser.set_defaults(run=lambda arguments: chat(arguments.url, arguments.model, arguments.system))
+    parser.add_argument("--api-key", default="", metavar="KEY", help=f"key of the server [{_KEY_VARIABLE}]")
+    parser.set_defaults(run=_chat)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    key = arguments.api_key or os.environ.get(_KEY_VARIABLE, "")
+    if arguments.api_key:
+        setproctitle.setproctitle("tokenyard chat (arguments hidden: they had a key)")
+    return chat(arguments.url, arguments.model, arguments.system, key)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -110,12 +181,22 @@ def _serve(arguments: argparse.Namespace) -> int:
     if "print_settings" in arguments:
         print(settings_as_toml(resolved))
         return 0
+    _forget_secrets(arguments)
     return serve(resolved.settings)
 
 
+def _forget_secrets(arguments: argparse.Namespace) -> None:
+    """Takes keys out of what `ps` shows and children inherit."""
+    for name in SECRETS:
+        os.environ.pop(ENV_PREFIX + name.upper(), None)
+    if SECRETS & vars(arguments).keys():
+        setproctitle.setproctitle("tokenyard serve (arguments hidden: they had a key)")
+
+
 def settings_as_toml(resolved: Resolved) -> str:
-    """A file for `--config` with the effective values, each with where it came from."""
-    values = dataclasses.asdict(resolved.settings)
+    """A file for `--config` with the effective values, each with where it came from; keys only as their digests."""
+    hidden = with_digests(dataclasses.replace(resolved.settings, api_key_file=""))
+    values = dataclasses.asdict(resolved.settings) | {name: getattr(hidden, name) for name in SECRETS}
     lines = [
         (f"{name} = {_toml(value)}" if value is not None else f"# {name} =", name) for name, value in values.items()
     ]

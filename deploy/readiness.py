@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import ssl
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from typing import Any
 
 from shared.settings import Settings
 
@@ -19,14 +21,15 @@ _SECONDS_PER_TRY = 2.0
 def url_of(settings: Settings) -> str:
     """Address for a client on this machine; a server that listens everywhere is also at its loopback address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+    return f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def example(settings: Settings) -> str:
     """A curl line that works as pasted."""
     body = {"model": settings.public_model_name, "messages": [{"role": "user", "content": "Hello!"}]}
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
-    return f"curl {url_of(settings)}/v1/chat/completions -H 'Content-Type: application/json' -d {data}"
+    key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if settings.api_key else ""
+    return f"curl {url_of(settings)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {data}"
 
 
 class Announcer:
@@ -46,7 +49,8 @@ class Announcer:
         self._stop.set()
 
     def _announce(self, say: Callable[[str, str], None]) -> None:
-        answer = self._wait()
+        # A server that wants clients' certificates has none for us: that it listens must do.
+        answer = None if self._settings.ssl_ca_certs else self._wait()
         if self._stop.is_set():
             return
         url = url_of(self._settings)
@@ -62,22 +66,25 @@ class Announcer:
         deadline = time.monotonic() + self._patience
         answer: str | None = "no answer yet"
         while time.monotonic() < deadline and not self._stop.wait(_SECONDS_BETWEEN_TRIES):
-            answer = _ask(f"{url_of(self._settings)}/ready")
+            answer = self._ask(f"{url_of(self._settings)}/ready")
             if answer is None:
                 break
         return answer
 
+    def _ask(self, url: str) -> str | None:
+        """None when `url` answers 200, else what it answers."""
+        try:
+            with self._open(url, timeout=_SECONDS_PER_TRY):
+                return None
+        except urllib.error.HTTPError as error:
+            return f"{error.code} {error.read(500).decode(errors='replace')}"
+        except OSError as error:
+            return str(error)
 
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-"""Without the proxies of the environment: they cannot reach this machine's loopback address."""
-
-
-def _ask(url: str) -> str | None:
-    """None when `url` answers 200, else what it answers."""
-    try:
-        with _open(url, timeout=_SECONDS_PER_TRY):
-            return None
-    except urllib.error.HTTPError as error:
-        return f"{error.code} {error.read(500).decode(errors='replace')}"
-    except OSError as error:
-        return str(error)
+    def _open(self, url: str, timeout: float) -> Any:
+        """Without the proxies of the environment: they cannot reach this machine's loopback address."""
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if self._settings.ssl_certfile:
+            # The certificate names the public host, not the loopback address, and this is our own server.
+            handlers.append(urllib.request.HTTPSHandler(context=ssl._create_unverified_context()))
+        return urllib.request.build_opener(*handlers).open(url, timeout=timeout)

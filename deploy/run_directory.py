@@ -42,6 +42,16 @@ def private_run_directory(parent: Path) -> Iterator[RunDirectory]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def living_run_directories(parent: Path) -> list[RunDirectory]:
+    """Those of this user's servers that run now."""
+    found = []
+    for path in sorted(parent.glob(f"{_PREFIX}*")):
+        with contextlib.suppress(OSError):
+            if (path / _PID_FILE).is_file() and path.stat().st_uid == os.getuid() and not _is_abandoned(path):
+                found.append(RunDirectory(path))
+    return found
+
+
 def _make(parent: Path) -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))

@@ -6,12 +6,16 @@ supervisor.py's work, showing their start timeline.py's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import resource
+import ssl
 import sys
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from prometheus_client.multiprocess import mark_process_dead
@@ -22,6 +26,7 @@ from deploy.readiness import Announcer
 from deploy.run_directory import parent_directory, private_run_directory
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
+from shared.access_keys import with_digests
 from shared.endpoints import RunDirectory
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
 from shared.settings import ENV_PREFIX, FIELDS, Settings, SettingsError
@@ -35,25 +40,29 @@ CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 _OPEN_FILES_WANTED = 65536
-_SECONDS_TO_DRAIN = 15.0
+_SECONDS_AFTER_DRAIN = 6.0
+_ERRORS_KEPT = 50
 _SECONDS_TO_STOP = 10.0
 
 
 def serve(settings: Settings) -> int:
     """Serves until a signal; the exit status for the process. SettingsError says what cannot work and the remedy."""
-    settings = resolve_devices(resolve_model(settings))
+    settings = with_digests(resolve_tls(resolve_devices(resolve_model(settings))))
+    settings = resolve_curve(settings)
     problem = machine.port_problem(settings.host, settings.port)
     if problem is not None:
         raise SettingsError(problem)
     _raise_open_files_limit()
     with private_run_directory(parent_directory()) as directory:
+        directory.settings_file.touch(0o600)
         directory.settings_file.write_text(settings.to_json())
         return _supervise(settings, directory)
 
 
 def _supervise(settings: Settings, directory: RunDirectory) -> int:
     announcer = Announcer(settings)
-    timeline = Timeline(
+    timeline = _Chronicle(
+        directory.deaths_file,
         on_ready=lambda: announcer.start(timeline.say),
         on_exit=lambda pid: _forget(pid, directory),
     )
@@ -67,6 +76,22 @@ def _supervise(settings: Settings, directory: RunDirectory) -> int:
         announcer.stop()
         timeline.close()
         sweep_shared_memory()
+
+
+class _Chronicle(Timeline):
+    """A time line that also writes down what went wrong, for `tokenyard status`."""
+
+    def __init__(self, file: Path, on_ready: Callable[[], None], on_exit: Callable[[int], None]) -> None:
+        super().__init__(on_ready, on_exit)
+        self._file = file
+        self._errors: deque[str] = deque(maxlen=_ERRORS_KEPT)
+
+    def say(self, level: str, text: str) -> None:
+        super().say(level, text)
+        if level == "ERROR":
+            self._errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+            with contextlib.suppress(OSError):
+                self._file.write_text("\n".join(self._errors) + "\n")
 
 
 def _forget(pid: int, directory: RunDirectory) -> None:
@@ -121,6 +146,46 @@ def resolve_devices(settings: Settings) -> Settings:
     return dataclasses.replace(settings, devices=",".join(machine.cuda_devices()) or "cpu")
 
 
+def resolve_curve(settings: Settings) -> Settings:
+    """Makes the folder of CURVE keys absolute. SettingsError for a tcp endpoint without usable keys."""
+    if not settings.worker_endpoint:
+        return settings
+    if not settings.curve_keys:
+        raise SettingsError(
+            f"worker_endpoint {settings.worker_endpoint!r} wants curve_keys; make a folder: tokenyard keys FOLDER"
+        )
+    # ZeroMQ is only needed here, and few servers have workers elsewhere.
+    from shared.curve import check_server_keys
+
+    folder = Path(settings.curve_keys).expanduser().resolve()
+    check_server_keys(folder)
+    return dataclasses.replace(settings, curve_keys=str(folder))
+
+
+def resolve_tls(settings: Settings) -> Settings:
+    """Makes the paths of certificates absolute. SettingsError when they do not fit together."""
+    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+    given: dict[str, str] = {name: getattr(settings, name) for name in names}
+    paths = {name: os.path.abspath(Path(path).expanduser()) if path else "" for name, path in given.items()}
+    if not paths["ssl_certfile"]:
+        for name in names:
+            if paths[name]:
+                raise SettingsError(f"{name} {paths[name]!r} has no effect without ssl_certfile; set that as well")
+        return settings
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    name = "ssl_certfile"
+    try:
+        # A password prompt would wait for nobody: an encrypted key is refused instead.
+        context.load_cert_chain(paths["ssl_certfile"], paths["ssl_keyfile"] or None, password=lambda: "")
+        name = "ssl_ca_certs"
+        if paths[name]:
+            context.load_verify_locations(paths[name])
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(f"{name} {paths[name]!r} cannot be used: {error}; give unencrypted PEM files") from None
+    certificate, key, authorities = (paths[name] for name in names)
+    return dataclasses.replace(settings, ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=authorities)
+
+
 def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
     """The processes of one server, in the order of their dependence: stopping goes backwards."""
     devices = settings.devices.split(",")
@@ -136,6 +201,7 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
                 device,
                 counts_starts=True,
                 stop_seconds=_SECONDS_TO_STOP,
+                rolling=True,
             )
             for index, device in enumerate(devices)
         ),
@@ -144,7 +210,9 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
                 f"api_server:{index}",
                 _module("api_server", directory, "--index", str(index)),
                 common,
-                stop_seconds=_SECONDS_TO_DRAIN,
+                stop_seconds=settings.drain_timeout + _SECONDS_AFTER_DRAIN,
+                # The only one would leave its clients before a closed door.
+                rolling=settings.api_servers > 1,
             )
             for index in range(settings.api_servers)
         ),

@@ -2,12 +2,14 @@
 in order.
 
 One thread, one selector, nothing polled: a child's end, its events and its output are descriptors (child.py), signals
-arrive through a wakeup descriptor, and the only timers are restart delays and stop deadlines. Knows nothing of what
-the children do; their last role in the list is stopped first.
+arrive through a wakeup descriptor, and the only timers are restart delays and stop deadlines. On SIGHUP the children
+that may be are restarted one by one, each when its predecessor serves again. Knows nothing of what the children do;
+their last role in the list is stopped first.
 """
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import socket
@@ -57,12 +59,17 @@ class _Slot:
     spec: ChildSpec
     policy: RestartPolicy
     child: Child | None = None
-    epoch: int = 0
+    epoch: int = field(init=False)
     wanted: bool = True
     due: float = 0.0
     deaths: deque[float] = field(default_factory=deque)
     deaths_in_a_row: int = 0
     deaths_while_starting: int = 0
+    kill_at: float | None = None
+    """Set while the child is being replaced in order: its end is no death."""
+
+    def __post_init__(self) -> None:
+        self.epoch = self.spec.first_epoch
 
     def record_death(self, child: Child, now: float) -> None:
         served = 0.0 if child.ready_at is None else now - child.ready_at
@@ -96,6 +103,8 @@ class Supervisor:
         self._all_ready = False
         self._first_signal_at: float | None = None
         self._impatient = False
+        self._to_restart: deque[_Slot] = deque()
+        self._restarting: _Slot | None = None
 
     def run(self) -> int:
         """Exit status for the process: 0 after a signal, 1 when it gave up. Must be called in the main thread."""
@@ -104,8 +113,9 @@ class Supervisor:
             try:
                 self._start_due()
                 while self._exit_status is None:
-                    self._turn(self._next_start)
+                    self._turn(self._next_deadline)
                     self._start_due()
+                    self._go_on_restarting()
             finally:
                 self._stop_all()
                 self._selector.close()
@@ -130,8 +140,29 @@ class Supervisor:
         self._observer.started(slot.spec)
 
     @property
+    def _next_deadline(self) -> float | None:
+        kills = [slot.kill_at for slot in self._slots if slot.kill_at is not None]
+        return min([*kills, *([] if self._next_start is None else [self._next_start])], default=None)
+
+    @property
     def _next_start(self) -> float | None:
         return min((slot.due for slot in self._slots if slot.wanted and slot.child is None), default=None)
+
+    def _go_on_restarting(self) -> None:
+        """One child at a time: the next one only when the last has told that it is ready."""
+        slot = self._restarting
+        if slot is not None:
+            if slot.child is not None and slot.kill_at is not None and slot.kill_at <= time.monotonic():
+                self._observer.say("WARNING", f"{slot.spec.title} did not stop in {slot.spec.stop_seconds:g} s: killed")
+                slot.kill_at += _SECONDS_AFTER_KILL
+                slot.child.kill()
+            if slot.kill_at is not None or slot.child is None or slot.child.ready_at is None:
+                return
+            self._observer.say("INFO", f"{slot.spec.title} was restarted")
+        self._restarting = slot = self._to_restart.popleft() if self._to_restart else None
+        if slot is not None and slot.child is not None:
+            slot.kill_at = time.monotonic() + slot.spec.stop_seconds
+            slot.child.terminate()
 
     def _turn(self, deadline: float | None) -> None:
         """Waits for news until `deadline`, and handles it."""
@@ -186,7 +217,9 @@ class Supervisor:
         child.close()
         slot.child = None
         self._observer.exited(slot.spec, child.pid)
-        if slot.wanted:
+        if slot.kill_at is not None:
+            slot.kill_at, slot.due = None, 0.0
+        elif slot.wanted:
             self._on_death(slot, child, status)
 
     def _on_death(self, slot: _Slot, child: Child, status: int) -> None:
@@ -214,6 +247,9 @@ class Supervisor:
 
     def _on_signals(self, signals: _Signals) -> None:
         for number in signals.take():
+            if number == signal.SIGHUP and not signals.terminal_is_gone():
+                self._on_hangup()
+                continue
             now = time.monotonic()
             if self._first_signal_at is None:
                 self._first_signal_at = now
@@ -225,6 +261,12 @@ class Supervisor:
             if self._exit_status is None:
                 self._exit_status = 0
 
+    def _on_hangup(self) -> None:
+        slots = [slot for slot in self._slots if slot.spec.rolling]
+        self._to_restart = deque(slot for slot in slots if slot is not self._restarting)
+        names = ", ".join(slot.spec.name for slot in slots)
+        self._observer.say("INFO", f"SIGHUP: restarting one by one: {names or 'nothing can be'}")
+
     def _stop_all(self) -> None:
         """Role by role, the last first, so that those who talk to clients end while their servants still work."""
         for role in reversed(dict.fromkeys(slot.spec.role for slot in self._slots)):
@@ -233,7 +275,7 @@ class Supervisor:
     def _stop(self, slots: Sequence[_Slot]) -> None:
         deadline = time.monotonic() + max(slot.spec.stop_seconds for slot in slots)
         for slot in slots:
-            slot.wanted = False
+            slot.wanted, slot.kill_at = False, None
             if slot.child is not None:
                 slot.child.terminate()
         while any(_children(slots)) and not self._impatient and time.monotonic() < deadline:
@@ -262,6 +304,7 @@ class _Signals:
     """Turns SIGINT, SIGTERM and SIGHUP into bytes that a selector can wait for, and restores the handlers after."""
 
     def __enter__(self) -> _Signals:
+        self._had_terminal = _has_terminal()
         self._receive, self._send = socket.socketpair()
         for end in (self._receive, self._send):
             end.setblocking(False)
@@ -279,9 +322,21 @@ class _Signals:
         self._receive.close()
         self._send.close()
 
+    def terminal_is_gone(self) -> bool:
+        """Whether a SIGHUP means what its name says, and not the order to restart."""
+        return self._had_terminal and not _has_terminal()
+
     def fileno(self) -> int:
         return self._receive.fileno()
 
     def take(self) -> bytes:
         """Numbers of the watched signals that have arrived; others (a test's alarm) have handlers of their own."""
         return bytes(number for number in self._receive.recv(64) if number in self._old)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True

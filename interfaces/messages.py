@@ -1,8 +1,8 @@
 """Every message that crosses a process boundary.
 
-API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Goodbye`, `Order`, `SessionOrder` one way, `Results`, `Status`,
-`OrderAnswer`, `SessionAnswer` the other.
-Scheduler <-> worker: `Step` one way, `WorkerHello`, `StepResult` the other.
+API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `Inquiry` one
+way, `Results`, `Status`, `OrderAnswer`, `SessionAnswer`, `InquiryAnswer` the other.
+Scheduler <-> worker: `Step`, `Retire` one way, `WorkerHello`, `StepResult`, `WorkerGoodbye` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
@@ -36,6 +36,28 @@ class Hello:
     replica: str
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms a request waits and runs.
+
+    `tenant` is whose share of the server it takes, and `weight` how large that share is beside others'. A higher
+    `priority` is admitted first. It fails when it is not on a worker after `queue_seconds`, or has not ended after
+    `total_seconds`. A stream that has a name in `resume` outlives its replica and its client for a while: a Submit
+    with the same name takes it over, from its first token.
+    """
+
+    tenant: str = ""
+    weight: int = 1
+    priority: int = 0
+    queue_seconds: float | None = None
+    total_seconds: float | None = None
+    resume: str = ""
+
+    def __post_init__(self) -> None:
+        if self.weight < 1:
+            raise ValueError(f"weight must be at least 1, got {self.weight}")
+
+
 @message(2)
 @dataclass(frozen=True, slots=True)
 class Submit:
@@ -48,6 +70,7 @@ class Submit:
 
     handle: int
     context: TextContext | TextAndVisionContext | SpeechContext
+    terms: Terms = field(default_factory=Terms)
 
     def __post_init__(self) -> None:
         if not 0 <= self.handle <= _LARGEST_INT32:
@@ -228,6 +251,35 @@ class SessionAnswer:
     prompt_len: int
 
 
+@message(12)
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """An operator asks what was decided about the requests whose id begins so.
+
+    An empty one asks what happened to workers and replicas.
+    """
+
+    request_id: str
+
+
+@message(13)
+@dataclass(frozen=True, slots=True)
+class InquiryAnswer:
+    """Lines for people, oldest first, and how things stand."""
+
+    incarnation: int
+    lines: list[str]
+    status: Status
+
+
+@message(11)
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Nobody listens to these requests for now. Those with a name in `Terms.resume` go on, the others are cancelled."""
+
+    handles: I32
+
+
 @message(16)
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
@@ -329,18 +381,43 @@ class StepResult:
     hidden: HiddenStates | None = None
 
 
+@message(19)
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """The scheduler has given this worker up and what it had to others: it must end, and may come again as a new
+    epoch.
+    """
+
+    epoch: int
+    reason: str
+
+
+@message(20)
+@dataclass(frozen=True, slots=True)
+class WorkerGoodbye:
+    """A worker ends in order, all its steps answered: its sequences go elsewhere and none of them is to blame."""
+
+    index: int
+    epoch: int
+
+
 Message = (
     Hello
     | Submit
     | Cancel
+    | Detach
     | Goodbye
     | Order
+    | Inquiry
     | Results
     | Status
     | OrderAnswer
     | SessionOrder
     | SessionAnswer
+    | InquiryAnswer
     | WorkerHello
     | Step
     | StepResult
+    | Retire
+    | WorkerGoodbye
 )

@@ -73,3 +73,4 @@ class ErrorCode:
     TOO_LONG = "too_long"
     INVALID = "invalid"
     FAILED = "failed"
+    TIMEOUT = "timeout"

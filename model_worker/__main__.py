@@ -33,10 +33,11 @@ def main() -> None:
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--connect", default="", help="tcp endpoint of a scheduler on another machine")
     arguments = parser.parse_args()
     run_directory = RunDirectory(arguments.run_dir)
     role = f"model_worker:{arguments.index}"
-    become(f"{role} {arguments.device}")
+    become(f"{role} {arguments.device}", run_directory.stack_file(arguments.index))
     settings = Settings.read(run_directory.settings_file)
     logs.configure(f"{role} {arguments.device}", settings.log_level)
     try:
@@ -44,7 +45,8 @@ def main() -> None:
     except ValueError as error:
         phases.fatal(str(error))
         sys.exit(CANNOT_WORK)
-    serve(engine, hello, run_directory)
+    keys = Path(settings.curve_keys) if arguments.connect else None
+    serve(engine, hello, arguments.connect or run_directory.worker_endpoint, keys)
 
 
 def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engine, WorkerHello]:
@@ -104,11 +106,11 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     return engine, hello
 
 
-def serve(engine: Engine, hello: WorkerHello, run_directory: RunDirectory) -> None:
+def serve(engine: Engine, hello: WorkerHello, endpoint: str, keys: Path | None = None) -> None:
     """Announces the worker and runs steps until SIGTERM."""
     from model_worker.loop import Loop
 
-    loop = Loop(engine, hello, run_directory)
+    loop = Loop(engine, hello, endpoint, keys)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # Weights and modules live as long as the process: the collector need not look at them again.

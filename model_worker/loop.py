@@ -8,31 +8,34 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import zmq
 
-from interfaces import Step, WireError, WorkerHello, decode, encode
+from interfaces import Retire, Step, WireError, WorkerGoodbye, WorkerHello, decode, encode
 from model_worker.engine import Engine
-from shared.endpoints import RunDirectory
+from shared.endpoints import worker_identity
 from shared.sockets import connect_dealer, same_host
 
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 1.0
+LAST_WORDS_MS = 1000
 
 
 class Loop:
     """Owns the socket; `run` returns after `stop`. An exception of the engine ends it, and so the process: state on a
     device that failed is not to be trusted, and the scheduler replays the sequences on the next epoch."""
 
-    def __init__(self, engine: Engine, hello: WorkerHello, run_directory: RunDirectory) -> None:
+    def __init__(self, engine: Engine, hello: WorkerHello, endpoint: str, keys: Path | None = None) -> None:
         self._engine = engine
         self._hello = encode(hello)
         self._context: zmq.Context[Any] = zmq.Context()
-        identity = f"worker:{hello.index}:{hello.epoch}:{os.getpid()}".encode()
-        self._socket = connect_dealer(self._context, run_directory.worker_endpoint, identity)
-        self._same_host = same_host(run_directory.worker_endpoint)
+        identity = worker_identity(hello.index, hello.epoch, os.getpid(), endpoint)
+        self._socket = connect_dealer(self._context, endpoint, identity, keys)
+        self._same_host = same_host(endpoint)
+        self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
         self._stopping = False
 
@@ -51,8 +54,10 @@ class Loop:
                 step = self._receive(timeout_ms=int((next_hello - now) * 1000) + 1)
                 if step is not None:
                     self._send(encode(self._engine.step(step)))
+            self._send(encode(self._goodbye))
         finally:
-            self._context.destroy(linger=0)
+            # The goodbye may leave; after an exception nothing waits to be sent.
+            self._context.destroy(linger=LAST_WORDS_MS)
 
     def _receive(self, timeout_ms: int) -> Step | None:
         if not self._socket.poll(timeout_ms):
@@ -62,6 +67,8 @@ class Loop:
         except WireError as error:
             log.warning("dropped a message: %s", error)
             return None
+        if isinstance(message, Retire) and message.epoch == self._epoch:
+            raise SystemExit(f"the scheduler has given this worker up: {message.reason}")
         if not isinstance(message, Step) or message.epoch != self._epoch:
             log.warning("dropped a %s that is not for epoch %d", type(message).__name__, self._epoch)
             return None

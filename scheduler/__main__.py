@@ -6,6 +6,7 @@ import argparse
 import gc
 import secrets
 import signal
+import sys
 from pathlib import Path
 
 from scheduler.core import Limits, Scheduler
@@ -13,7 +14,7 @@ from scheduler.loop import Loop
 from shared import logs, phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
-from shared.settings import Settings
+from shared.settings import Settings, SettingsError
 
 
 def limits_of(settings: Settings) -> Limits:
@@ -24,6 +25,9 @@ def limits_of(settings: Settings) -> Limits:
         max_model_len=settings.max_model_len,
         steps_in_flight=2 if settings.overlap else 1,
         prefix_cache=settings.prefix_cache,
+        max_queued_tokens=settings.max_queued_tokens,
+        max_open_per_tenant=settings.max_open_per_key or 2**62,
+        stall_seconds=float(settings.stall_timeout),
     )
 
 
@@ -34,7 +38,12 @@ def main() -> None:
     become("scheduler")
     settings = Settings.read(run_directory.settings_file)
     logs.configure("scheduler", settings.log_level)
-    loop = Loop(Scheduler(limits_of(settings), incarnation=secrets.randbits(31)), run_directory)
+    core = Scheduler(limits_of(settings), incarnation=secrets.randbits(31))
+    try:
+        loop = Loop(core, run_directory, settings.worker_endpoint, settings.curve_keys)
+    except SettingsError as error:
+        phases.fatal(str(error))
+        sys.exit(str(error))
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # What start-up has made lives as long as the process: the collector need not look at it again.

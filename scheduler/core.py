@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,13 +22,18 @@ from interfaces import (
     Step,
     StepResult,
     Submit,
+    TextContext,
     WorkerHello,
 )
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from scheduler.admission import WaitingLine, refusal
 from scheduler.batch import build_step
+from scheduler.deadlines import Deadlines
+from scheduler.journal import Journal
 from scheduler.outbox import Outbox
+from scheduler.replay import Replays, Stream
+from scheduler.replicas import NOBODY, Replicas
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
 from scheduler.workers import NewTokens, Worker
@@ -50,14 +56,10 @@ class Limits:
     max_model_len: int | None
     steps_in_flight: int
     prefix_cache: bool
-
-
-@dataclass(slots=True)
-class Replica:
-    """An API process and its requests by handle."""
-
-    number: int
-    sequences: dict[int, Sequence] = field(default_factory=dict)
+    max_queued_tokens: int = 2**62
+    max_open_per_tenant: int = 2**62
+    stall_seconds: float = 15.0
+    """What a step may take in any case; more is learnt from the steps that were."""
 
 
 class Scheduler:
@@ -67,16 +69,19 @@ class Scheduler:
         self.limits = limits
         self.incarnation = incarnation
         self.workers: dict[int, Worker] = {}
-        self.replicas: dict[bytes, Replica] = {}
+        self.replicas = Replicas()
         self.waiting = WaitingLine()
         self.outbox = Outbox(incarnation)
         self.sessions = Sessions()
         self.paused = False
         self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
         self._order = itertools.count()
-        self._numbers = itertools.count()
-        self._identity_of: dict[int, bytes] = {}
         self._crashes: Counter[int] = Counter()
+        self._lost: dict[int, int] = {}
+        self._deadlines = Deadlines()
+        self.replays = Replays()
+        self._open: Counter[str] = Counter()
+        self.journal = Journal()
 
     @property
     def max_model_len(self) -> int:
@@ -101,33 +106,60 @@ class Scheduler:
 
     def submit(self, identity: bytes, submit: Submit) -> None:
         """Takes a request in, or refuses it with a reason."""
-        replica = self.replica(identity)
+        replica = self.replicas.welcome(identity)
         self.cancel(identity, [submit.handle])
+        stream = self.replays.find(submit)
+        if stream is not None and stream.complete:
+            self._take_over(stream, identity, submit)
+            return
+        if stream is not None and stream.finished == Finish.ACTIVE:
+            # It draws the same tokens again, with all that was told of them.
+            self._forget(stream.sequence)
         error = self._refusal(submit)
         if error is not None:
             self.counters["failed"] += 1
+            self.journal.note(submit.context.request_id, f"refused: {error.message}")
             self.outbox.fail(replica.number, submit.handle, error)
             return
         sequence = Sequence.of(identity, submit, next(self._order))
+        sequence.checked = bool(self.workers)
         replica.sequences[submit.handle] = sequence
+        again = f", {sequence.emitted} of them generated before" if sequence.emitted else ""
+        self._note(sequence, f"queued with {len(sequence.tokens)} tokens{again}; {len(self.waiting)} wait before it")
         self.waiting.add(sequence)
+        self._open[sequence.terms.tenant] += 1
+        self._deadlines.watch(sequence)
+        self.replays.add(sequence)
+
+    def expire(self, now: float) -> None:
+        """Fails the requests whose time limit has passed."""
+        for sequence, error in self._deadlines.passed(now):
+            self._fail(sequence, error)
+        for sequence in self.replays.abandoned(now):
+            self._note(sequence, "cancelled: nobody came back for its stream")
+            self._forget(sequence)
+            self.counters["cancelled"] += 1
+
+    def detach(self, identity: bytes, handles: list[int]) -> None:
+        """Nobody listens to these requests of a replica: those that can be taken up again go on without it."""
+        for handle in handles:
+            sequence = self.replicas.sequence(identity, handle)
+            stream = self.replays.of(sequence)
+            if sequence is None or stream is None:
+                self.cancel(identity, [handle])
+                continue
+            self._note(sequence, f"its client is gone; it goes on, from {sequence.emitted} tokens")
+            stream.left = time.monotonic()
+            self._hand_over(sequence, NOBODY, handle)
 
     def cancel(self, identity: bytes, handles: list[int]) -> None:
         """Forgets requests of a replica; unknown handles are ignored."""
-        replica = self.replicas.get(identity)
-        for handle in handles if replica else ():
-            sequence = self.replica(identity).sequences.get(handle)
+        for handle in handles:
+            sequence = self.replicas.sequence(identity, handle)
             if sequence is not None:
+                self._note(sequence, f"cancelled by its API process, which had {sequence.emitted} tokens")
                 self._forget(sequence)
                 self.counters["cancelled"] += 1
-
-    def replica(self, identity: bytes) -> Replica:
-        """The replica of that identity, known from now on."""
-        if identity not in self.replicas:
-            number = next(self._numbers)
-            self.replicas[identity] = Replica(number)
-            self._identity_of[number] = identity
-        return self.replicas[identity]
 
     def drop_replica(self, identity: bytes) -> int:
         """Forgets a replica and cancels its requests; how many there were."""
@@ -135,8 +167,8 @@ class Scheduler:
         if replica is None:
             return 0
         handles = list(replica.sequences)
-        self.cancel(identity, handles)
-        del self.replicas[identity], self._identity_of[replica.number]
+        self.detach(identity, handles)
+        self.replicas.drop(identity)
         return len(handles)
 
     # Workers
@@ -147,25 +179,44 @@ class Scheduler:
         True when it is new or restarted, after its predecessor's sequences went back in line.
         """
         known = self.workers.get(hello.index)
-        if known is not None and known.hello.epoch >= hello.epoch:
+        if self.superseded(hello) or (known is not None and known.hello.epoch >= hello.epoch):
             return False
         if known is not None:
-            self.lose_worker(hello.index)
-        self.workers[hello.index] = Worker(hello, self.limits.max_running, self.limits.prefix_cache)
+            self.lose_worker(hello.index, "was followed by its next epoch")
+        limits = self.limits
+        worker = Worker(hello, limits.max_running, limits.prefix_cache, limits.stall_seconds)
+        self.workers[hello.index] = worker
+        self.journal.incident(f"{worker.describe()} is here")
         return True
 
-    def lose_worker(self, index: int) -> None:
-        """A worker is gone: its sequences wait again with the tokens their clients have, in their old order."""
+    def superseded(self, hello: WorkerHello) -> bool:
+        """Whether this worker was given up: others compute what it had, so it must end."""
+        return hello.epoch <= self._lost.get(hello.index, -1)
+
+    def lose_worker(self, index: int, why: str = "died", blamed: bool = True) -> str:
+        """A worker is gone: its sequences wait again with the tokens their clients have, in their old order.
+
+        What it was computing may be the reason, unless nobody is `blamed`. Returns the story in one line.
+        """
         worker = self.workers.pop(index)
+        self._lost[index] = worker.hello.epoch
+        story = f"{worker.describe()} {why}"
+        suspects = {sequence.order for sequence in worker.computing()} if blamed else set()
         for row in worker.rows.occupied().tolist():
-            sequence = worker.remove(row)
+            self._recover(worker.remove(row), story, suspects)
+        self.journal.incident(story)
+        return story
+
+    def _recover(self, sequence: Sequence, story: str, suspects: set[int]) -> None:
+        self.counters["recovered"] += 1
+        if sequence.order in suspects:
             self._crashes[sequence.order] += 1
-            self.counters["recovered"] += 1
-            if self._crashes[sequence.order] > CRASHES_BEFORE_ALONE:
-                text = f"the model worker crashed {self._crashes[sequence.order]} times while it computed this request"
-                self._fail(sequence, RequestError(ErrorCode.FAILED, text))
-            else:
-                self.waiting.add(sequence)
+        if self._crashes[sequence.order] > CRASHES_BEFORE_ALONE:
+            text = f"the model worker crashed {self._crashes[sequence.order]} times while it computed this request"
+            self._fail(sequence, RequestError(ErrorCode.FAILED, text))
+            return
+        self._note(sequence, f"{story}; it will be computed again from {len(sequence.tokens)} tokens")
+        self.waiting.add(sequence)
 
     def next_steps(self) -> list[tuple[int, Step]]:
         """Places who waits, then builds at most one step for each worker that has room for one in flight."""
@@ -205,8 +256,8 @@ class Scheduler:
 
     def take_results(self) -> list[tuple[bytes, Results]]:
         """Messages for the replicas that are still there."""
-        news = self.outbox.take()
-        return [(self._identity_of[number], results) for number, results in news if number in self._identity_of]
+        news = [(self.replicas.identity_of(number), results) for number, results in self.outbox.take()]
+        return [(identity, results) for identity, results in news if identity is not None]
 
     def status(self) -> Status:
         workers = [worker.status() for worker in self.workers.values()]
@@ -241,10 +292,11 @@ class Scheduler:
         Their clients get what there is.
         """
         wanted = tuple(prefixes)
-        everyone = [sequence for replica in self.replicas.values() for sequence in replica.sequences.values()]
+        everyone = self.replicas.all_sequences()
         chosen = [sequence for sequence in everyone if sequence.context.request_id.startswith(wanted)]
         for sequence in chosen:
-            number = self.replicas[sequence.replica].number
+            self._note(sequence, "aborted by an operator")
+            number = self.replicas.number_of(sequence)
             if sequence.queued_us >= 0:
                 self._tell_placed(sequence, number)
             self.outbox.end(number, sequence.handle, Finish.CANCELLED)
@@ -273,25 +325,56 @@ class Scheduler:
             return RequestError(
                 ErrorCode.OVERLOADED, f"{len(self.waiting)} requests wait already; retry when some have finished"
             )
-        if not self.workers:
-            return RequestError(ErrorCode.UNAVAILABLE, "no model worker is ready; retry in a few seconds")
-        return refusal(submit, self.max_model_len, self.vocab_size, self.hidden_size)
+        waiting = self.waiting.tokens + len(submit.context.tokens)
+        if len(self.waiting) and waiting > self.limits.max_queued_tokens:
+            return RequestError(
+                ErrorCode.OVERLOADED,
+                f"requests of {self.waiting.tokens} tokens wait already; retry when some have ended",
+            )
+        tenant, most = submit.terms.tenant, self.limits.max_open_per_tenant
+        if self._open[tenant] >= most:
+            return RequestError(
+                ErrorCode.OVERLOADED,
+                f"{most} requests of this key are open, which is its limit; retry when one has ended",
+            )
+        # While a worker is restarted requests wait, too; whether they fit is seen when it is there.
+        return self._misfit(submit.context) if self.workers else None
+
+    def _misfit(self, context: TextContext) -> RequestError | None:
+        return refusal(context, self.max_model_len, self.vocab_size, self.hidden_size)
 
     def _place(self, sequence: Sequence) -> bool:
         """Puts a sequence on the worker with the fewest sequences that has room.
 
         Ends it if nothing is left to compute.
         """
+        if not self.workers:
+            return False
+        if not sequence.checked:
+            error = self._misfit(sequence.context)
+            if error is not None:
+                self._refuse(sequence, error)
+                return True
+            sequence.checked = True
         limit = sequence.limit(self.max_model_len)
-        if self.workers and len(sequence.tokens) >= limit:
+        if len(sequence.tokens) >= limit:
             self._end(sequence, Finish.LENGTH)
             return True
         alone = self._crashes[sequence.order] >= CRASHES_BEFORE_ALONE
-        number = self.replicas[sequence.replica].number
+        number = self.replicas.number_of(sequence)
         for worker in sorted(self.workers.values(), key=lambda worker: worker.rows.running):
             if self._suspect_runs(worker) or (alone and worker.rows.running):
                 continue
             if worker.place(sequence, number, limit, spare=worker.rows.running):
+                sequence.admitted = True
+                cached = int(worker.rows.computed[sequence.row])
+                self.waiting.charge(sequence, len(sequence.tokens) - cached)
+                alone_text = ", alone: two workers crashed with it" if alone else ""
+                self._note(
+                    sequence,
+                    f"admitted to worker {worker.hello.index} (epoch {worker.hello.epoch}), row {sequence.row}; "
+                    f"{cached} of {len(sequence.tokens)} tokens were cached{alone_text}",
+                )
                 return True
         return False
 
@@ -302,6 +385,7 @@ class Scheduler:
 
     def _preempted(self, sequence: Sequence) -> None:
         self.counters["preemptions"] += 1
+        self._note(sequence, f"preempted: its blocks were wanted; it goes on later from {len(sequence.tokens)} tokens")
         self.waiting.add(sequence)
 
     def _report(self, worker: Worker, reports: LogprobReports) -> None:
@@ -311,6 +395,7 @@ class Scheduler:
             sequence = table.sequences[row]
             if sequence is not None and position < sequence.prompt_len:
                 sequence.next_report = max(sequence.next_report, position + 1)
+        self.replays.reported(table, reports)
         self.outbox.reports(table.replica[rows], replace(reports, owners=table.handle[rows]))
 
     def _tell_hidden(self, worker: Worker, hidden: HiddenStates) -> None:
@@ -331,43 +416,90 @@ class Scheduler:
             sequence.context.tokens.advance_with_token(token)
             if sequence.queued_us >= 0:
                 self._tell_placed(sequence, int(table.replica[row]))
+        self.replays.heard(table, rows, new.logprobs)
         length = table.length[rows] + 1
         table.length[rows] = length
         finished = np.where(length >= table.limit[rows], _LENGTH, _ACTIVE)
         finished[table.hits_stop(rows, tokens)] = _STOP
         self.outbox.tokens(table.replica[rows], table.handle[rows], tokens, finished, new.logprobs)
-        for row in rows[finished != _ACTIVE].tolist():
+        ended = finished != _ACTIVE
+        for row, code in zip(rows[ended].tolist(), finished[ended].tolist(), strict=True):
             sequence = sequences[row]
             assert sequence is not None
-            self._forget(sequence)
+            self._note(sequence, f"finished with {sequence.emitted} tokens")
+            self._forget(sequence, code)
             self.counters["finished"] += 1
 
     def _tell_placed(self, sequence: Sequence, replica: int) -> None:
+        parts = f"its prompt took {sequence.chunks or 1} steps"
+        self._note(sequence, f"first token; it waited {sequence.queued_us / 1e3:.1f} ms for its place, and {parts}")
         self.outbox.placed(replica, sequence.handle, sequence.cached_tokens, sequence.queued_us)
         sequence.cached_tokens, sequence.queued_us = 0, -1
 
     def _end(self, sequence: Sequence, code: int) -> None:
-        self.outbox.end(self.replicas[sequence.replica].number, sequence.handle, code)
-        self._close(sequence)
+        self.outbox.end(self.replicas.number_of(sequence), sequence.handle, code)
+        self._close(sequence, code)
         self.counters["finished"] += 1
 
     def _fail(self, sequence: Sequence, error: RequestError) -> None:
         log.warning("request %s failed: %s", sequence.context.request_id, error.message)
+        self._note(sequence, f"failed: {error.message}")
         self.counters["failed"] += 1
-        self.outbox.fail(self.replicas[sequence.replica].number, sequence.handle, error)
-        self._forget(sequence)
+        self.outbox.fail(self.replicas.number_of(sequence), sequence.handle, error)
+        self._forget(sequence, Finish.FAILED, error)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _refuse(self, sequence: Sequence, error: RequestError) -> None:
+        """Ends a sequence that waits, while the line is being gone through."""
+        self.counters["failed"] += 1
+        self._note(sequence, f"refused: {error.message}")
+        self.outbox.fail(self.replicas.number_of(sequence), sequence.handle, error)
+        self._close(sequence, Finish.FAILED, error)
+
+    def _note(self, sequence: Sequence, text: str) -> None:
+        self.journal.note(sequence.context.request_id, text)
+
+    def _take_over(self, stream: Stream, identity: bytes, submit: Submit) -> None:
+        """A stream's client is back, here: it is told everything from the first token."""
+        replica, sequence = self.replicas.welcome(identity), stream.sequence
+        if not stream.continues(submit):
+            text = f"the stream {submit.terms.resume!r} answers another prompt or has other sampling values"
+            self.outbox.fail(replica.number, submit.handle, RequestError(ErrorCode.INVALID, text))
+            return
+        self._note(sequence, f"taken up again by {identity.decode(errors='replace')}")
+        before = self.replicas.number_of(sequence), sequence.handle
+        if self._hand_over(sequence, identity, submit.handle):
+            self.outbox.end(*before, Finish.CANCELLED)
+        stream.left = None
+        if stream.finished == Finish.ACTIVE:
+            replica.sequences[submit.handle] = sequence
+        stream.retell(self.outbox, replica.number, submit.handle)
+
+    def _hand_over(self, sequence: Sequence, identity: bytes, handle: int) -> bool:
+        """From now on this replica hears of the sequence, under this handle; whether another one did."""
+        had_listener = self.replicas.release(sequence)
+        sequence.replica, sequence.handle = identity, handle
+        if not sequence.waiting:
+            table = self._worker_of(sequence).rows
+            table.replica[sequence.row], table.handle[sequence.row] = self.replicas.number_of(sequence), handle
+        return had_listener
+
+    def _forget(self, sequence: Sequence, code: int = Finish.CANCELLED, error: RequestError | None = None) -> None:
         """Frees all that a sequence holds, wherever it is."""
         if sequence.waiting:
             self.waiting.discard(sequence)
         else:
             self._worker_of(sequence).remove(sequence.row)
-        self._close(sequence)
+        self._close(sequence, code, error)
 
-    def _close(self, sequence: Sequence) -> None:
-        self.replicas[sequence.replica].sequences.pop(sequence.handle, None)
+    def _close(self, sequence: Sequence, code: int, error: RequestError | None = None) -> None:
+        self.replicas.release(sequence)
+        self.replays.ended(sequence, code, error, time.monotonic())
         self._crashes.pop(sequence.order, None)
+        self._deadlines.forget(sequence)
+        self.waiting.charge(sequence, sequence.emitted)
+        self._open[sequence.terms.tenant] -= 1
+        if not self._open[sequence.terms.tenant]:
+            del self._open[sequence.terms.tenant]
 
     def _worker_of(self, sequence: Sequence) -> Worker:
         return next(worker for worker in self.workers.values() if worker.rows.sequences[sequence.row] is sequence)

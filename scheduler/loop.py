@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -11,25 +12,35 @@ import zmq
 from interfaces import (
     Action,
     Cancel,
+    Detach,
     Goodbye,
     Hello,
+    Inquiry,
+    InquiryAnswer,
     Order,
     OrderAnswer,
+    Retire,
     SessionOrder,
     StepResult,
     Submit,
     WireError,
+    WorkerGoodbye,
     WorkerHello,
     decode,
 )
 from scheduler.core import Scheduler
-from shared.endpoints import RunDirectory
+from scheduler.process_watch import ProcessWatch
+from shared.curve import bind_secure
+from shared.endpoints import RunDirectory, is_local_worker
 from shared.sockets import bind_router, receive_from, send_to
 
 log = logging.getLogger(__name__)
 
 STATUS_SECONDS = 0.5
 REPLICA_SILENCE_SECONDS = 5.0
+WORKER_SILENCE_SECONDS = 10.0
+"""An idle worker speaks every second; a busy one is judged by its steps."""
+SECONDS_BETWEEN_COMPLAINTS = 10.0
 MESSAGES_PER_TURN = 256
 """Messages taken from one socket before the other and the steps get their turn."""
 
@@ -37,15 +48,23 @@ MESSAGES_PER_TURN = 256
 class Loop:
     """Owns the two sockets; `run` returns after `stop`."""
 
-    def __init__(self, scheduler: Scheduler, run_directory: RunDirectory) -> None:
+    def __init__(
+        self, scheduler: Scheduler, run_directory: RunDirectory, worker_endpoint: str = "", curve_keys: str = ""
+    ) -> None:
         self.scheduler = scheduler
         self._context: zmq.Context[Any] = zmq.Context()
         self._api = bind_router(self._context, run_directory.api_endpoint)
         self._workers = bind_router(self._context, run_directory.worker_endpoint)
+        self._guard = bind_secure(self._workers, worker_endpoint, Path(curve_keys)) if worker_endpoint else None
         self._poller = zmq.Poller()
         self._poller.register(self._api, zmq.POLLIN)
         self._poller.register(self._workers, zmq.POLLIN)
+        self._watch = ProcessWatch(self._poller, run_directory.stack_file)
         self._worker_identity: dict[int, bytes] = {}
+        self._worker_heard: dict[int, float] = {}
+        self._suspected: set[int] = set()
+        self._without_worker: float | None = None
+        self._complained = 0.0
         self._last_heard: dict[bytes, float] = {}
         self._next_status = 0.0
         self._stopping = False
@@ -62,6 +81,8 @@ class Loop:
                 self._send_news()
                 self._keep_time()
         finally:
+            if self._guard is not None:
+                self._guard.stop()
             self._context.destroy(linger=0)
 
     def _receive(self) -> None:
@@ -75,13 +96,16 @@ class Loop:
                 if received is None:
                     break
                 self._guarded(handle, *received)
+        # After the messages: what a worker has said before its end counts.
+        for index, epoch in self._watch.ended(ready):
+            self._lose(index, epoch, "died")
 
     def _guarded(self, handle: Any, identity: bytes, frames: list[bytes]) -> None:
         """No message, however wrong, ends this process."""
         try:
             if len(frames) != 1:
                 raise WireError(f"{len(frames)} frames where one was expected")
-            handle(identity, decode(frames[0], ipc_peer=True))
+            handle(identity, decode(frames[0], ipc_peer=handle == self._from_api))
         except WireError as error:
             log.warning("dropped a message from %r: %s", identity, error)
         except Exception:
@@ -94,6 +118,8 @@ class Loop:
                 self.scheduler.submit(identity, message)
             case Cancel():
                 self.scheduler.cancel(identity, message.handles.tolist())
+            case Detach():
+                self.scheduler.detach(identity, message.handles.tolist())
             case Order():
                 self._obey(identity, message)
             case SessionOrder():
@@ -103,9 +129,11 @@ class Loop:
                 if identity not in self.scheduler.replicas:
                     log.info("API replica %s is here", message.replica)
                     self._next_status = 0.0
-                self.scheduler.replica(identity)
+                self.scheduler.replicas.welcome(identity)
             case Goodbye():
                 self._drop_replica(identity, "said goodbye")
+            case Inquiry():
+                self._inform(identity, message.request_id)
             case _:
                 raise WireError(f"an API replica may not send {type(message).__name__}")
 
@@ -130,19 +158,45 @@ class Loop:
     def _from_worker(self, identity: bytes, message: object) -> None:
         match message:
             case StepResult():
+                self._worker_heard[message.index] = time.monotonic()
                 self.scheduler.step_result(message)
             case WorkerHello():
-                if self.scheduler.worker_hello(message):
-                    log.info("worker %d (%s, epoch %d) is here", message.index, message.device, message.epoch)
-                    self._worker_identity[message.index] = identity
-                    self._next_status = 0.0
+                self._welcome(identity, message)
+            case WorkerGoodbye():
+                self._lose(message.index, message.epoch, "said goodbye", blamed=False)
             case _:
                 raise WireError(f"a worker may not send {type(message).__name__}")
+
+    def _welcome(self, identity: bytes, hello: WorkerHello) -> None:
+        if self.scheduler.superseded(hello):
+            send_to(self._workers, identity, Retire(hello.epoch, "it was late or silent, or another came in its place"))
+            return
+        self._worker_heard[hello.index] = time.monotonic()
+        if not self.scheduler.worker_hello(hello):
+            return
+        log.info("worker %d (%s, epoch %d) is here", hello.index, hello.device, hello.epoch)
+        self._worker_identity[hello.index] = identity
+        self._next_status = 0.0
+        if is_local_worker(identity) and not self._watch.add(hello.index, hello.epoch, hello.pid):
+            self._lose(hello.index, hello.epoch, "died")
+
+    def _lose(self, index: int, epoch: int, why: str, blamed: bool = True) -> None:
+        worker = self.scheduler.workers.get(index)
+        if worker is not None and worker.hello.epoch == epoch:
+            story = self.scheduler.lose_worker(index, why, blamed)
+            log.log(logging.ERROR if blamed else logging.INFO, "%s", story)
+            self._next_status = 0.0
+
+    def _inform(self, identity: bytes, request_id: str) -> None:
+        journal = self.scheduler.journal
+        lines = journal.of(request_id) if request_id else journal.incidents
+        send_to(self._api, identity, InquiryAnswer(self.scheduler.incarnation, lines, self.scheduler.status()))
 
     def _send_steps(self) -> None:
         for index, step in self.scheduler.next_steps():
             if not send_to(self._workers, self._worker_identity[index], step):
-                log.warning("worker %d does not take step %d; waiting for its successor", index, step.step)
+                # What it never got cannot be why it is gone.
+                self._lose(index, step.epoch, f"does not take step {step.step}", blamed=False)
 
     def _send_news(self) -> None:
         for identity, results in self.scheduler.take_results():
@@ -158,12 +212,54 @@ class Loop:
             if now - self._last_heard.get(identity, now) > REPLICA_SILENCE_SECONDS:
                 self._drop_replica(identity, f"was silent for {REPLICA_SILENCE_SECONDS:.0f} s")
         self.scheduler.sessions.forget_idle()
+        # Whoever only asked something is no replica and will not say goodbye.
+        self._last_heard = {name: at for name, at in self._last_heard.items() if name in self.scheduler.replicas}
+        self._look_after_workers(now)
+        self.scheduler.expire(now)
         status = self.scheduler.status()
         for identity in list(self.scheduler.replicas):
             if not send_to(self._api, identity, status):
                 self._drop_replica(identity, "is gone")
 
+    def _look_after_workers(self, now: float) -> None:
+        """Gives up workers that stall, at the second look: this process may itself have been stopped for a while."""
+        found = {index: why for index in self.scheduler.workers if (why := self._complaint(index, now))}
+        for index in self._suspected & found.keys():
+            epoch = self.scheduler.workers[index].hello.epoch
+            self._watch.condemn(index, epoch, self.scheduler.lose_worker(index, found[index]))
+            self._next_status = 0.0
+        self._suspected = found.keys() - self._suspected
+        for story in self._watch.execute(now):
+            log.error("%s", story)
+            self.scheduler.journal.incident(story)
+        self._explain_waiting(now)
+
+    def _complaint(self, index: int, now: float) -> str:
+        worker = self.scheduler.workers[index]
+        late = worker.late(now)
+        if late:
+            allowed = worker.clock.allowed(worker.in_flight[0].tokens)
+            return f"stalled: the step has taken {late:.1f} s where {allowed:.1f} s were allowed"
+        silent = now - self._worker_heard.get(index, now)
+        if not worker.in_flight and silent > WORKER_SILENCE_SECONDS:
+            return f"was silent for {silent:.1f} s"
+        return ""
+
+    def _explain_waiting(self, now: float) -> None:
+        """Whoever waits long is told about: for what, and since when."""
+        waiting = len(self.scheduler.waiting)
+        if self.scheduler.workers or not waiting:
+            self._without_worker = None
+            return
+        self._without_worker = self._without_worker or now
+        since = now - self._without_worker
+        if since > SECONDS_BETWEEN_COMPLAINTS and now - self._complained > SECONDS_BETWEEN_COMPLAINTS:
+            self._complained = now
+            log.warning("%d requests have waited for a model worker for %.0f s; none is here", waiting, since)
+
     def _drop_replica(self, identity: bytes, why: str) -> None:
         cancelled = self.scheduler.drop_replica(identity)
         self._last_heard.pop(identity, None)
-        log.info("API replica %s %s; %d requests cancelled", identity.decode(errors="replace"), why, cancelled)
+        text = f"API replica {identity.decode(errors='replace')} {why}; {cancelled} requests cancelled"
+        self.scheduler.journal.incident(text)
+        log.info("%s", text)

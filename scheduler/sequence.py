@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import ImageMetadata, SamplingParams, Submit, TextAndVisionContext, TextContext, TokenBuffer
+from interfaces import (
+    ImageMetadata,
+    SamplingParams,
+    Submit,
+    Terms,
+    TextAndVisionContext,
+    TextContext,
+    TokenBuffer,
+)
 from scheduler.prefix_cache import extend_hashes
 
 
@@ -19,15 +27,17 @@ class Sequence:
     `order` is its place in the line: lower came first, and keeps it through preemptions. The context's tokens are the
     prompt and then every token the client has been sent. `row` is -1 while it waits. `cached_tokens` and `queued_us`,
     the microseconds it waited for its first placement (-1: not placed yet, or told), are news that the next token
-    carries. `next_report` is the first position of the prompt whose log-probabilities its client still waits for; the
-    prompt's length when there is none. `next_hidden` is the first token whose hidden state it waits for, if it wants
-    them.
+    carries. `checked` says that it fits the workers, which may not have been known when it came; `admitted` that it
+    had a place once. `chunks` counts the steps that its prompt took. `next_report` is the first position of the prompt
+    whose log-probabilities its client still waits for; the prompt's length when there is none. `next_hidden` is the
+    first token whose hidden state it waits for, if it wants them.
     """
 
     replica: bytes
     handle: int
     order: int
     context: TextContext
+    terms: Terms = field(default_factory=Terms)
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
@@ -35,12 +45,21 @@ class Sequence:
     preemptions: int = 0
     arrived: float = field(default_factory=time.monotonic)
     queued_us: int = -1
+    checked: bool = False
+    admitted: bool = False
+    chunks: int = 0
     next_report: int = 0
     next_hidden: int = 0
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int) -> Sequence:
-        return cls(replica, submit.handle, order, submit.context, next_report=submit.context.next_prompt_report)
+        context = submit.context
+        return cls(replica, submit.handle, order, context, submit.terms, next_report=context.next_prompt_report)
+
+    @property
+    def returning(self) -> bool:
+        """Whether it ran before, here or under another scheduler: it does not stand in line again."""
+        return self.admitted or self.emitted > 0
 
     @property
     def reports_prompt(self) -> bool:

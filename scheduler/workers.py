@@ -20,6 +20,7 @@ from interfaces.logprob_reports import LogprobReports
 from scheduler.blocks import BlockPool
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
+from scheduler.step_clock import StepClock
 
 R = TypeVar("R", LogprobReports, HiddenStates)
 
@@ -28,13 +29,18 @@ R = TypeVar("R", LogprobReports, HiddenStates)
 class StepInFlight:
     """Rows that will sample in a step, and whose they were when it was sent.
 
-    `reporting` maps rows that may report log-probabilities or hidden states to their generations.
+    `reporting` maps rows that may report log-probabilities or hidden states to their generations. `computing` are all
+    rows of the step and `owners` their generations.
     """
 
     step: int
     rows: NDArray[np.int32]
     generations: NDArray[np.int64]
     reporting: dict[int, int]
+    tokens: int
+    computing: NDArray[np.int32]
+    owners: NDArray[np.int64]
+    sent: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,9 @@ class NewTokens:
 class Worker:
     """State of one worker process of one epoch; a restarted worker gets a new object."""
 
-    def __init__(self, hello: WorkerHello, max_running: int, prefix_cache: bool) -> None:
+    def __init__(self, hello: WorkerHello, max_running: int, prefix_cache: bool, stall_seconds: float) -> None:
         self.hello = hello
+        self.clock = StepClock(stall_seconds)
         self.prefix_cache = prefix_cache
         self.pool = BlockPool(hello.num_blocks)
         self.rows = RowTable(min(hello.max_rows, max_running))
@@ -121,9 +128,14 @@ class Worker:
         if table.any_reports:
             asking = rows[table.reports[rows]]
             reporting = dict(zip(asking.tolist(), table.generation[asking].tolist(), strict=True))
-        self.in_flight.append(StepInFlight(self.steps, sampling, table.generation[sampling], reporting))
+        tokens = len(rows) if ntok is None else int(ntok.sum())
+        owners = table.generation[rows]
+        generations = owners[at_the_end]
+        now = time.monotonic()
+        self.in_flight.append(StepInFlight(self.steps, sampling, generations, reporting, tokens, rows, owners, now))
         self.dropped, self.joined, self.new_blocks = [], [], []
         for row in rows[ntok > 1].tolist() if ntok is not None else ():
+            self._sequence(row).chunks += 1
             # Whoever comes next may share these blocks: its step runs after this one.
             self._register(row, int(min(table.computed[row], table.length[row])))
 
@@ -135,7 +147,8 @@ class Worker:
         if not self.in_flight or self.in_flight[0].step != result.step:
             raise ValueError(f"result of step {result.step} answers no step in flight")
         step = self.in_flight.popleft()
-        self.last_step = time.monotonic()
+        begun, self.last_step = max(step.sent, self.last_step), time.monotonic()
+        self.clock.learn(step.tokens, self.last_step - begun)
         generations = step.generations
         if len(result.rows) != len(step.rows):
             generations = generations[np.isin(step.rows, result.rows)]
@@ -146,6 +159,30 @@ class Worker:
             return NewTokens(result.rows, result.tokens, result.logprobs, reports, hidden)
         logprobs = None if result.logprobs is None else result.logprobs[current]
         return NewTokens(result.rows[current], result.tokens[current], logprobs, reports, hidden)
+
+    def computing(self) -> list[Sequence]:
+        """Those that the steps in flight are for: when the worker dies, one of them may be why."""
+        table = self.rows
+        rows = [step.computing[table.generation[step.computing] == step.owners] for step in self.in_flight]
+        return [self._sequence(row) for row in np.unique(np.concatenate(rows)).tolist()] if rows else []
+
+    def late(self, now: float) -> float:
+        """Seconds that the oldest step in flight has taken, if that is more than it may; else 0."""
+        if not self.in_flight:
+            return 0.0
+        taken = now - max(self.in_flight[0].sent, self.last_step)
+        return taken if taken > self.clock.allowed(self.in_flight[0].tokens) else 0.0
+
+    def describe(self) -> str:
+        """Who this is and what it computes, for the log."""
+        text = f"worker {self.hello.index} ({self.hello.device}, epoch {self.hello.epoch})"
+        if not self.in_flight:
+            return f"{text}, idle"
+        named = [sequence.context.request_id for sequence in self.computing()]
+        shown = ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
+        head = self.in_flight[0]
+        rows = f"{head.computing[:16].tolist()}{' and more' if len(head.computing) > 16 else ''}"
+        return f"{text} in step {head.step} with rows {rows} of requests {shown or 'that have ended'}"
 
     def failed_rows(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
         """Rows of `result.errors` that still have the owner the step was computed for."""

@@ -9,6 +9,19 @@ from pathlib import Path
 _LONGEST_SOCKET_PATH = 107
 
 
+_LOCAL_WORKER = b"worker:"
+
+
+def worker_identity(index: int, epoch: int, pid: int, endpoint: str) -> bytes:
+    """A worker's name on its socket, which also says whether it is a process of the scheduler's machine."""
+    kind = "worker" if endpoint.startswith("ipc:") else "remote"
+    return f"{kind}:{index}:{epoch}:{pid}".encode()
+
+
+def is_local_worker(identity: bytes) -> bool:
+    return identity.startswith(_LOCAL_WORKER)
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """The 0700 directory that one supervisor owns and removes at the end."""
@@ -35,6 +48,15 @@ class RunDirectory:
     @property
     def settings_file(self) -> Path:
         return self.path / "settings.json"
+
+    @property
+    def deaths_file(self) -> Path:
+        """Why processes of this server ended, newest last; the supervisor writes it."""
+        return self.path / "deaths.log"
+
+    def stack_file(self, worker: int) -> Path:
+        """Where a worker that seems stuck writes what it is doing."""
+        return self.path / f"worker-{worker}.stack"
 
     @property
     def metrics_directory(self) -> Path:

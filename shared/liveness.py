@@ -5,27 +5,58 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import re
 import signal
 import sys
+from pathlib import Path
 
 import setproctitle
 
 _PR_SET_PDEATHSIG = 1
+_SYS_PIDFD_OPEN = 434
+_FRAME = re.compile(r'  (File ".*", line \d+ in .*)')
 
 SUPERVISOR_PID = "TOKENYARD_SUPERVISOR_PID"
 """Environment variable by which a supervisor names itself; absent for a process that was started by hand."""
 
 
-def become(role: str) -> None:
+def become(role: str, stack_file: Path | None = None) -> None:
     """Takes the title `tokenyard: ROLE`, keeping the module's name visible, and dies with the supervisor.
 
     The kernel sends SIGTERM when the parent ends for whatever reason (prctl(2), PR_SET_PDEATHSIG), so that a killed
-    supervisor leaves no orphans. SIGUSR1 prints every thread's stack, for a process that seems stuck.
+    supervisor leaves no orphans. SIGUSR1 prints every thread's stack, for a process that seems stuck; SIGUSR2 writes
+    them to `stack_file`.
     """
     setproctitle.setproctitle(f"tokenyard: {role} [{' '.join(sys.orig_argv[1:])}]")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if stack_file is not None:
+        faulthandler.register(signal.SIGUSR2, file=stack_file.open("w"), all_threads=True)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.environ.get(SUPERVISOR_PID, str(os.getppid())) != str(os.getppid()):
         sys.exit("the supervisor ended before this process had started")
+
+
+def open_pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends. OSError when there is no such process.
+
+    Some Python builds (conda's) were made with headers too old for os.pidfd_open although the kernel has the call; its
+    number is the same on every architecture.
+    """
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(_SYS_PIDFD_OPEN, pid, 0))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "pidfd_open failed; Linux 5.3 or newer is needed")
+    return descriptor
+
+
+def last_frame(stack_file: Path) -> str:
+    """The innermost Python frame of what `become` has written there at the last SIGUSR2; nothing when it has not."""
+    try:
+        dump = stack_file.read_text(errors="replace")
+    except OSError:
+        return ""
+    found = _FRAME.search(dump, max(0, dump.rfind("Current thread")))
+    return found[1] if found else ""

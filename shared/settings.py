@@ -25,8 +25,9 @@ class SettingsError(ValueError):
     """A setting that cannot be used; the text names the setting, its value, where it came from and the remedy."""
 
 
-def _setting(group: str, default: Any, help_text: str) -> Any:
-    return field(default=default, metadata={"help": help_text, "group": group})
+def _setting(group: str, default: Any, help_text: str, secret: bool = False) -> Any:
+    # A secret is never printed, logged or written down, so `repr` leaves it out, too.
+    return field(default=default, repr=not secret, metadata={"help": help_text, "group": group, "secret": secret})
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,34 @@ class Settings:
     api_servers: int = _setting(
         "network", 1, "API processes; more of them help when tokenizing or streaming saturates one core"
     )
+    api_key: str = _setting(
+        "access",
+        "",
+        "key that clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`, or several with commas between "
+        "them, each in plain or as sha256:HEX; none: everybody who reaches the port is served",
+        secret=True,
+    )
+    api_key_file: str = _setting(
+        "access", "", "file with further such keys, one a line; it is read at the start and keeps them out of `ps`"
+    )
+    admin_api_key: str = _setting(
+        "access",
+        "",
+        "key for the operator's routes (/flush_cache, /abort_request...); without one they answer callers on this "
+        "host only",
+        secret=True,
+    )
+    ssl_certfile: str = _setting("access", "", "PEM file with the certificate chain: serve HTTPS instead of HTTP")
+    ssl_keyfile: str = _setting("access", "", "PEM file with the certificate's private key, if it is not in the other")
+    ssl_ca_certs: str = _setting(
+        "access", "", "PEM file with authorities; clients must show a certificate that one of them has signed"
+    )
+    worker_endpoint: str = _setting(
+        "access",
+        "",
+        "tcp://ADDRESS:PORT at which workers of other machines may join (`tokenyard worker`); it wants curve_keys",
+    )
+    curve_keys: str = _setting("access", "", "folder with the CURVE keys of worker_endpoint, made by `tokenyard keys`")
     devices: str = _setting(
         "capacity",
         "auto",
@@ -58,6 +87,12 @@ class Settings:
     max_running: int = _setting("capacity", 128, "sequences computed together on one worker; further requests wait")
     max_queued: int = _setting(
         "capacity", 1024, "requests that may wait; further ones are answered 429 with Retry-After"
+    )
+    max_queued_tokens: int = _setting(
+        "capacity", 4_000_000, "tokens that the waiting requests may have together; further ones are answered 429"
+    )
+    max_open_per_key: int = _setting(
+        "capacity", 0, "requests of one API key that may wait and run at once; further ones are answered 429; 0: any"
     )
     max_best_of: int = _setting(
         "capacity", 2, "answers that one TGI request may draw with best_of, of which the most likely is returned"
@@ -92,13 +127,32 @@ class Settings:
         "",
         "logits processors that clients may name, as MODULE:CLASS or NAME=MODULE:CLASS with commas; run in the worker",
     )
+    stall_timeout: int = _setting(
+        "behaviour",
+        15,
+        "seconds that a worker's step may take in any case, before it counts as stuck and the worker is restarted; the "
+        "rest of the allowance is learnt from the steps before",
+    )
+    drain_timeout: int = _setting(
+        "behaviour", 30, "seconds that running requests get to finish after SIGTERM; then they end with an error"
+    )
     log_level: str = _setting("behaviour", "info", "debug, info, warning or error")
 
     def __post_init__(self) -> None:
         _check(self.host != "", "host", self.host, "an address, such as 127.0.0.1 or 0.0.0.0")
         _check(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
-        for name in ("api_servers", "max_batch_tokens", "max_running", "max_queued", "max_best_of"):
+        for name in (
+            "api_servers",
+            "max_batch_tokens",
+            "max_running",
+            "max_queued",
+            "max_queued_tokens",
+            "max_best_of",
+            "stall_timeout",
+        ):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
+        _check(0 <= self.drain_timeout <= 3600, "drain_timeout", self.drain_timeout, "0 to 3600")
         _check(self.api_servers <= 64, "api_servers", self.api_servers, "at most 64")
         _check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")
         _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2")
@@ -111,6 +165,8 @@ class Settings:
             self.logit_processors,
             "a list of MODULE:CLASS or NAME=MODULE:CLASS",
         )
+        endpoint = self.worker_endpoint
+        _check(not endpoint or _is_tcp(endpoint), "worker_endpoint", endpoint, "tcp://ADDRESS:PORT")
         _check(_are_devices(self.devices), "devices", self.devices, "auto, or a list of cpu and cuda:N")
 
     @property
@@ -123,6 +179,11 @@ class Settings:
         """Import paths of the allowed logits processors, by the name that clients use."""
         pairs = (entry.rpartition("=") for entry in _entries(self.logit_processors))
         return {name or path: path for name, _, path in pairs}
+
+    @property
+    def scheme(self) -> str:
+        """Of the server's URL."""
+        return "https" if self.ssl_certfile else "http"
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -221,6 +282,10 @@ def _entries(text: str) -> list[str]:
     return [entry for entry in text.replace(" ", "").split(",") if entry]
 
 
+def _is_tcp(text: str) -> bool:
+    return re.fullmatch(r"tcp://(\*|[\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", text, re.ASCII) is not None
+
+
 def _are_devices(text: str) -> bool:
     return text == "auto" or all(re.fullmatch(r"cpu|cuda:[0-9]+", device) for device in text.split(","))
 
@@ -232,5 +297,7 @@ def _check(holds: bool, name: str, value: object, valid: str) -> None:
 
 FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Settings))
 _HINTS: dict[str, Any] = typing.get_type_hints(Settings)
+SECRETS = frozenset(f.name for f in dataclasses.fields(Settings) if f.metadata["secret"])
+"""Settings that are keys to something: never shown."""
 KINDS: Mapping[str, type] = {name: _types(name)[0] for name in FIELDS}
 """What a setting is when it is given: bool, int or str."""

@@ -6,12 +6,14 @@ at once (`send_to` returns False) instead of waiting or dropping in silence.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from interfaces.codec import encode
+from shared.curve import secure_connection
 
 HIGH_WATER_MARK = 10_000
 """Messages queued to one peer. At one message a step this is minutes of silence.
@@ -41,9 +43,15 @@ def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
     return socket
 
 
-def connect_dealer(context: zmq.Context[Any], endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
-    """DEALER connected to `endpoint` under `identity`; it reconnects by itself."""
+def connect_dealer(
+    context: zmq.Context[Any], endpoint: str, identity: bytes, keys: Path | None = None
+) -> zmq.Socket[bytes]:
+    """DEALER connected to `endpoint` under `identity`; it reconnects by itself. tcp endpoints need `keys`."""
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    if endpoint.startswith("tcp:"):
+        if keys is None:
+            raise ValueError(f"{endpoint} cannot be used without CURVE keys")
+        secure_connection(socket, keys)
     _connect(socket, endpoint, identity)
     return socket
 

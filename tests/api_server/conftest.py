@@ -32,6 +32,7 @@ from interfaces.logprob_reports import LogprobReports
 from interfaces.messages import (
     Action,
     Cancel,
+    Detach,
     Finish,
     Goodbye,
     Hello,
@@ -148,6 +149,7 @@ class SchedulerDouble:
     incarnation: int = field(default_factory=lambda: secrets.randbits(31))
     submits: list[Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    detached: list[int] = field(default_factory=list)
     goodbyes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -232,6 +234,10 @@ class SchedulerDouble:
             self.goodbyes.append(message.replica)
         elif isinstance(message, Cancel):
             self.cancelled += message.handles.tolist()
+            for handle in message.handles.tolist():
+                self.running.pop((replica, handle), None)
+        elif isinstance(message, Detach):
+            self.detached += message.handles.tolist()
             for handle in message.handles.tolist():
                 self.running.pop((replica, handle), None)
         elif isinstance(message, Order):

@@ -116,6 +116,29 @@ def test_a_signal_lets_running_requests_finish_and_says_goodbye(
         double.wait(lambda: len(double.goodbyes) == 1)
 
 
+def test_what_still_runs_after_the_drain_ends_with_its_error(
+    run_directory: RunDirectory, port: int, double: SchedulerDouble
+) -> None:
+    settings = json.loads(run_directory.settings_file.read_text())
+    run_directory.settings_file.write_text(json.dumps(settings | {"drain_timeout": 1}))
+    double.step_seconds = 0.05
+    double.answer = lambda _: [40]
+    with started(run_directory, port) as process:
+        process.wait_ready()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+        body = {"prompt": "x", "max_tokens": 200, "stream": True}
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=20) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.popen.send_signal(signal.SIGTERM)
+            told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert told[-1]["error"]["code"] == "unavailable"
+        assert "being stopped" in told[-1]["error"]["message"]
+        assert 10 < len(told) < 100
+        assert process.popen.wait(10) == 0
+        double.wait(lambda: len(double.goodbyes) == 1)
+
+
 def _refused(url: str) -> bool:
     try:
         httpx.get(url)

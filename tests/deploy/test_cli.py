@@ -50,7 +50,7 @@ def test_help_names_every_setting_with_its_default_and_variable(capsys: pytest.C
 def test_help_lists_the_commands() -> None:
     result = run("--help")
     assert result.returncode == 0
-    for command in ("serve", "chat", "doctor", "version"):
+    for command in ("serve", "chat", "keys", "worker", "status", "why", "doctor", "version"):
         assert command in result.stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -98,7 +99,7 @@ def test_a_command_that_does_not_exist_is_no_mystery() -> None:
         assert "scheduler cannot be started" in stage.said[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_role_by_role_the_last_first(number: signal.Signals) -> None:
     names = ["scheduler", "model_worker:0", "model_worker:1", "api_server:0"]
     with Stage(*map(actor, names)) as stage:
@@ -148,6 +149,56 @@ def test_one_keystroke_that_arrives_twice_is_one() -> None:
         stage.send(signal.SIGTERM)
         assert stage.end() == 0
         assert "did not stop in 0.8 s" in stage.said[-1]
+
+
+def test_sighup_restarts_the_rolling_children_one_by_one() -> None:
+    rolling = {"rolling": True, "counts_starts": True}
+    children = (actor("scheduler"), *(actor(f"model_worker:{i}", **rolling) for i in range(3)))
+    with Stage(*children, deaths=1) as stage:
+        stage.wait_for("all_ready")
+        before = stage.children()
+        stage.send(signal.SIGHUP)
+        for i in range(3):
+            assert stage.wait_for("event", event="ready", epoch=1)["child"] == f"model_worker:{i}"
+        stage.wait_for("say", text="model_worker:2 was restarted")
+        assert stage.children()[0] == before[0]
+        assert not set(stage.children()[1:]) & set(before)
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+        told = [e for e in stage.story if e["kind"] == "exited" or e.get("event") == "ready"]
+        turns = [(e["kind"], e["child"]) for e in told if e["child"] != "scheduler"][3:9]
+        assert turns == [(kind, f"model_worker:{i}") for i in range(3) for kind in ("exited", "event")]
+        assert not any("died" in text for text in stage.said)
+
+
+def test_a_child_that_ignores_its_restart_is_killed_and_replaced() -> None:
+    stubborn = actor("model_worker:0", "--then", "stubborn", rolling=True, counts_starts=True, stop_seconds=0.3)
+    with Stage(stubborn, deaths=1) as stage:
+        stage.wait_for("all_ready")
+        stage.send(signal.SIGHUP)
+        assert "did not stop in 0.3 s: killed" in stage.wait_for("say", level="WARNING")["text"]
+        assert stage.wait_for("event", event="ready")["epoch"] == 1
+        stage.wait_for("say", text="model_worker:0 was restarted")
+
+
+def test_sighup_of_a_terminal_that_went_away_stops() -> None:
+    """A pseudo-terminal is closed under a supervisor that it controls, as when a window or an ssh session ends."""
+    master, slave = os.openpty()
+    plan = json.dumps({"children": [actor("scheduler")], "policy": {}})
+    code = (
+        "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        f"os.execv(sys.executable, [sys.executable, '-m', 'tests.deploy.stage', {plan!r}])"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=slave, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        os.close(slave)
+        assert process.stdout is not None
+        assert any('"all_ready"' in line for line in process.stdout)
+        os.close(master)
+        rest = process.stdout.read()
+        assert process.wait(20) == 0
+    assert "SIGHUP: stopping in order" in rest
 
 
 def test_ctrl_c_at_the_terminal_does_not_reach_the_children() -> None:

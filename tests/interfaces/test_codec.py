@@ -16,14 +16,18 @@ from hypothesis.extra import numpy as hnp
 
 from interfaces import (
     Cancel,
+    Detach,
     Goodbye,
     Hello,
     ImageMetadata,
+    Inquiry,
+    InquiryAnswer,
     Join,
     Order,
     OrderAnswer,
     RequestError,
     Results,
+    Retire,
     RowGrammar,
     SamplingParams,
     SessionAnswer,
@@ -34,9 +38,11 @@ from interfaces import (
     Step,
     StepResult,
     Submit,
+    Terms,
     TextAndVisionContext,
     TextContext,
     WireError,
+    WorkerGoodbye,
     WorkerHello,
     WorkerStatus,
     decode,
@@ -134,11 +140,28 @@ reports = st.none() | st.builds(
     values=column(np.float32),
 )
 worker_status = st.builds(WorkerStatus, text, i31, i31, i31, i31, i31, i31, i31, st.floats(0, 1e6))
+statuses = st.builds(
+    Status,
+    incarnation=i31,
+    ready=st.booleans(),
+    reason=text,
+    workers=st.lists(worker_status, max_size=3),
+    waiting=i31,
+    running=i31,
+    max_model_len=i31,
+    max_running=i31,
+    block_size=i31,
+    vocab_size=i31,
+    counters=st.dictionaries(text, i31, max_size=3),
+)
+seconds = st.none() | st.floats(0, 1e6)
+terms = st.builds(Terms, text, st.integers(1, 1000), i31, seconds, seconds, text)
 messages = st.one_of(
     st.builds(Hello, text),
     st.builds(Goodbye, text),
     st.builds(Cancel, column(np.int32)),
-    st.builds(Submit, i31, contexts),
+    st.builds(Detach, column(np.int32)),
+    st.builds(Submit, i31, contexts, terms),
     st.builds(
         Results,
         incarnation=i31,
@@ -155,20 +178,11 @@ messages = st.one_of(
     st.builds(OrderAnswer, i31, i31, text, i31),
     st.builds(SessionOrder, i31, i31, text, text, text, st.booleans(), st.floats(0, 1e6), column(np.int32), i31),
     st.builds(SessionAnswer, i31, i31, text, column(np.int32), i31),
-    st.builds(
-        Status,
-        incarnation=i31,
-        ready=st.booleans(),
-        reason=text,
-        workers=st.lists(worker_status, max_size=3),
-        waiting=i31,
-        running=i31,
-        max_model_len=i31,
-        max_running=i31,
-        block_size=i31,
-        vocab_size=i31,
-        counters=st.dictionaries(text, i31, max_size=3),
-    ),
+    st.builds(Inquiry, text),
+    st.builds(InquiryAnswer, i31, st.lists(text), statuses),
+    st.builds(Retire, i31, text),
+    st.builds(WorkerGoodbye, i31, i31),
+    statuses,
     st.builds(WorkerHello, text, i31, i31, i31, i31, i31, i31, i31, i31, text, text, text),
     st.builds(
         Step,
@@ -325,7 +339,7 @@ def test_contexts_of_different_kinds_are_told_apart() -> None:
     wrong: list[object] = [parts[3][:-1], [*parts[3], None, None, None], {}, None]
     for context in wrong:
         with pytest.raises(WireError, match=r"Submit\.context: expected the fields of one of TextContext, TextAndV"):
-            decode(msgpack.packb([*parts[:3], context]))
+            decode(msgpack.packb([*parts[:3], context, *parts[4:]]))
 
     @dataclass
     class Left:

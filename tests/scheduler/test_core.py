@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import Finish, SamplingParams, Step, Submit, TextContext, decode, encode
+from interfaces import Finish, RequestID, SamplingParams, Step, Submit, TextContext, decode, encode
 from scheduler.core import Limits, Scheduler
 from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate
 
@@ -166,6 +166,11 @@ def test_random_walks(data: st.DataObject) -> None:
     assert not yard.scheduler.replicas[REPLICA].sequences
 
 
+def crash_in_a_step(yard: Yard, epoch: int) -> None:
+    yard.scheduler.next_steps()
+    yard.start_worker(0, epoch)
+
+
 def test_budget_bounds_prompts_but_never_stops_decode() -> None:
     yard = Yard(replace(LIMITS, max_batch_tokens=8), num_blocks=200)
     for handle in range(4):
@@ -220,11 +225,20 @@ def test_the_line_is_bounded() -> None:
     assert yard.finished[0] == yard.finished[1] == Finish.LENGTH
 
 
-def test_without_workers_requests_are_refused() -> None:
+def test_without_workers_requests_wait_for_one() -> None:
+    """A worker that is restarted loses nobody; what does not fit it is refused when it is there."""
     yard = Yard(workers=0)
-    yard.submit(0, [1], 1, [])
+    yard.submit(0, [1], 5, [])
+    yard.submit(1, [VOCAB], 5, [])
+    yard.submit(2, list(range(80)), 5, [])
     yard.drain()
-    assert yard.finished == {0: Finish.FAILED}
+    assert yard.finished == {}
+    yard.start_worker(0, epoch=0)
+    yard.drain()
+    assert yard.tokens[0] == naive_generate([1], 0, [], 6)
+    assert yard.finished == {0: Finish.LENGTH, 1: Finish.FAILED, 2: Finish.FAILED}
+    assert "between 0 and" in yard.errors[1]
+    assert "80 tokens" in yard.errors[2]
 
 
 def test_a_request_that_crashes_its_worker_every_time_fails_alone() -> None:
@@ -233,15 +247,73 @@ def test_a_request_that_crashes_its_worker_every_time_fails_alone() -> None:
         yard.submit(handle, [handle + 1], 20, [])
     yard.turn()
     for epoch in (1, 2):
-        yard.start_worker(0, epoch)
+        crash_in_a_step(yard, epoch)
         yard.turn()
     assert yard.scheduler.running == 1, "suspects run alone"
-    yard.start_worker(0, 3)
+    crash_in_a_step(yard, 3)
     yard.drain()
     assert yard.finished[0] == Finish.FAILED
     assert "crashed 3 times" in yard.errors[0]
     for handle in (1, 2):
         assert yard.tokens[handle] == naive_generate([handle + 1], handle, [], 21)
+
+
+def test_nobody_is_blamed_for_a_crash_between_steps_or_an_orderly_end() -> None:
+    yard = Yard()
+    yard.submit(0, [1], 40, [])
+    for epoch in range(1, 8):
+        yard.turn()
+        if epoch % 2:
+            yard.scheduler.next_steps()
+            yard.scheduler.lose_worker(0, "said goodbye", blamed=False)
+        yard.start_worker(0, epoch)
+    yard.drain()
+    assert yard.tokens[0] == naive_generate([1], 0, [], 41)
+
+
+def test_a_worker_that_was_given_up_is_not_taken_back() -> None:
+    yard = Yard()
+    yard.submit(0, [1, 2], 10, [])
+    [(_, step)] = yard.scheduler.next_steps()
+    story = yard.scheduler.lose_worker(0, "stalled")
+    assert "worker 0 (test, epoch 0) in step 1 with rows [0] of requests" in story
+    assert story.endswith("stalled")
+    hello = yard.workers[0].hello
+    assert yard.scheduler.superseded(hello)
+    assert not yard.scheduler.worker_hello(hello)
+    yard.scheduler.step_result(yard.workers[0].run(step))
+    assert yard.tokens == {}
+    yard.start_worker(0, epoch=1)
+    yard.drain()
+    assert yard.tokens[0] == naive_generate([1, 2], 0, [], 12)
+
+
+def test_the_journal_tells_a_requests_whole_story() -> None:
+    yard = Yard(replace(LIMITS, max_batch_tokens=8))
+    params = SamplingParams(seed=0, max_new_tokens=12)
+    for handle, name in enumerate(("first", "second")):
+        prompt = range(100 * handle, 100 * handle + 20)
+        context = TextContext.from_prompt(prompt, params, request_id=RequestID(name))
+        yard.scheduler.submit(REPLICA, Submit(handle, context))
+    for _ in range(8):
+        yard.turn()
+    assert yard.scheduler.retract() == 2
+    yard.turn()
+    crash_in_a_step(yard, 1)
+    yard.drain()
+    told = "\n".join(yard.scheduler.journal.of("second"))
+    for event in (
+        "queued with 20 tokens",
+        "admitted to worker 0 (epoch 0)",
+        "first token",
+        "steps",
+        "computed again from",
+        "admitted to worker 0 (epoch 1)",
+        "finished with 12 tokens",
+        "preempted",
+    ):
+        assert event in told, told
+    assert any("was followed by its next epoch" in line for line in yard.scheduler.journal.incidents)
 
 
 def test_results_of_another_epoch_are_ignored() -> None:

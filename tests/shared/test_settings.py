@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.settings import DTYPES, FIELDS, KINDS, LOG_LEVELS, Settings, SettingsError, parse_memory, resolve
+from shared.settings import DTYPES, FIELDS, KINDS, LOG_LEVELS, SECRETS, Settings, SettingsError, parse_memory, resolve
 
 devices = st.one_of(
     st.just("auto"),
@@ -37,8 +37,19 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "prefix_cache": st.booleans(),
     "hidden_states": st.booleans(),
     "logit_processors": st.sampled_from(["", "a.b:C", "x=a.b:C, d:E"]),
+    "max_queued_tokens": st.integers(1, 10**9),
+    "max_open_per_key": st.integers(0, 10**6),
+    "stall_timeout": st.integers(1, 10**6),
+    "drain_timeout": st.integers(0, 3600),
     "log_level": st.sampled_from(LOG_LEVELS),
 }
+digests = st.binary(min_size=32, max_size=32).map(lambda digest: f"sha256:{digest.hex()}")
+values |= {name: st.lists(digests, max_size=3).map(",".join) for name in SECRETS}
+values |= {name: st.text("abc/-", max_size=9) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+values["worker_endpoint"] = st.sampled_from(["", "tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://[::1]:5600"])
+values["curve_keys"] = st.text("abc/-", max_size=9)
+# A file of keys is read where it is named: tests/shared/test_access_keys.py.
+values["api_key_file"] = st.just("")
 layers = st.fixed_dictionaries({}, optional=values)
 
 
@@ -100,6 +111,7 @@ def test_the_run_directorys_file_brings_the_same_settings(
         ({"devices": "cuda:²"}, ["devices"]),
         ({"kv_memory": "lots"}, ["kv_memory", "'lots'", "512MB", "command line"]),
         ({"host": ""}, ["host", "127.0.0.1"]),
+        ({"worker_endpoint": "ipc:///tmp/x"}, ["worker_endpoint", "tcp://ADDRESS:PORT"]),
     ],
 )
 def test_a_bad_value_is_named_with_its_source_and_a_remedy(flags: dict[str, Any], words: list[str]) -> None:

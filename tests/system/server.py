@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -39,10 +40,13 @@ class Server:
     flags: list[str]
     log: Path
     port: int = field(default_factory=free_port)
+    key: str = ""
+    """Sent with every request, when there is one."""
+    tls: ssl.SSLContext | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
         self._file = self.log.open("w")
@@ -72,7 +76,7 @@ class Server:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()
             try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=5):
+                with urllib.request.urlopen(f"{self.url}/ready", timeout=5, context=self.tls):
                     return
             except OSError:
                 time.sleep(0.1)
@@ -91,15 +95,14 @@ class Server:
         return sorted(found, key=lambda c: c.pid)[nth]
 
     def post(self, path: str, body: Any) -> Any:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60, context=self.tls) as response:
             return json.load(response)
 
     def metrics(self, name: str) -> dict[str, float]:
         """Samples of one metric by their labels."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10, context=self.tls) as response:
             text = response.read().decode()
         pattern = re.compile(rf"^{name}(\{{.*\}})? (\S+)$", re.MULTILINE)
         return {labels or "": float(value) for labels, value in pattern.findall(text)}

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,39 +57,6 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool) -> 
         connection.sock.shutdown(2)
     connection.close()
     server.wait_for("the request is gone", 5, lambda: running(server) == 0 and used_blocks(server) == 0)
-
-
-@pytest.mark.parametrize("victim", ["model_worker", "scheduler"])
-def test_a_killed_process_is_only_a_pause(model: Path, tmp_path: Path, victim: str) -> None:
-    with Server(model, FLAGS, tmp_path / "log") as server:
-        prompts = ["Hello", "The quick brown", "日本語", "def f(x):"]
-        bodies = [
-            {"text": p, "sampling_params": LONG | {"temperature": i % 2, "sampling_seed": i}, "stream": True}
-            for i, p in enumerate(prompts)
-        ]
-        undisturbed = [last_frame(open_stream(server, body)[1])["output_ids"] for body in bodies]
-        killed = threading.Event()
-
-        def kill_once(count: int) -> None:
-            if count == 60 and not killed.is_set():
-                killed.set()
-                server.child(victim).send_signal(signal.SIGKILL)
-
-        results: dict[int, Any] = {}
-
-        def read(i: int) -> None:
-            results[i] = last_frame(open_stream(server, bodies[i])[1], kill_once)
-
-        threads = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(len(bodies))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(90)
-        assert killed.is_set()
-        for i, wanted in enumerate(undisturbed):
-            assert results[i]["output_ids"] == wanted, f"stream {i}\n{server.log.read_text()}"
-            assert results[i]["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
-        server.wait_for("all blocks are free", 5, lambda: used_blocks(server) == 0)
 
 
 def test_the_server_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:

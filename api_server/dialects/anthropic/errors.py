@@ -23,8 +23,11 @@ _FORM = {
     ErrorKind.MODEL_NOT_FOUND: (404, "not_found_error"),
     ErrorKind.NOT_FOUND: (404, "not_found_error"),
     ErrorKind.METHOD_NOT_ALLOWED: (405, _INVALID),
+    ErrorKind.UNAUTHORIZED: (401, "authentication_error"),
+    ErrorKind.FORBIDDEN: (403, "permission_error"),
     ErrorKind.OVERLOADED: (429, "rate_limit_error"),
     ErrorKind.UNAVAILABLE: (529, "overloaded_error"),
+    ErrorKind.TIMEOUT: (504, "timeout_error"),
     ErrorKind.GENERATION_FAILED: (500, "api_error"),
     ErrorKind.INTERNAL: (500, "api_error"),
 }

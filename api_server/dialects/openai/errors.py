@@ -23,9 +23,11 @@ _FORM: dict[ErrorKind, tuple[int, str, str | None]] = {
     ErrorKind.MODEL_NOT_FOUND: (404, _INVALID_REQUEST, "model_not_found"),
     ErrorKind.NOT_FOUND: (404, _INVALID_REQUEST, "not_found"),
     ErrorKind.METHOD_NOT_ALLOWED: (405, _INVALID_REQUEST, "method_not_allowed"),
+    ErrorKind.UNAUTHORIZED: (401, _INVALID_REQUEST, "invalid_api_key"),
     ErrorKind.FORBIDDEN: (403, _INVALID_REQUEST, "forbidden"),
     ErrorKind.OVERLOADED: (429, "rate_limit_error", "overloaded"),
     ErrorKind.UNAVAILABLE: (503, "server_error", "unavailable"),
+    ErrorKind.TIMEOUT: (504, "server_error", "timeout"),
     ErrorKind.GENERATION_FAILED: (500, "server_error", "generation_failed"),
     ErrorKind.INTERNAL: (500, "server_error", "internal_error"),
 }

@@ -1,6 +1,6 @@
 """What operators and trainers tell SGLang's server: flush the cache, abort requests, pause and continue.
 
-Orders go to the scheduler, so they hold for all API processes. Only callers on this host may give them.
+Orders go to the scheduler, so they hold for all API processes. Only operators may give them (`access.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from api_server.access import local_only
+from api_server.access import operators_only
 from api_server.body import Mismatch, parse
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse
@@ -71,10 +71,10 @@ def routes() -> list[Route]:
     )
     go_on = Document("Go on computing", "sglang", body=ContinueRequest, answer=Done, errors=errors, example={})
     return [
-        endpoint("/flush_cache", local_only(flush_cache), render_error, ("GET", "POST"), flush),
-        endpoint("/abort_request", local_only(abort_request), render_error, document=abort),
-        endpoint("/pause_generation", local_only(pause_generation), render_error, document=pause),
-        endpoint("/continue_generation", local_only(continue_generation), render_error, document=go_on),
+        endpoint("/flush_cache", operators_only(flush_cache), render_error, ("GET", "POST"), flush),
+        endpoint("/abort_request", operators_only(abort_request), render_error, document=abort),
+        endpoint("/pause_generation", operators_only(pause_generation), render_error, document=pause),
+        endpoint("/continue_generation", operators_only(continue_generation), render_error, document=go_on),
     ]
 
 

@@ -19,9 +19,11 @@ _STATUS_AND_TYPE = {
     ErrorKind.MODEL_NOT_FOUND: (404, "not_found_error"),
     ErrorKind.NOT_FOUND: (404, "not_found_error"),
     ErrorKind.METHOD_NOT_ALLOWED: (405, "invalid_request_error"),
+    ErrorKind.UNAUTHORIZED: (401, "authentication_error"),
     ErrorKind.FORBIDDEN: (403, "permission_error"),
     ErrorKind.OVERLOADED: (503, "overloaded_error"),
     ErrorKind.UNAVAILABLE: (503, "unavailable_error"),
+    ErrorKind.TIMEOUT: (504, "timeout_error"),
     ErrorKind.GENERATION_FAILED: (500, "generation_error"),
     ErrorKind.INTERNAL: (500, "internal_error"),
 }

@@ -20,9 +20,11 @@ _STATUS_AND_TYPE = {
     ErrorKind.MODEL_NOT_FOUND: (404, "not_found"),
     ErrorKind.NOT_FOUND: (404, "not_found"),
     ErrorKind.METHOD_NOT_ALLOWED: (405, "method_not_allowed"),
+    ErrorKind.UNAUTHORIZED: (401, "unauthorized"),
     ErrorKind.FORBIDDEN: (403, "forbidden"),
     ErrorKind.OVERLOADED: (429, "overloaded"),
     ErrorKind.UNAVAILABLE: (503, "unavailable"),
+    ErrorKind.TIMEOUT: (504, "timeout"),
     ErrorKind.GENERATION_FAILED: (424, "generation"),
     ErrorKind.INTERNAL: (500, "internal"),
 }

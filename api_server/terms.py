@@ -1,0 +1,89 @@
+"""On which terms a request waits and runs: time limits and priority, in headers or in the body, in every dialect.
+
+These fields say when, not what. They are taken out of a body before its dialect reads it, so that no dialect needs to
+know them; whoever submits finds them in `current`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from api_server.errors import invalid
+from interfaces.messages import Terms
+from shared.access_keys import Caller
+
+LONGEST_SECONDS = 86_400.0
+HIGHEST_PRIORITY = 1000
+
+_ORDINARY = Terms()
+current: ContextVar[Terms] = ContextVar("terms", default=_ORDINARY)
+"""Of the HTTP request that is being handled."""
+
+_HEADERS = {"timeout": "x-request-timeout", "queue_timeout": "x-queue-timeout", "priority": "x-request-priority"}
+
+
+def take(body: dict[str, Any]) -> dict[str, Any]:
+    """Removes the fields of terms from a body; what they were."""
+    return {name: body.pop(name) for name in _HEADERS if name in body}
+
+
+def terms_of(headers: Headers, fields: Mapping[str, Any], caller: Caller, may_hurry: bool) -> Terms:
+    """Fields of the body win over headers. Raises RequestFailed(INVALID) that names the field or header."""
+    return Terms(
+        tenant=caller.name,
+        weight=caller.weight,
+        priority=_priority(headers, fields, may_hurry),
+        queue_seconds=_seconds("queue_timeout", headers, fields),
+        total_seconds=_seconds("timeout", headers, fields),
+    )
+
+
+def _seconds(name: str, headers: Headers, fields: Mapping[str, Any]) -> float | None:
+    where, value = _found(name, headers, fields)
+    if value is None:
+        return None
+    seconds = _number(value)
+    if seconds is None or not 0 < seconds <= LONGEST_SECONDS:
+        raise invalid(
+            f"{where} must be a number of seconds above 0 and up to {LONGEST_SECONDS:g}, got {value!r}", where
+        )
+    return seconds
+
+
+def _priority(headers: Headers, fields: Mapping[str, Any], may_hurry: bool) -> int:
+    where, value = _found("priority", headers, fields)
+    if value is None:
+        return 0
+    number = _number(value)
+    if number is None or number != int(number) or abs(number) > HIGHEST_PRIORITY:
+        raise invalid(
+            f"{where} must be a whole number from {-HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}, got {value!r}", where
+        )
+    if number > 0 and not may_hurry:
+        raise invalid(
+            f"{where} above 0 puts a request before other keys' and needs the admin key, got {value!r}", where
+        )
+    return int(number)
+
+
+def _found(name: str, headers: Headers, fields: Mapping[str, Any]) -> tuple[str, Any]:
+    """What the client calls it, and the value; None when it was left out."""
+    if fields.get(name) is not None:
+        return name, fields[name]
+    text = headers.get(_HEADERS[name])
+    return _HEADERS[name], None if text is None else text[:100]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,63 @@
+"""`tokenyard keys` and `tokenyard worker`: workers on other machines than their scheduler's.
+
+Knows which files go where and which process is started. How peers prove who they are is shared/curve.py's matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+from deploy import machine
+from deploy.child import ChildSpec
+from deploy.run_directory import parent_directory, private_run_directory
+from deploy.serve import common_environment, cpu_share, resolve_devices, resolve_model, sweep_shared_memory
+from deploy.supervisor import Supervisor
+from deploy.timeline import Timeline
+from shared import curve
+from shared.settings import Settings, SettingsError
+
+
+def make_keys(folder: Path, peer: str) -> int:
+    """Makes the server's keys, or with a name those of one more peer, and says what to do with them."""
+    if not peer:
+        curve.make_server_keys(folder)
+        print(f"made {folder}: add a machine with `tokenyard keys {folder} --peer NAME`, then serve with")
+        print(f"  --worker-endpoint tcp://0.0.0.0:5600 --curve-keys {folder}")
+        return 0
+    carried = curve.make_peer_keys(folder, peer)
+    print(f"{peer} may connect. Move {carried} to that machine (it has a secret: leave no copy here) and start there")
+    print("  tokenyard worker tcp://THIS_MACHINE:5600 MODEL --index N --curve-keys FOLDER")
+    return 0
+
+
+def work(settings: Settings, endpoint: str, index: int) -> int:
+    """Runs one worker for a scheduler elsewhere until a signal; the exit status for the process."""
+    settings = resolve_devices(resolve_model(settings))
+    if "," in settings.devices:
+        raise SettingsError(f"devices must name one device here, got {settings.devices!r}; start one worker for each")
+    folder = Path(settings.curve_keys).expanduser().resolve()
+    curve.check_peer_keys(folder)
+    settings = dataclasses.replace(settings, curve_keys=str(folder))
+    timeline = Timeline(on_ready=lambda: None, on_exit=lambda pid: sweep_shared_memory())
+    with private_run_directory(parent_directory()) as directory:
+        directory.settings_file.write_text(settings.to_json())
+        environment = common_environment(directory)
+        if settings.devices == "cpu":
+            environment |= cpu_share(1, machine.usable_cores(), machine.visible_cores())
+        argv = [sys.executable, "-m", "model_worker", "--run-dir", str(directory.path), "--index", str(index)]
+        spec = ChildSpec(
+            f"model_worker:{index}",
+            [*argv, "--device", settings.devices, "--connect", endpoint],
+            environment,
+            settings.devices,
+            counts_starts=True,
+            # Also after a restart of this supervisor an epoch must be later than all before.
+            first_epoch=int(time.time()),
+        )
+        try:
+            return Supervisor([spec], timeline).run()
+        finally:
+            timeline.close()

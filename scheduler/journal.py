@@ -1,0 +1,72 @@
+"""What was decided about requests and what happened to workers: a bounded log in memory, for `tokenyard why`.
+
+Knows request ids and sentences. Costs nothing per token: only what changes a request's fate is written down.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+
+MOST_REQUESTS = 4096
+MOST_ENTRIES = 64
+"""Of one request: its beginning and its latest; what was between them is counted."""
+MOST_INCIDENTS = 50
+
+
+class Journal:
+    """The oldest request is forgotten first."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, _Entries] = OrderedDict()
+        self._incidents: deque[str] = deque(maxlen=MOST_INCIDENTS)
+
+    def note(self, request_id: str, text: str) -> None:
+        entries = self._requests.get(request_id)
+        if entries is None:
+            entries = self._requests[request_id] = _Entries()
+            if len(self._requests) > MOST_REQUESTS:
+                self._requests.popitem(last=False)
+        entries.add(f"{_now()} {text}")
+
+    def incident(self, text: str) -> None:
+        """A worker or replica came or went."""
+        self._incidents.append(f"{_now()} {text}")
+
+    def of(self, request_id: str) -> list[str]:
+        """Everything known of requests whose id begins so, oldest first; nothing when there is none."""
+        return [
+            f"{name}: {line}"
+            for name, entries in self._requests.items()
+            if name.startswith(request_id)
+            for line in entries.lines()
+        ]
+
+    @property
+    def incidents(self) -> list[str]:
+        return list(self._incidents)
+
+
+class _Entries:
+    __slots__ = ("_first", "_last", "_left_out")
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._last: deque[str] = deque(maxlen=MOST_ENTRIES // 2)
+        self._left_out = 0
+
+    def add(self, line: str) -> None:
+        if len(self._first) < MOST_ENTRIES // 2:
+            self._first.append(line)
+            return
+        self._left_out += len(self._last) == self._last.maxlen
+        self._last.append(line)
+
+    def lines(self) -> list[str]:
+        between = [f"... {self._left_out} more"] if self._left_out else []
+        return [*self._first, *between, *self._last]
+
+
+def _now() -> str:
+    seconds = time.time()
+    return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{int(seconds * 1000) % 1000:03d}"

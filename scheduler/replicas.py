@@ -1,0 +1,73 @@
+"""The API processes that are connected, and which request each of them calls by which handle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from scheduler.sequence import Sequence
+
+NOBODY = b""
+_NOBODYS_NUMBER = -1
+
+
+@dataclass(slots=True)
+class Replica:
+    """An API process and its requests by handle. `number` is its name in columns."""
+
+    number: int
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+
+
+class Replicas:
+    """By identity. A sequence of `NOBODY` goes on while nobody listens: its news are for no replica."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[bytes, Replica] = {}
+        self._identity_of: dict[int, bytes] = {}
+        self._numbers = itertools.count()
+
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._by_identity
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._by_identity)
+
+    def __getitem__(self, identity: bytes) -> Replica:
+        return self._by_identity[identity]
+
+    def get(self, identity: bytes) -> Replica | None:
+        return self._by_identity.get(identity)
+
+    def welcome(self, identity: bytes) -> Replica:
+        """The replica of that identity, known from now on."""
+        if identity not in self._by_identity:
+            number = next(self._numbers)
+            self._by_identity[identity] = Replica(number)
+            self._identity_of[number] = identity
+        return self._by_identity[identity]
+
+    def drop(self, identity: bytes) -> None:
+        del self._identity_of[self._by_identity.pop(identity).number]
+
+    def sequence(self, identity: bytes, handle: int) -> Sequence | None:
+        replica = self._by_identity.get(identity)
+        return replica.sequences.get(handle) if replica is not None else None
+
+    def all_sequences(self) -> list[Sequence]:
+        return [sequence for replica in self._by_identity.values() for sequence in replica.sequences.values()]
+
+    def identity_of(self, number: int) -> bytes | None:
+        return self._identity_of.get(number)
+
+    def number_of(self, sequence: Sequence) -> int:
+        replica = self._by_identity.get(sequence.replica)
+        return _NOBODYS_NUMBER if replica is None else replica.number
+
+    def release(self, sequence: Sequence) -> bool:
+        """Its replica does not know it any more; whether one did."""
+        if self.sequence(sequence.replica, sequence.handle) is not sequence:
+            return False
+        del self._by_identity[sequence.replica].sequences[sequence.handle]
+        return True

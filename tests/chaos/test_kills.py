@@ -1,0 +1,28 @@
+"""The short form of `make chaos`: one server, a wave of streams for each kind of disaster, every byte compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.streams import Heard, Request
+from tests.chaos.waves import Disturbance, both, compare, kill, run
+from tests.system.server import Server
+from tests.system.test_resilience import used_blocks
+
+
+@pytest.mark.parametrize(
+    ("disturb", "after"),
+    [
+        (kill("model_worker"), 0.6),
+        (kill("model_worker"), 0.05),
+        (kill("scheduler"), 0.6),
+        (both(kill("model_worker"), kill("scheduler")), 0.4),
+    ],
+    ids=["worker", "worker in prefill", "scheduler", "both"],
+)
+def test_a_killed_process_is_only_a_pause(
+    server: Server, asked: list[Request], undisturbed: list[Heard], disturb: Disturbance, after: float
+) -> None:
+    outcome = compare(asked, undisturbed, run(server, asked, disturb, after))
+    assert outcome.clean, f"{outcome}\n{server.log.read_text()[-5000:]}"
+    server.wait_for("all blocks are free", 5, lambda: used_blocks(server) == 0)

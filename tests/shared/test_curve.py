@@ -1,0 +1,164 @@
+"""TCP between machines: peers on the allow-list get through, strangers get nothing."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from interfaces.codec import decode, encode
+from interfaces.messages import Goodbye, Hello
+from shared.curve import bind_secure, check_server_keys, make_peer_keys, make_server_keys, secure_connection
+from shared.settings import SettingsError
+from shared.sockets import bind_router, connect_dealer, send_to
+from tests.system.server import free_port
+
+QUIET_MS = 700
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_server_keys(tmp_path / "keys")
+    make_peer_keys(tmp_path / "keys", "box")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def served(context: zmq.Context[Any], keys: Path, tmp_path: Path) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    router = bind_router(context, f"ipc://{tmp_path}/s.sock")
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    guard = bind_secure(router, endpoint, keys)
+    yield router, endpoint
+    guard.stop()
+
+
+def test_a_listed_peer_talks_and_so_does_one_on_this_machine(
+    context: zmq.Context[Any], served: tuple[zmq.Socket[bytes], str], keys: Path, tmp_path: Path
+) -> None:
+    router, endpoint = served
+    remote = connect_dealer(context, endpoint, b"remote", keys / "box")
+    local = connect_dealer(context, f"ipc://{tmp_path}/s.sock", b"local")
+    for dealer, name in ((remote, b"remote"), (local, b"local")):
+        dealer.send(encode(Hello(name.decode())))
+        assert router.poll(5000)
+        identity, frame = router.recv_multipart()
+        assert (identity, decode(frame)) == (name, Hello(name.decode()))
+        assert send_to(router, name, Goodbye("x"))
+        assert dealer.poll(5000)
+        assert decode(dealer.recv()) == Goodbye("x")
+
+
+def _plain(dealer: zmq.Socket[bytes], folder: Path) -> None:
+    """A stranger that does not know of CURVE."""
+
+
+def _own_keys(dealer: zmq.Socket[bytes], folder: Path) -> None:
+    """A stranger that knows the server's public key and has made itself a pair."""
+    public, secret = zmq.curve_keypair()
+    dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
+    dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    dealer.setsockopt(zmq.CURVE_SERVERKEY, zmq.auth.load_certificate(folder / "server.key")[0])
+
+
+def _struck_off(dealer: zmq.Socket[bytes], folder: Path) -> None:
+    """A peer of another server, or one that was taken off the list: its keys are good, but not here."""
+    other = folder.parent / "other"
+    make_server_keys(other)
+    carried = make_peer_keys(other, "box")
+    (carried / "server.key").write_bytes((folder / "server.key").read_bytes())
+    secure_connection(dealer, carried)
+
+
+@pytest.mark.parametrize("disguise", [_plain, _own_keys, _struck_off])
+def test_a_stranger_gets_nothing(
+    context: zmq.Context[Any], served: tuple[zmq.Socket[bytes], str], keys: Path, disguise: Any
+) -> None:
+    router, endpoint = served
+    stranger: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.IDENTITY, b"worker:0:0:1")
+    disguise(stranger, keys)
+    stranger.connect(endpoint)
+    for _ in range(20):
+        stranger.send(encode(Hello("let me in")))
+    assert not router.poll(QUIET_MS), "a stranger's message arrived"
+    assert not send_to(router, b"worker:0:0:1", Goodbye("x"))
+    assert not stranger.poll(100), "a stranger was answered"
+    friend = connect_dealer(context, endpoint, b"friend", keys / "box")
+    friend.send(encode(Hello("friend")))
+    assert router.poll(5000)
+    assert router.recv_multipart()[0] == b"friend"
+
+
+def test_noise_on_the_port_does_no_harm(
+    context: zmq.Context[Any], served: tuple[zmq.Socket[bytes], str], keys: Path
+) -> None:
+    router, endpoint = served
+    port = int(endpoint.rpartition(":")[2])
+    for size in (0, 1, 10, 64, 1000, 100_000):
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as noise:
+            try:
+                noise.sendall(b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE"[: size % 12] + secrets.token_bytes(size))
+                noise.settimeout(0.3)
+                heard = b"".join(iter(lambda: noise.recv(4096), b""))
+            except OSError:
+                heard = b""
+            # ZMTP's public greeting is all that is said before a peer has proved itself.
+            assert len(heard) <= 128
+    friend = connect_dealer(context, endpoint, b"friend", keys / "box")
+    friend.send(encode(Hello("friend")))
+    assert router.poll(5000)
+    assert router.recv_multipart()[0] == b"friend"
+
+
+def test_tcp_without_keys_is_refused(context: zmq.Context[Any]) -> None:
+    with pytest.raises(ValueError, match="without CURVE keys"):
+        connect_dealer(context, "tcp://127.0.0.1:5600", b"x")
+
+
+def test_keys_are_private_and_never_overwritten(keys: Path) -> None:
+    assert keys.stat().st_mode & 0o777 == 0o700
+    assert (keys / "server.key_secret").stat().st_mode & 0o777 == 0o600
+    assert (keys / "box" / "peer.key_secret").stat().st_mode & 0o777 == 0o600
+    assert not (keys / "box" / "peer.key").exists()
+    with pytest.raises(SettingsError, match="has server keys already"):
+        make_server_keys(keys)
+    for name in ("box", "../x", "", "peers", "a b"):
+        with pytest.raises(SettingsError, match="must be a new name"):
+            make_peer_keys(keys, name)
+
+
+def test_a_folder_that_cannot_work_is_explained(keys: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="tokenyard keys"):
+        check_server_keys(tmp_path / "nothing")
+    check_server_keys(keys)
+    (keys / "server.key_secret").chmod(0o640)
+    with pytest.raises(SettingsError, match="chmod 600"):
+        check_server_keys(keys)
+    (keys / "server.key_secret").chmod(0o600)
+    (keys / "peers" / "box.key").unlink()
+    with pytest.raises(SettingsError, match="lists no peer"):
+        check_server_keys(keys)
+
+
+def test_the_allow_list_is_read_at_the_start(
+    context: zmq.Context[Any], served: tuple[zmq.Socket[bytes], str], keys: Path
+) -> None:
+    router, endpoint = served
+    late = connect_dealer(context, endpoint, b"late", make_peer_keys(keys, "late"))
+    late.send(encode(Hello("late")))
+    started = time.monotonic()
+    assert not router.poll(QUIET_MS)
+    assert time.monotonic() - started >= QUIET_MS / 1000 - 0.05
