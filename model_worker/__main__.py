@@ -55,6 +55,7 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     # torch takes over a second to import: only now, so that the supervisor sees the phase.
     import torch
 
+    from model_worker import forbid
     from model_worker.capacity import capacity_for
     from model_worker.engine import Engine, WorkerIdentity
     from model_worker.loader import load_model
@@ -83,6 +84,8 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     sampler.warm_up()
     rows = WorkerRows(settings.max_running, capacity.max_model_len, BLOCK_SIZE, capacity.num_blocks)
     masks = Masks(settings.model, settings.max_running, loaded.vocab_size)
+    for dtype in {torch.float32, loaded.dtype}:
+        forbid.warm_up(dtype)
     masks.start()
     hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
     identity = WorkerIdentity(index, epoch)

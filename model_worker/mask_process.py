@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ HEADER_BYTES = 64
 NO_ROW = -1
 CPU_SECONDS = 2.0
 """Processor time that one row may take at once."""
+SPARE_SECONDS = 2.0
+SECONDS_PER_TOKEN = 0.02
+"""Processor time that a row may take in all: so much, and so much for each of its tokens. Everybody waits for it."""
 MEMORY_BYTES = 4 << 30
 """Memory of all grammars of a worker."""
 CACHED_GRAMMARS = 128
@@ -41,8 +45,17 @@ class _Row:
     matcher: Matcher
     state: GrammarState
     ends: list[int]
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Raises GrammarError when the row has taken more than its share."""
+        self.seconds += seconds
+        if self.seconds > SPARE_SECONDS + SECONDS_PER_TOKEN * self.tokens:
+            raise GrammarError(f"it takes more than {SECONDS_PER_TOKEN * 1000:g} ms of processor time for each token")
 
     def consume(self, token: int) -> None:
+        self.tokens += 1
         if token not in self.ends and self.state.update(token, has_grammar=True):
             self.matcher.consume(token)
 
@@ -105,11 +118,13 @@ class Masks:
             self._fill(row, found)
 
     def _fill(self, row: int, found: _Row) -> None:
+        started = time.process_time()
         # The model may know fewer tokens than its tokenizer, or have room for more.
         found.fill(self._scratch)
         width = min(len(self._scratch), self._masks.shape[1])
         self._masks[row, :width] = self._scratch[:width]
         self._masks[row, width:] = 0
+        found.spend(time.process_time() - started)
 
     def _matcher(self, grammar: str) -> Matcher:
         if grammar not in self._compiled:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from interfaces.grammar_state import GrammarState
 from interfaces.messages import RowGrammar
+from model_worker.forbid import forbid
 from model_worker.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
 from shared.liveness import SUPERVISOR_PID
 
@@ -65,7 +66,7 @@ class Masks:
         shared = mmap.mmap(descriptor, 0)
         self._descriptor = descriptor
         self._header = np.frombuffer(shared, np.int32, HEADER_BYTES // WORD_BYTES)
-        self._masks = np.frombuffer(shared, np.uint8, offset=HEADER_BYTES).reshape(max_rows, words * WORD_BYTES)
+        self._masks = np.frombuffer(shared, np.int32, offset=HEADER_BYTES).reshape(max_rows, words)
         self._rows: dict[int, _Row] = {}
         self._errors: dict[int, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,11 +112,7 @@ class Masks:
         self._wait()
         live = np.array([i for i in index if int(rows[i]) not in self._errors], np.int64)
         if len(live):
-            bits = np.unpackbits(self._masks[rows[live]], axis=1, count=self._vocab_size, bitorder="little")
-            forbidden = torch.from_numpy(bits == 0).to(logits.device)
-            with torch.inference_mode():
-                for i, part in zip(live.tolist(), forbidden, strict=True):
-                    logits[i, : self._vocab_size].masked_fill_(part, -torch.inf)
+            forbid(logits[:, : self._vocab_size], live, self._masks[rows[live]])
         return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
 
     def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:

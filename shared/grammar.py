@@ -13,8 +13,9 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""What one grammar may take; the library's own values but for the lexer's states, of up to 2 kB each."""
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbose_errors=False)
+"""What one grammar may take: fewer lexer states than the library's own limit, since they have up to 2 kB each, and more
+items in a row, since an object has some for each property that may come next."""
 
 WORD_BITS = 32
 
