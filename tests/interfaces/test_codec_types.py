@@ -252,6 +252,7 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
 ELSEWHERE = {
     # messages: test_codec.py
     *("Cancel", "Goodbye", "Hello", "Join", "Order", "OrderAnswer", "Results", "Status", "Step", "StepResult"),
+    *("Detach", "Inquiry", "InquiryAnswer", "Retire", "Terms", "WorkerGoodbye"),
     *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionOrder"),
     *("Submit", "WorkerHello", "WorkerStatus"),
     # what only ever is within one process
