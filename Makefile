@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 TEST_INSTALLED := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test run test lint check bench peer chaos demo-model
+.PHONY: help setup setup-test run test fuzz lint check bench peer chaos demo-model
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ run: $(INSTALLED)  ## serve the embedded model on 127.0.0.1:PORT (ARGS adds a mo
 
 test: $(TEST_INSTALLED)  ## run every test (ARGS adds pytest arguments)
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(TEST_INSTALLED)  ## the tests that send strange requests, at length (about an hour)
+	TOKENYARD_FUZZ=2000 $(BIN)/python -m pytest --timeout 7200 tests/system/test_contract.py tests/system/test_malformed.py $(ARGS)
 
 lint: $(TEST_INSTALLED)  ## style, types and the import rule
 	$(BIN)/ruff check .

@@ -17,6 +17,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def target(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that strange requests are sent to: what is asked of it ends soon, whatever it is."""
+    log = tmp_path_factory.mktemp("target") / "log"
+    flags = ["--dtype", "float32", "--max-model-len", "96", "--max-running", "16", "--max-queued", "64"]
+    with Server(model, [*flags, "--kv-memory", "2MB", "--api-servers", "2", "--hidden-states"], log) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ["--dtype", "float32", "--max-batch-tokens", "48", "--max-running", "16", "--kv-memory", "2MB"]

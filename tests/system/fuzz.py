@@ -1,0 +1,51 @@
+"""What the tests that send strange requests share: how many, and what must hold of the server afterwards."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.system.server import Server
+
+LONG = int(os.environ.get("TOKENYARD_FUZZ", "0"))
+"""Requests for each route in the long form (`make fuzz`); 0: the short one."""
+
+PAUSES = ("/pause_generation",)
+"""Routes after which nobody is served until somebody says so."""
+
+_GROWTH = 150 << 20
+"""Bytes that all processes together may grow by: caches fill, and 10 MB strings leave holes."""
+
+
+@dataclass
+class Unharmed:
+    """`with Unharmed(server):` the same processes still serve, give the same answer, and hold nothing."""
+
+    server: Server
+    _before: tuple[Any, ...] = field(default=())
+
+    def __enter__(self) -> None:
+        self._before = (self._processes(), self._answer())
+        self._memory = self._resident()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        self.server.wait_for("all blocks being free", 20, lambda: self._used() == 0)
+        assert (self._processes(), self._answer()) == self._before
+        assert self._resident() - self._memory < _GROWTH
+
+    def _processes(self) -> list[int]:
+        return sorted(child.pid for child in self.server.children())
+
+    def _answer(self) -> list[int]:
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 20}}
+        ids: list[int] = self.server.post("/generate", body)["output_ids"]
+        return ids
+
+    def _used(self) -> float:
+        return sum(v for k, v in self.server.metrics("tokenyard_kv_blocks").items() if 'state="used"' in k)
+
+    def _resident(self) -> int:
+        return sum(int(child.memory_info().rss) for child in self.server.children())
