@@ -23,7 +23,7 @@ from interfaces.outputs import TextGenerationOutput
 from interfaces.pipeline import Pipeline
 from interfaces.processors import BatchLogitsProcessor, BatchProcessorInputs, ProcessorInputs
 from interfaces.request_id import RequestID
-from interfaces.sampling import LogprobMode, SamplingParams
+from interfaces.sampling import MOST_TOP_LOGPROBS, LogprobMode, SamplingParams
 from interfaces.status import GenerationStatus
 from interfaces.text_context import TextContext
 from model_worker.batch import ForwardBatch
@@ -145,8 +145,14 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             raise ValueError(f"request {name} has token ids from {low} to {high}: the model has 0 to {vocab_size - 1}")
         if context.json_schema is not None or context.grammar is not None:
             raise ValueError(f"request {name} asks for a grammar: this pipeline generates free text only")
-        if context.log_probabilities > 1 or context.log_probabilities_echo or context.sampling_params.reports:
-            raise ValueError(f"request {name}: log_probabilities must be 0 or 1 (the chosen token's), without echo")
+        if context.log_probabilities_echo or context.sampling_params.prompt_logprobs_from is not None:
+            raise ValueError(f"request {name}: log_probabilities are those of generated tokens only, without echo")
+        if not 0 <= context.log_probabilities <= MOST_TOP_LOGPROBS:
+            raise ValueError(
+                f"request {name}: log_probabilities must be 0 to {MOST_TOP_LOGPROBS}, got {context.log_probabilities}"
+            )
+        if context.hidden_states or context.prompt_embeddings is not None:
+            raise ValueError(f"request {name}: this pipeline takes tokens and gives tokens, no vectors")
 
     def _check_room(self, contexts: Sequence[TextContext], num_steps: int) -> None:
         new, free = sum(context.request_id not in self._rows for context in contexts), len(self._free_rows)
@@ -251,6 +257,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             row: (token, logprob)
             for row, token, logprob in zip(result.rows.tolist(), result.tokens.tolist(), logprobs, strict=True)
         }
+        told = {} if result.reports is None else {owner: report for owner, _, report in result.reports.entries()}
         failures = []
         for context in batch:
             row = self._rows[context.request_id]
@@ -264,7 +271,8 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
                 context.tokens.advance_chunk()
                 continue
             token, logprob = sampled[row.index]
-            context.update(token, LogProbabilities([logprob], [{token: logprob}]) if _wants_logprobs(context) else None)
+            entry = LogProbabilities([logprob], [{token: logprob}]) if _wants_logprobs(context) else None
+            context.update(token, told.get(row.index, entry))
             row.tokens = np.append(row.tokens, token)
             if not context.is_done and len(context.tokens) >= self.max_length:
                 context.status = GenerationStatus.MAXIMUM_LENGTH
@@ -299,4 +307,6 @@ def _values(context: TextContext) -> SamplingParams:
     if context.log_probabilities and mode == LogprobMode.NONE:
         mode = LogprobMode.TEMPERED
     ends = sorted(context.eos_tracker.eos_token_ids)
-    return replace(params, stop=None, stop_token_ids=ends, logprobs=mode, logits_processors=None)
+    # The chosen token's alone needs no report.
+    top = max(params.top_logprobs, context.log_probabilities if context.log_probabilities > 1 else 0)
+    return replace(params, stop=None, stop_token_ids=ends, logprobs=mode, top_logprobs=top, logits_processors=None)

@@ -134,9 +134,10 @@ def test_a_mixed_batch_has_the_servers_tokens_and_log_probabilities(loaded: Load
         assert np.allclose(np.concatenate(found), answer.logprobs, atol=1e-4), f"seed {seed}"
 
 
-def test_log_probabilities_are_the_models(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("most", [1, 5])
+def test_log_probabilities_are_the_models(loaded: LoadedModel, most: int) -> None:
     prompt = random_prompt(random.Random(), 9)
-    asked = context(prompt, SamplingParams(temperature=0, max_new_tokens=4), log_probabilities=1)
+    asked = context(prompt, SamplingParams(temperature=0, max_new_tokens=4), log_probabilities=most)
     output = pipeline_of(loaded).execute(TextGenerationInputs([[asked]], num_steps=4))[asked.request_id]
     ids = torch.tensor([prompt + output.tokens])
     loaded.model.set_attn_implementation("eager")
@@ -146,7 +147,10 @@ def test_log_probabilities_are_the_models(loaded: LoadedModel) -> None:
     for i, (token, entry) in enumerate(zip(output.tokens, output.log_probabilities, strict=True)):
         expected = float(logits[len(prompt) + i - 1, token])
         assert entry.token_log_probabilities == [pytest.approx(expected, abs=1e-3)]
-        assert entry.top_log_probabilities == [{token: entry.token_log_probabilities[0]}]
+        top = entry.top_log_probabilities[0]
+        assert next(iter(top.items())) == (token, entry.token_log_probabilities[0])
+        wanted = logits[len(prompt) + i - 1].topk(most)
+        assert list(top.values()) == pytest.approx(wanted.values.tolist(), abs=1e-3)
 
 
 def test_requests_may_come_and_go_between_steps(loaded: LoadedModel) -> None:
@@ -244,7 +248,8 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(loaded: Loaded
         ([3, VOCAB], {}, f"from 3 to {VOCAB}"),
         ([3, -999], {}, "from -999 to 3"),
         ([3], {"json_schema": "{}"}, "asks for a grammar"),
-        ([3], {"log_probabilities": 2}, "must be 0 or 1"),
+        ([3], {"log_probabilities": 65}, "must be 0 to 64"),
+        ([3], {"hidden_states": True}, "no vectors"),
         ([3], {"log_probabilities": 1, "log_probabilities_echo": True}, "without echo"),
     ],
 )
