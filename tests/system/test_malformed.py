@@ -49,7 +49,7 @@ def junk(rng: random.Random) -> Any:
         return "a" * (10 << 20 if rng.random() < 0.1 else 1 << 18)
     if kind < 4:
         return nested(rng.choice([5, 50, 300]))
-    return rng.choice(JUNK)
+    return copy.deepcopy(rng.choice(JUNK))
 
 
 def changed(rng: random.Random, value: Any) -> Any:
