@@ -68,7 +68,11 @@ class Call:
 
     @cached_property
     def json(self) -> dict[str, Any]:
-        """The body as a JSON object. Raises RequestFailed(BAD_JSON)."""
+        """The body as a JSON object; without a content type it is taken for JSON. Raises RequestFailed."""
+        declared = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if declared and declared != "application/json" and not declared.endswith("+json"):
+            what = f"Unsupported Media Type: the content type must be application/json, got {declared[:100]!r}"
+            raise RequestFailed(ErrorKind.BAD_MEDIA_TYPE, what)
         try:
             value = orjson.loads(self.body)
         except orjson.JSONDecodeError as error:

@@ -16,6 +16,8 @@ class ErrorKind(enum.StrEnum):
 
     BAD_JSON = "bad_json"
     """The body is no JSON object."""
+    BAD_MEDIA_TYPE = "bad_media_type"
+    """The request's header says that the body is no JSON."""
     BODY_TOO_LARGE = "body_too_large"
     INVALID = "invalid"
     """A value is missing, of the wrong type or out of range; `field` names it."""

@@ -49,7 +49,7 @@ _KEYS: dict[str, Form] = {
     "messages": "chat",
     "prompt": "completion",
 }
-_OPENAI_ERRORS = dict.fromkeys((400, 404, 413, 429, 500, 503), ErrorAnswer)
+_OPENAI_ERRORS = dict.fromkeys((400, 404, 413, 415, 429, 500, 503), ErrorAnswer)
 _CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "max_tokens": 20}
 
 

@@ -122,6 +122,24 @@ def test_body_that_is_no_object(live: LiveServer) -> None:
             assert (response.status_code, _shape(response)) == (400, shape), content[:20]
 
 
+def test_body_that_is_declared_to_be_something_else(live: LiveServer) -> None:
+    for path, status in (
+        ("/v1/chat/completions", 415),
+        ("/v1/completions", 415),
+        ("/v1/messages", 415),
+        ("/generate_stream", 415),
+        ("/", 415),
+        ("/generate", 400),
+        ("/detokenize", 400),
+    ):
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+            response = httpx.post(live.url + path, content=b"{}", headers={"content-type": kind})
+            assert (response.status_code, kind in response.text) == (status, True), path
+    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/problem+json"):
+        headers = {"content-type": kind}
+        assert httpx.post(live.url + "/generate", content=b'{"text": "a"}', headers=headers).status_code == 200
+
+
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),

@@ -15,6 +15,7 @@ _INVALID = "invalid_request_error"
 
 _FORM = {
     ErrorKind.BAD_JSON: (400, _INVALID),
+    ErrorKind.BAD_MEDIA_TYPE: (415, _INVALID),
     ErrorKind.BODY_TOO_LARGE: (413, "request_too_large"),
     ErrorKind.INVALID: (400, _INVALID),
     ErrorKind.UNSUPPORTED: (400, _INVALID),
@@ -32,7 +33,7 @@ _FORM = {
     ErrorKind.INTERNAL: (500, "api_error"),
 }
 
-STATUSES = (400, 404, 413, 429, 500, 529)
+STATUSES = (400, 404, 413, 415, 429, 500, 529)
 
 _NAMES = {"max_new_tokens": "max_tokens"}
 

@@ -15,6 +15,7 @@ _INVALID_REQUEST = "invalid_request_error"
 
 _FORM: dict[ErrorKind, tuple[int, str, str | None]] = {
     ErrorKind.BAD_JSON: (400, _INVALID_REQUEST, "invalid_json"),
+    ErrorKind.BAD_MEDIA_TYPE: (415, _INVALID_REQUEST, "unsupported_media_type"),
     ErrorKind.BODY_TOO_LARGE: (413, _INVALID_REQUEST, "body_too_large"),
     ErrorKind.INVALID: (400, _INVALID_REQUEST, "invalid_value"),
     ErrorKind.UNSUPPORTED: (400, _INVALID_REQUEST, "unsupported_parameter"),

@@ -28,7 +28,7 @@ from api_server.state import ServerState
 
 TAG = "openai"
 
-_ERRORS = dict.fromkeys((400, 404, 413, 429, 500, 503), ErrorAnswer)
+_ERRORS = dict.fromkeys((400, 404, 413, 415, 429, 500, 503), ErrorAnswer)
 
 _CHAT = Document(
     "Answer a conversation",

@@ -12,6 +12,7 @@ from api_server.sse import frame
 
 _STATUS_AND_TYPE = {
     ErrorKind.BAD_JSON: (400, "validation"),
+    ErrorKind.BAD_MEDIA_TYPE: (415, "validation"),
     ErrorKind.BODY_TOO_LARGE: (413, "validation"),
     ErrorKind.INVALID: (422, "validation"),
     ErrorKind.UNSUPPORTED: (422, "validation"),
@@ -29,7 +30,7 @@ _STATUS_AND_TYPE = {
     ErrorKind.INTERNAL: (500, "internal"),
 }
 
-ERROR_STATUSES = (400, 413, 422, 424, 429, 500, 503)
+ERROR_STATUSES = (400, 413, 415, 422, 424, 429, 500, 503)
 
 
 class BodyMismatch(RequestFailed):
