@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.chaos.streams import Heard, Request
@@ -26,3 +28,20 @@ def test_a_killed_process_is_only_a_pause(
     outcome = compare(asked, undisturbed, run(server, asked, disturb, after))
     assert outcome.clean, f"{outcome}\n{server.log.read_text()[-5000:]}"
     server.wait_for("all blocks are free", 5, lambda: used_blocks(server) == 0)
+
+
+def test_a_stopped_worker_is_noticed_named_and_replaced(
+    server: Server, asked: list[Request], undisturbed: list[Heard]
+) -> None:
+    outcome = compare(asked, undisturbed, run(server, asked, kill("model_worker", number=signal.SIGSTOP), 0.6))
+    assert outcome.clean, f"{outcome}\n{server.log.read_text()[-5000:]}"
+    [line] = [line for line in server.log.read_text().splitlines() if "stalled: the step has taken" in line]
+    for fact in (
+        "worker 0 (cpu, epoch",
+        "in step ",
+        "with rows [",
+        "of requests ",
+        'last Python frame: File "',
+        "killed",
+    ):
+        assert fact in line
