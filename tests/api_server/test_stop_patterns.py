@@ -24,7 +24,7 @@ def test_the_first_token_after_which_it_matches_ends_the_text(pieces: list[str],
     for piece in pieces:
         text += piece
         patterns.add(piece)
-        assert (patterns.matched is not None) == bool(piece and re.search(pattern, text)), (text, pattern)
+        assert (patterns.matched is not None) == bool(piece and re.search(pattern, text, re.ASCII)), (text, pattern)
         if patterns.matched is not None:
             break
 

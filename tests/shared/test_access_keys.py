@@ -90,4 +90,4 @@ def test_a_file_without_keys_is_no_open_door(tmp_path: Path) -> None:
 
 
 def test_settings_do_not_show_keys() -> None:
-    assert "hidden" not in repr(Settings(api_key="hidden", admin_api_key="hidden"))
+    assert "sesame" not in repr(Settings(api_key="sesame-1", admin_api_key="sesame-2"))
