@@ -28,7 +28,7 @@ def _message(given: Any, path: str) -> TextGenerationRequestMessage:
         raise invalid(f"{path} must be an object with role and content", "messages")
     role = given.get("role")
     if role not in ROLES:
-        raise invalid(f"{path}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{path}.role")
+        raise invalid(f"{path}.role must be one of {', '.join(ROLES)}, got {role!r:.100}", f"{path}.role")
     fields = dict(given) | {"content": text_content(given.get("content"), f"{path}.content")}
     if "reasoning" in fields:
         # Two names for one thing: answers have both, and templates know the longer one.

@@ -147,7 +147,7 @@ def tool_format(name: str) -> ToolFormat:
     """ValueError, with the names there are, for one that is none."""
     found = TOOL_FORMATS.get(_TOOL_ALIASES.get(_plain(name), _plain(name)))
     if found is None:
-        raise ValueError(f"tool_parser must be one of {', '.join(TOOL_FORMATS)}, got {name!r}")
+        raise ValueError(f"tool_parser must be one of {', '.join(TOOL_FORMATS)}, got {name!r:.100}")
     return found
 
 
@@ -155,7 +155,7 @@ def reasoning_format(name: str) -> ReasoningFormat:
     """ValueError, with the names there are, for one that is none."""
     found = REASONING_FORMATS.get(_REASONING_ALIASES.get(_plain(name), _plain(name)))
     if found is None:
-        raise ValueError(f"reasoning_parser must be one of {', '.join(REASONING_FORMATS)}, got {name!r}")
+        raise ValueError(f"reasoning_parser must be one of {', '.join(REASONING_FORMATS)}, got {name!r:.100}")
     return found
 
 

@@ -81,7 +81,7 @@ def _messages(role: Any, group: list[_Turn]) -> list[TextGenerationRequestMessag
 def _turn(given: Any, path: str, last: bool) -> _Turn:
     role = given.get("role")
     if role not in _ROLES:
-        raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r}", f"{path}.role")
+        raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r:.100}", f"{path}.role")
     content, turn, path = given.get("content"), _Turn(role), f"{path}.content"
     if last and role == "assistant" and content in ("", []):
         return turn

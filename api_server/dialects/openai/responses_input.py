@@ -81,7 +81,7 @@ def _turn(item: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise unsupported(f"{path}.type", f"an item of type {kind!r}")
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
-        raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r}", f"{path}.role")
+        raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r:.100}", f"{path}.role")
     if content is None:
         raise invalid(f"{path}.content is missing", f"{path}.content")
     return {"role": role, "content": _content(content, f"{path}.content")}
