@@ -1,9 +1,10 @@
 """`python -m benchmarks.forward`: what one forward pass of the worker costs, without server, scheduler and sampling.
 
 Times decode steps of several batch sizes and one prefill chunk, once with the model's modules as transformers made
-them, once with packed linear layers, once fused, all with the same attention kernel; the variants take turns, so that
-a busy machine is unfair to none. Beside the times it prints what they mean: bytes a second against the bandwidth that
-reading memory reaches here, and FLOP a second against the best matrix product. Takes about a minute.
+them, once with packed linear layers, once fused, all with the same attention kernel; with --int8 the last two also with
+int8 weights. The variants take turns, so that a busy machine is unfair to none. Beside the times it prints what they
+mean: bytes a second against the bandwidth that reading memory reaches here, and FLOP a second against the best matrix
+product. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.standard_model import SIZES, standard_model
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.batch import ForwardBatch
+from model_worker.int8_linear import Int8Linear
 from model_worker.linears import PackedLinear
 from model_worker.loader import LoadedModel, load_model
 from model_worker.runner import ModelRunner
@@ -36,12 +39,12 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Work:
-    """A batch, and what it asks of the machine at least: each weight and each cached K and V is read once."""
+    """A batch, and what it asks of the machine at least: each cached K and V is read once, as is each weight."""
 
     name: str
     batch: ForwardBatch
     flop: float
-    read_bytes: float
+    kv_bytes: float
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,28 @@ def _batch(query_lens: np.ndarray, kv_lens: np.ndarray, logit_rows: np.ndarray) 
 
 
 def _needs(loaded: LoadedModel, batch: ForwardBatch, pairs: int, logit_rows: int) -> tuple[float, float]:
-    """FLOP, and bytes read. `pairs` are those of query and key."""
-    linears = [m for m in loaded.model.modules() if isinstance(m, PackedLinear)]
+    """FLOP, and bytes read of the cache. `pairs` are those of query and key."""
     head = loaded.model.lm_head
-    sizes = {m: m.in_features * m.out_features for m in linears}
+    sizes = {m: m.in_features * m.out_features for m in linears(loaded)}
     products = sum(size * (logit_rows if m is head else batch.num_tokens) for m, size in sizes.items())
     layout = loaded.attention.layout
     # A group of query heads shares K and V in memory, but not in arithmetic.
     heads = loaded.model.config.num_attention_heads / layout.layers[0].kv_heads
     elements = layout.bytes_per_token / layout.dtype.itemsize
-    kv_bytes = int(batch.kv_len.sum()) * layout.bytes_per_token
-    return 2 * products + 2 * pairs * elements * heads, sum(m.num_bytes for m in linears) + kv_bytes
+    return 2 * products + 2 * pairs * elements * heads, int(batch.kv_len.sum()) * layout.bytes_per_token
 
 
-def variants(path: Path, loaded: LoadedModel, num_blocks: int) -> dict[str, ModelRunner]:
+def linears(loaded: LoadedModel) -> list[PackedLinear | Int8Linear | nn.Linear]:
+    kinds = PackedLinear | Int8Linear | nn.Linear
+    return [module for module in loaded.model.modules() if isinstance(module, kinds)]
+
+
+def weight_bytes(loaded: LoadedModel) -> int:
+    """What a pass reads of linear layers."""
+    return sum(m.weight.nbytes if isinstance(m, nn.Linear) else m.num_bytes for m in linears(loaded))
+
+
+def variants(path: Path, loaded: LoadedModel, int8: LoadedModel | None, num_blocks: int) -> dict[str, ModelRunner]:
     auto: Any = AutoModelForCausalLM
     unpacked = auto.from_pretrained(path, dtype=loaded.dtype, attn_implementation=PAGED_ATTENTION).eval()
     layers = dict(zip(loaded.model.modules(), unpacked.modules(), strict=True))
@@ -95,10 +106,13 @@ def variants(path: Path, loaded: LoadedModel, num_blocks: int) -> dict[str, Mode
     made = {
         "modules": replace(loaded, model=unpacked, attention=attention, stack=None),
         "+ packed linears": replace(loaded, stack=None),
-        "fused stack": loaded,
     }
-    if loaded.stack is None:
-        del made["fused stack"]
+    if loaded.stack is not None:
+        made["fused stack"] = loaded
+    if int8 is not None:
+        made["int8 linears"] = replace(int8, stack=None)
+    if int8 is not None and int8.stack is not None:
+        made["int8 fused stack"] = int8
     return {name: ModelRunner(variant, num_blocks, BLOCK_SIZE) for name, variant in made.items()}
 
 
@@ -138,12 +152,14 @@ def measure(runners: Mapping[str, ModelRunner], work: Work, seconds: float) -> d
     return dict(zip(runners, times, strict=True))
 
 
-def table(works: Sequence[Work], results: Sequence[Mapping[str, list[float]]], machine: Machine) -> Table:
+def table(
+    works: Sequence[Work], results: Sequence[Mapping[str, list[float]]], weights: Mapping[str, int], machine: Machine
+) -> Table:
     out = Table("work", "variant", "ms (median)", "min", "max", "GB/s", "of read", "GFLOP/s", "of product")
     for work, result in zip(works, results, strict=True):
         for variant, times in result.items():
             median = statistics.median(times)
-            gb, gflop = work.read_bytes / median / 1e9, work.flop / median / 1e9
+            gb, gflop = (weights[variant] + work.kv_bytes) / median / 1e9, work.flop / median / 1e9
             shares = f"{gb / machine.read_gb:.0%}", f"{gflop / machine.matrix_gflop:.0%}"
             ms = (f"{1000 * value:.2f}" for value in (median, min(times), max(times)))
             out.add_row(work.name, variant, *ms, f"{gb:.1f}", shares[0], f"{gflop:.0f}", shares[1])
@@ -160,6 +176,7 @@ def main() -> None:
     add("--rows", type=int, nargs="+", default=[1, 4, 16, 32], help="rows of the decode steps")
     add("--context", type=int, default=256, help="tokens of each decode row")
     add("--prefill", type=int, default=512, help="tokens of the prefill chunk")
+    add("--int8", action="store_true", help="also with int8 weights")
     add("--seconds", type=float, default=2.0, help="for each figure")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -168,9 +185,10 @@ def main() -> None:
         started = time.perf_counter()
         loaded = load_model(path, options.dtype, "cpu", lambda *_: None)
         loading = time.perf_counter() - started
+        int8 = load_model(path, options.dtype, "cpu", lambda *_: None, quantization="int8") if options.int8 else None
         works = [*(decode(loaded, rows, options.context) for rows in options.rows), prefill(loaded, options.prefill)]
         num_blocks = max(int(work.batch.block_tables.max()) + 1 for work in works)
-        runners = variants(path, loaded, num_blocks)
+        runners = variants(path, loaded, int8, num_blocks)
     best = machine(loaded.dtype)
     results = [measure(runners, work, options.seconds) for work in works]
     console = Console(width=130)
@@ -180,7 +198,8 @@ def main() -> None:
         f"reads {best.read_gb:.1f} GB/s, multiplies {best.matrix_gflop:.0f} GFLOP/s; "
         f"load average {os.getloadavg()[0]:.1f}"
     )
-    console.print(table(works, results, best))
+    weights = {name: weight_bytes(runner.loaded) for name, runner in runners.items()}
+    console.print(table(works, results, weights, best))
 
 
 if __name__ == "__main__":

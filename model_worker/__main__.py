@@ -72,6 +72,7 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
         device,
         lambda _what, done, total: _progress(done, total),
         max_model_len=settings.max_model_len,
+        quantization=settings.quantization,
     )
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory)

@@ -1,7 +1,8 @@
 """Linear layers on a CPU: weights reordered once, at load, into the order in which oneDNN reads them.
 
-Knows how to swap the plain linear modules of a loaded model, and how oneDNN's order looks in memory (`panels`), so that
-kernels of our own can read the one copy there is. Does not know any architecture, nor what a layer is for.
+Knows how to swap the plain linear modules of a loaded model, for these or for int8 ones, and how oneDNN's order looks
+in memory (`panels`), so that kernels of our own can read the one copy there is. Does not know any architecture, nor
+what a layer is for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model_worker.huge_pages import keep_in_huge_pages
+from model_worker.int8_linear import Int8Linear, Rounded, rounded
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 PANEL = 64
@@ -54,6 +56,12 @@ class PackedLinear(nn.Module):
         return self.packed.to_dense()
 
     @property
+    def input_width(self) -> int:
+        """Input features, with padding. Only where there are panels."""
+        assert self.panels is not None
+        return int(self.panels.shape[1]) * 4 // self.dtype.itemsize
+
+    @property
     def num_bytes(self) -> int:
         return int(torch.ops.mkldnn._nbytes(self.packed))
 
@@ -76,17 +84,33 @@ def _panel(weight: Tensor, steps: int) -> NDArray[np.uint32]:
     return words.T
 
 
-def pack_linears(model: nn.Module, progress: Progress | None = None) -> int:
-    """Swap every plain linear module of a CPU model for a packed one that is proven equal. Returns their number.
+def round_linears(model: nn.Module) -> dict[nn.Module, Rounded]:
+    """Give every plain linear module of a CPU model the weight that int8 can say. Returns what it says for each.
 
-    A weight that another module shares, such as a tied embedding's, stays there beside its packed copy.
+    A weight that another module shares, such as a tied embedding's, stays there as it is.
+    """
+    said: dict[nn.Module, Rounded] = {}
+    for module in model.modules():
+        if _is_plain(module) and torch.isfinite(weight := _weight(module)).all():
+            said[module] = rounded(weight)
+            module.weight = nn.Parameter(said[module].weight.to(weight.dtype), requires_grad=False)
+    return said
+
+
+def pack_linears(
+    model: nn.Module, progress: Progress | None = None, said: dict[nn.Module, Rounded] | None = None
+) -> list[PackedLinear | Int8Linear]:
+    """Swap every plain linear module of a CPU model for a packed one that is proven equal. Returns the packed ones.
+
+    Those that `round_linears` has rounded become int8 ones, and leave `said`, so that no weight is kept twice. One that
+    another module shares, such as a tied embedding's, stays there beside its packed copy.
     """
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     linears = [(parent, name, child) for parent, name, child in found if _is_plain(child)]
-    swapped: dict[nn.Module, PackedLinear | None] = {}
+    swapped: dict[nn.Module, PackedLinear | Int8Linear | None] = {}
     for done, (parent, name, linear) in enumerate(linears, start=1):
         if linear not in swapped:
-            swapped[linear] = _proven(linear)
+            swapped[linear] = _proven(linear, None if said is None else said.pop(linear, None))
         packed = swapped[linear]
         if packed is not None:
             setattr(parent, name, packed)
@@ -94,7 +118,7 @@ def pack_linears(model: nn.Module, progress: Progress | None = None) -> int:
             progress(done, len(linears))
     packed_ones = [packed for packed in swapped.values() if packed is not None]
     keep_in_huge_pages((packed.panels for packed in packed_ones if packed.panels is not None), written=True)
-    return len(packed_ones)
+    return packed_ones
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -117,12 +141,19 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
-def _proven(linear: nn.Module) -> PackedLinear | None:
-    """The packed form of a linear module, if it computes the same."""
-    weight, bias = linear.weight, linear.bias
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
     assert isinstance(weight, Tensor)
+    return weight
+
+
+def _proven(linear: nn.Module, said: Rounded | None) -> PackedLinear | Int8Linear | None:
+    """The packed form of a linear module, if it computes the same."""
+    weight, bias = _weight(linear), linear.bias
+    assert bias is None or isinstance(bias, Tensor)
+    packed: PackedLinear | Int8Linear
     with torch.inference_mode():
-        packed = PackedLinear(weight, bias if isinstance(bias, Tensor) else None)
+        packed = PackedLinear(weight, bias) if said is None else Int8Linear(said, bias, weight.dtype)
         x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         want, got = linear(x).float(), packed(x).float()
     # A weight that is all zeros leaves nothing to divide by; its packed form must be exact then.

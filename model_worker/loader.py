@@ -23,7 +23,8 @@ from transformers.utils import logging as transformers_logging
 from model_worker import self_check
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.fusion.stack import FusedStack, fused_stack
-from model_worker.linears import pack_linears
+from model_worker.int8_linear import Rounded
+from model_worker.linears import pack_linears, round_linears
 from model_worker.probe import AttentionLayers, ModelRefused, probe_attention
 from model_worker.rope import pin_longrope
 
@@ -35,6 +36,7 @@ PAGED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 # What packing many sequences into one forward pass takes.
 NEEDED_ARGUMENTS = {"position_ids", "logits_to_keep"}
 
+QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,20 +53,27 @@ class LoadedModel:
     max_position: int | None  # positions the model was made for; None if it sets no limit
     eos_token_ids: tuple[int, ...]
     parameter_count: int
-    parameter_bytes: int
+    parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
     stack: FusedStack | None = None  # the same model in one compiled call, for CPUs
 
 
 def load_model(
-    source: str | Path, dtype: str, device: str, progress: Progress, max_model_len: int | None = None
+    source: str | Path,
+    dtype: str,
+    device: str,
+    progress: Progress,
+    max_model_len: int | None = None,
+    quantization: str = "none",
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub name.
 
     `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
-    the longest sequence that will be served, the model's own limit by default.
+    the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
+    int8 rounds the weights of linear layers, per output, and proves the model against itself with these weights.
     """
     target = torch.device(device)
     wanted_dtype = weights_dtype(dtype, target)
+    _check_quantization(quantization, target)
     config = read_config(source)
     architecture = _refuse_by_config(config)
     with _reported_weights(progress):
@@ -75,7 +84,7 @@ def load_model(
     max_position = _max_position(config)
     if max_position is not None:
         pin_longrope(model, min(max_position, max_model_len or max_position))
-    return _prove(model.eval(), target, progress)
+    return _prove(model.eval(), target, quantization, progress)
 
 
 def _half_as_bfloat16(model: PreTrainedModel) -> None:
@@ -93,6 +102,16 @@ def weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype == "float16" and device.type == "cpu":
         raise ValueError("dtype 'float16' is not supported on the CPU: use bfloat16 (same memory) or float32 (exact)")
     return DTYPES[dtype]
+
+
+def _check_quantization(quantization: str, device: torch.device) -> None:
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization {quantization!r} is unknown: use one of {', '.join(QUANTIZATIONS)}")
+    if quantization != "none" and device.type != "cpu":
+        raise ValueError(
+            f"quantization {quantization!r} is not supported on {device}, only on the CPU: "
+            "use quantization none, or devices cpu"
+        )
 
 
 def read_config(source: str | Path) -> PreTrainedConfig:
@@ -178,10 +197,12 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _prove(model: PreTrainedModel, device: torch.device, progress: Progress) -> LoadedModel:
+def _prove(model: PreTrainedModel, device: torch.device, quantization: str, progress: Progress) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it."""
     architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
     tokens = self_check.tokens(config, device)
+    count, size = _parameters(model)
+    said = _quantize(model, architecture) if quantization == "int8" else {}
     try:
         with torch.inference_mode():
             expected = self_check.eager_logits(model, tokens)
@@ -200,16 +221,32 @@ def _prove(model: PreTrainedModel, device: torch.device, progress: Progress) -> 
         vocab_size=expected.shape[-1],
         max_position=_max_position(config),
         eos_token_ids=_eos_token_ids(model),
-        parameter_count=sum(parameter.numel() for parameter in model.parameters()),
-        parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        parameter_count=count,
+        parameter_bytes=size,
     )
     if device.type == "cpu":
-        pack_linears(model, lambda done, total: progress("pack weights", done, total))
-        loaded = replace(loaded, stack=fused_stack(loaded))
+        packed = pack_linears(model, lambda done, total: progress("pack weights", done, total), said)
+        size = _parameters(model)[1] + sum(linear.num_bytes for linear in packed)
+        loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded))
     self_check.check_paged(loaded, tokens, expected)
     if loaded.stack is None or self_check.stack_differs(loaded, tokens, expected):
         return replace(loaded, stack=None)
     return loaded
+
+
+def _parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """How many numbers, and their bytes."""
+    parameters = list(model.parameters())
+    return sum(parameter.numel() for parameter in parameters), sum(parameter.nbytes for parameter in parameters)
+
+
+def _quantize(model: PreTrainedModel, architecture: str) -> dict[nn.Module, Rounded]:
+    said = round_linears(model)
+    if not said:
+        raise ModelRefused(
+            architecture, "it has no plain linear layer, and int8 quantizes only these; use quantization none"
+        )
+    return said
 
 
 def _max_position(config: PreTrainedConfig) -> int | None:

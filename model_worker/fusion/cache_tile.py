@@ -13,7 +13,18 @@ import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
-from model_worker.fusion.tile import FLOATS, INDEX, LANES, TILE_ROWS, WORD, Operand, emit_products, store_sums, sums_at
+from model_worker.fusion.tile import (
+    FLOATS,
+    INDEX,
+    LANES,
+    TILE_ROWS,
+    WORD,
+    Operand,
+    emit_products,
+    load_words,
+    store_sums,
+    sums_at,
+)
 
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
@@ -37,13 +48,13 @@ def _score(rows: int) -> Any:
                 for g in range(PANEL_GROUPS)
             ]
 
-            def locate(at: Any) -> list[Any]:
+            def fetch(at: Any) -> list[Any]:
                 offset = builder.mul(at, args[3])
-                return [builder.gep(base, [offset]) for base in bases]
+                return load_words(builder, [builder.gep(base, [offset]) for base in bases])
 
             start = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * PANEL_GROUPS)
             width = operand.width
-            sums = emit_products(builder, rows, operand.step, operand.words, width, width, locate, start)
+            sums = emit_products(builder, rows, operand.step, operand.words, width, width, fetch, start)
             store_sums(context, builder, signature.args[4], args[4], args[1], rows, sums)
             return context.get_dummy_value()
 
@@ -64,16 +75,16 @@ def _gather(rows: int, vectors: int) -> Any:
             places = context.make_array(signature.args[3])(context, builder, args[3]).data
             shift = 3 if signature.args[0].dtype == types.uint16 else 4  # steps of a group: 8 pairs of tokens, or 16
 
-            def locate(at: Any) -> list[Any]:
+            def fetch(at: Any) -> list[Any]:
                 place = builder.load(builder.gep(places, [builder.lshr(at, ir.Constant(INDEX, shift))]))
                 within = builder.mul(builder.and_(at, ir.Constant(INDEX, (1 << shift) - 1)), args[4])
                 line = builder.gep(builder.inttoptr(place, WORD.as_pointer()), [builder.add(within, args[5])])
-                return [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in range(vectors)]
+                return load_words(builder, [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in range(vectors)])
 
             kept = sums_at(context, builder, signature.args[6], args[6], args[1], args[5], rows, vectors)
             start = [builder.load(place, align=4) for place in kept]
             steps = builder.shl(args[2], ir.Constant(INDEX, shift))
-            sums = emit_products(builder, rows, operand.step, operand.words, operand.width, steps, locate, start)
+            sums = emit_products(builder, rows, operand.step, operand.words, operand.width, steps, fetch, start)
             for place, total in zip(kept, sums, strict=True):
                 builder.store(total, place, align=4)
             return context.get_dummy_value()

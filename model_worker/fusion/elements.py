@@ -1,6 +1,6 @@
 """Numbers between registers and memory: float32 as the elements of an array, which may be bfloat16's bits.
 
-Knows no arrays' meaning.
+Also addresses as pointers. Knows no arrays' meaning.
 """
 
 from __future__ import annotations
@@ -32,3 +32,13 @@ def element(typing: Any, value: Any, like: Any) -> Any:
         return args[0]
 
     return like.dtype(types.float32, like), bfloat16 if like.dtype == types.uint16 else float32
+
+
+@intrinsic
+def pointer(typing: Any, address: Any) -> Any:
+    """An address as what numba's `carray` takes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), codegen

@@ -21,6 +21,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model_worker.fusion.kernel import Weights
 from model_worker.fusion.tile import LANES
+from model_worker.int8_linear import Int8Linear
 from model_worker.kv_cache import LayerShape
 from model_worker.linears import PANEL, PackedLinear
 
@@ -60,7 +61,7 @@ class OtherForm(Exception):
 class Projection(NamedTuple):
     """Some output features of a packed module: all of them, or one of the parts that a model has joined."""
 
-    linear: PackedLinear
+    linear: PackedLinear | Int8Linear
     first: int
     width: int
 
@@ -73,8 +74,7 @@ class Projection(NamedTuple):
     @property
     def input_width(self) -> int:
         """Input features, with padding."""
-        assert self.linear.panels is not None
-        return int(self.linear.panels.shape[1]) * 4 // self.linear.dtype.itemsize
+        return self.linear.input_width
 
     @property
     def bias(self) -> NDArray[np.float32]:
@@ -100,6 +100,7 @@ class Parts:
         self.projections = [_projections(layer, shape) for layer in self._layers]
         self.head = _projection(model.lm_head)
         self._check_shapes(shape)
+        self.int8 = isinstance(self.head.linear, Int8Linear)
         self.q_heads = self.projections[0][0].width // shape.k_dim
         self._head_dim = shape.k_dim
 
@@ -115,9 +116,10 @@ class Parts:
         _require(all(params.softcap is None and params.sinks is None for params in attention.params))
 
     def _check_shapes(self, shape: LayerShape) -> None:
-        """All layers alike, and biases only where the kernel adds them."""
+        """All layers alike, one kind of weights, and biases only where the kernel adds them."""
         _require(len({tuple(p.width for p in row) for row in self.projections}) == 1)
         used = [*(p for row in self.projections for p in row), self.head]
+        _require(len({type(p.linear) for p in used}) == 1)
         _require(all(p.linear.dtype == self._loaded.dtype and p.first % PANEL == 0 for p in used))
         _require(all(p.linear.bias is None for p in (*(p for row in self.projections for p in row[3:]), self.head)))
         q, k, v, *_ = (p.width for p in self.projections[0])
@@ -189,7 +191,7 @@ def _projections(layer: Any, shape: LayerShape) -> list[Projection]:
 
 
 def _projection(module: nn.Module) -> Projection:
-    if not isinstance(module, PackedLinear) or module.panels is None:
+    if not isinstance(module, PackedLinear | Int8Linear) or module.panels is None:
         raise OtherForm
     return Projection(module, 0, module.out_features)
 

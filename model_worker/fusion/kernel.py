@@ -11,25 +11,20 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numba
-import numba.extending
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, types
+from numba import njit
 from numpy.typing import NDArray
 
-from model_worker.attention.cpu_kernel import _exp
 from model_worker.fusion.attention import attend, key_group, value_group
-from model_worker.fusion.elements import element
+from model_worker.fusion.elements import element, pointer
+from model_worker.fusion.products import LANE_BYTES, PANEL, add_product, gated, product, room_of
 from model_worker.fusion.team import meet
-from model_worker.fusion.tile import TILE_ROWS, multiply_half_panel, multiply_panel
+from model_worker.fusion.tile import TILE_ROWS
 
-# Its stub gives what it decorates the wrong signature.
-intrinsic: Any = numba.extending.intrinsic
 _numba: Any = numba
 carray = _numba.carray
 
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
-PANEL, HALF, LANE_BYTES = 64, 32, 4
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741 - the field's names
 BEFORE_ATTENTION, BEFORE_MLP = range(2)
 
@@ -63,105 +58,6 @@ class Buffers(NamedTuple):
     q: NDArray[Any]  # operand [T, heads, head_dim]
     heads: NDArray[Any]  # operand [T, >= heads * v's head_dim]
     inner: NDArray[Any]  # operand [T, >= mlp_width]
-
-
-@intrinsic
-def _pointer(typing: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), codegen
-
-
-@njit(nogil=True, cache=True)
-def _panel_address(operand: Any, panels: int, unit: int) -> Any:
-    """Where half panel number `unit` begins, of weights with as many steps as the operand has."""
-    steps = operand.shape[1] * operand.itemsize // LANE_BYTES
-    return panels + (unit // 2) * steps * PANEL * LANE_BYTES + (unit % 2) * HALF * LANE_BYTES
-
-
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _project(
-    core: int, cores: int, operand: Any, rows: int, panels: int, width: int, out: Any, column: int, bias: Any, tile: Any
-) -> None:
-    """out[:, column : column + width] = operand . weights + bias, or += where there is no bias to add.
-
-    Each core takes a run of half panels, and so reads its part of the weights once.
-    """
-    halves = -(-width // HALF)
-    unit, end = halves * core // cores, halves * (core + 1) // cores
-    pieces = -(-rows // TILE_ROWS)
-    while unit < end:
-        whole = unit % 2 == 0 and unit + 1 < end
-        address = _panel_address(operand, panels, unit)
-        lanes = min(PANEL if whole else HALF, width - unit * HALF)
-        at = column + unit * HALF
-        for piece in range(pieces):
-            first = rows * piece // pieces
-            count = rows * (piece + 1) // pieces - first
-            if whole:
-                multiply_panel(operand, first, count, address, tile)
-            else:
-                multiply_half_panel(operand, first, count, address, tile)
-            for r in range(count):
-                to, sums = out[first + r, at : at + lanes], tile[r]
-                if len(bias):
-                    added = bias[at : at + lanes]
-                    for lane in range(len(to)):
-                        to[lane] = sums[lane] + added[lane]
-                else:
-                    for lane in range(len(to)):
-                        to[lane] += sums[lane]
-        unit += 2 if whole else 1
-
-
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _logits(core: int, cores: int, operand: Any, rows: int, panels: int, out: Any, tile: Any) -> None:
-    """out = operand . weights."""
-    width = out.shape[1]
-    count = -(-width // PANEL)
-    pieces = -(-rows // TILE_ROWS)
-    for unit in range(count * core // cores, count * (core + 1) // cores):
-        address = _panel_address(operand, panels, 2 * unit)
-        at = unit * PANEL
-        for piece in range(pieces):
-            first = rows * piece // pieces
-            height = rows * (piece + 1) // pieces - first
-            multiply_panel(operand, first, height, address, tile)
-            for r in range(height):
-                to, sums = out[first + r, at : at + PANEL], tile[r]
-                for lane in range(len(to)):
-                    to[lane] = sums[lane]
-
-
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _gated(
-    core: int, cores: int, operand: Any, rows: int, gate: int, up: int, width: int, out: Any, tile: Any, other: Any
-) -> None:
-    """out = silu(operand . gate) * (operand . up), as the operand of the next product."""
-    halves = -(-width // HALF)
-    unit, end = halves * core // cores, halves * (core + 1) // cores
-    pieces = -(-rows // TILE_ROWS)
-    one = np.float32(1.0)
-    while unit < end:
-        whole = unit % 2 == 0 and unit + 1 < end
-        at = unit * HALF
-        lanes = min(PANEL if whole else HALF, width - at)
-        for piece in range(pieces):
-            first = rows * piece // pieces
-            count = rows * (piece + 1) // pieces - first
-            if whole:
-                multiply_panel(operand, first, count, _panel_address(operand, gate, unit), tile)
-                multiply_panel(operand, first, count, _panel_address(operand, up, unit), other)
-            else:
-                multiply_half_panel(operand, first, count, _panel_address(operand, gate, unit), tile)
-                multiply_half_panel(operand, first, count, _panel_address(operand, up, unit), other)
-            for r in range(count):
-                to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
-                for lane in range(len(to)):
-                    x = gates[lane]
-                    to[lane] = element(x / (one + _exp(-x)) * values[lane], out)
-        unit += 2 if whole else 1
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
@@ -200,7 +96,7 @@ def _rotate(head: Any, cos: Any, sin: Any) -> None:
 def _keep_key(cache: Any, layer: int, head: int, block: int, offset: int, values: Any) -> None:
     """Put one token's K where cache_tile.py expects it."""
     part, dim, size = LANE_BYTES // cache.like.itemsize, cache.k_dim, cache.block_size
-    memory = carray(_pointer(key_group(cache, layer, head, block, 0)), (dim * size,), cache.like.dtype)
+    memory = carray(pointer(key_group(cache, layer, head, block, 0)), (dim * size,), cache.like.dtype)
     for d in range(dim):
         memory[((d // part) * size + offset) * part + d % part] = element(values[d], memory)
 
@@ -209,7 +105,7 @@ def _keep_key(cache: Any, layer: int, head: int, block: int, offset: int, values
 def _keep_value(cache: Any, layer: int, head: int, block: int, offset: int, values: Any, unused: int) -> None:
     """Put one token's V there, and zeros after it: their weight is 0, but 0 times what is no number is no number."""
     part, dim, size = LANE_BYTES // cache.like.itemsize, cache.v_dim, cache.block_size
-    memory = carray(_pointer(value_group(cache, layer, head, block, 0)), (dim * size,), cache.like.dtype)
+    memory = carray(pointer(value_group(cache, layer, head, block, 0)), (dim * size,), cache.like.dtype)
     for d in range(dim):
         memory[((offset // part) * dim + d) * part + offset % part] = element(values[d], memory)
     for after in range(offset + 1, offset + 1 + unused):
@@ -251,41 +147,46 @@ def run_stack(
     cache: Any,
     attention: Any,
     buffers: Any,
+    rooms: Any,
     logit_rows: Any,
     logits: Any,
 ) -> None:
-    """One core's part of a forward pass: x [T, hidden] holds the embeddings, and the residual afterwards."""
+    """One core's part of a forward pass: x [T, hidden] holds the embeddings, and the residual afterwards.
+
+    `rooms` is None, or for int8 weights uint32 [cores, 2, steps of the widest operand, PANEL].
+    """
     rows, meeting = x.shape[0], 0
     first, end = rows * core // cores, rows * (core + 1) // cores
     tile, other = np.empty((TILE_ROWS, PANEL), np.float32), np.empty((TILE_ROWS, PANEL), np.float32)
     hidden, qkv, q, inner = buffers.hidden, buffers.qkv, buffers.q, buffers.inner
     q_width, no_bias = q.shape[1] * q.shape[2], weights.final_norm[:0]
+    own, room = room_of(rooms, core), room_of(room_of(rooms, core), 0)
     k_width, v_width = cache.kv_heads * cache.k_dim, cache.kv_heads * cache.v_dim
     for layer in range(len(weights.panels)):
         panels, bias = weights.panels[layer], weights.biases[layer]
         for row in range(first, end):
             _normalise(x, row, weights.norms[layer, BEFORE_ATTENTION], weights.epsilon, hidden, row)
         meeting = meet(counter, cores, meeting)
-        _project(core, cores, hidden, rows, panels[Q], q_width, qkv, 0, bias, tile)
-        _project(core, cores, hidden, rows, panels[K], k_width, qkv, q_width, bias, tile)
-        _project(core, cores, hidden, rows, panels[V], v_width, qkv, q_width + k_width, bias, tile)
+        add_product(core, cores, hidden, panels[Q], q_width, qkv, 0, bias, room, tile)
+        add_product(core, cores, hidden, panels[K], k_width, qkv, q_width, bias, room, tile)
+        add_product(core, cores, hidden, panels[V], v_width, qkv, q_width + k_width, bias, room, tile)
         meeting = meet(counter, cores, meeting)
         for row in range(first, end):
             _place(layer, row, qkv, rotary, weights.head_norms[layer], weights.epsilon, q, cache)
         meeting = meet(counter, cores, meeting)
         attend(core, layer, q, cache, attention, buffers.heads)
         meeting = meet(counter, cores, meeting)
-        _project(core, cores, buffers.heads, rows, panels[O], x.shape[1], x, 0, no_bias, tile)
+        add_product(core, cores, buffers.heads, panels[O], x.shape[1], x, 0, no_bias, room, tile)
         meeting = meet(counter, cores, meeting)
         for row in range(first, end):
             _normalise(x, row, weights.norms[layer, BEFORE_MLP], weights.epsilon, hidden, row)
         meeting = meet(counter, cores, meeting)
-        _gated(core, cores, hidden, rows, panels[GATE], panels[UP], weights.mlp_width, inner, tile, other)
+        gated(core, cores, hidden, panels[GATE], panels[UP], weights.mlp_width, inner, own, tile, other)
         meeting = meet(counter, cores, meeting)
-        _project(core, cores, inner, rows, panels[DOWN], x.shape[1], x, 0, no_bias, tile)
+        add_product(core, cores, inner, panels[DOWN], x.shape[1], x, 0, no_bias, room, tile)
         meeting = meet(counter, cores, meeting)
     wanted = len(logit_rows)
     for i in range(wanted * core // cores, wanted * (core + 1) // cores):
         _normalise(x, logit_rows[i], weights.final_norm, weights.epsilon, hidden, i)
     meeting = meet(counter, cores, meeting)
-    _logits(core, cores, hidden, wanted, weights.head, logits, tile)
+    product(core, cores, hidden, weights.head, no_bias, logits, room, tile)

@@ -20,6 +20,7 @@ from model_worker.fusion.attention import Attention, Cache
 from model_worker.fusion.cache_tile import GROUP
 from model_worker.fusion.form import OtherForm, Parts
 from model_worker.fusion.kernel import Buffers, Rotary, run_stack
+from model_worker.fusion.products import LANE_BYTES, PANEL
 from model_worker.fusion.team import team
 from model_worker.huge_pages import keep_in_huge_pages
 from model_worker.kv_cache import KVCache
@@ -57,6 +58,9 @@ class FusedStack:
         self._weights, self._widths = parts.weights(), parts.operand_widths()
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
         self._room = self._make_room(1)
+        # Where int8 panels that many rows want are widened: gate and up of each core at once.
+        steps = max(self._widths) * np.dtype(self._element).itemsize // LANE_BYTES
+        self._rooms = np.empty((self._cores, 2, steps, PANEL), np.uint32) if parts.int8 else None
         self._angles = self._compute_angles(torch.arange(1))
         self._caches: WeakKeyDictionary[KVCache, Cache] = WeakKeyDictionary()
 
@@ -87,6 +91,7 @@ class FusedStack:
             self._cache(batch, cache),
             self._attention(batch),
             self._buffers(batch.num_tokens),
+            self._rooms,
             batch.logit_positions.numpy(),
             logits.numpy(),
         )

@@ -23,12 +23,15 @@ TILE_ROWS = 6
 
 LANES = 16
 WORD, INDEX, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-FLOATS, _WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(WORD, LANES)
+FLOATS, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(WORD, LANES)
 _numba_config: Any = numba.config
 # Where numba was told to compile for another CPU than this one, nothing is known of its instructions.
-_HAS_BF16_DOT = not _numba_config.CPU_NAME and llvm.get_host_cpu_features().get("avx512bf16", False)
-# Panels are read once and from end to end, but memory is far away: ask for lines this many steps early.
-_PREFETCH_STEPS = 32
+_FEATURES = {} if _numba_config.CPU_NAME else llvm.get_host_cpu_features()
+_HAS_BF16_DOT: bool = _FEATURES.get("avx512bf16", False)
+HAS_BYTE_TABLES: bool = _FEATURES.get("avx512vbmi", False)
+"""Whether bytes can be looked up in tables of 128."""
+# Panels are read once and from end to end, but memory is far away: ask for lines this much early.
+_PREFETCH_BYTES = 8192
 
 
 class _BFloat(ir.Type):
@@ -47,7 +50,7 @@ class _BFloat(ir.Type):
 _BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
+def splat(builder: Any, scalar: Any) -> Any:
     vector = ir.VectorType(scalar.type, LANES)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(WORD, 0))
     mask = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
@@ -62,7 +65,7 @@ def _fma(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
 def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
     """The two bfloat16 of each word as float32: the first is the lower half."""
-    shift, mask = ir.Constant(_WORDS, [16] * LANES), ir.Constant(_WORDS, [0xFFFF0000] * LANES)
+    shift, mask = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
     return builder.bitcast(builder.shl(words, shift), FLOATS), builder.bitcast(builder.and_(words, mask), FLOATS)
 
 
@@ -87,7 +90,7 @@ class Operand:
         array = context.make_array(kind)(context, builder, value)
         bfloat16 = kind.dtype == types.uint16
         width = builder.extract_value(array.shape, 1)
-        self.step = _step_bfloat16 if bfloat16 else _step_float32
+        self.bfloat16, self.step = bfloat16, _step_bfloat16 if bfloat16 else _step_float32
         self.width = builder.lshr(width, ir.Constant(INDEX, 1)) if bfloat16 else width
         self.words = builder.gep(builder.bitcast(array.data, WORD.as_pointer()), [builder.mul(first_row, self.width)])
 
@@ -115,13 +118,18 @@ def store_sums(context: Any, builder: Any, kind: Any, value: Any, first_row: Any
         builder.store(total, place, align=4)
 
 
+def load_words(builder: Any, places: list[Any]) -> list[Any]:
+    """The vectors of words that lie at these places."""
+    return [builder.load(builder.bitcast(place, WORDS.as_pointer()), align=4) for place in places]
+
+
 def emit_products(
-    builder: Any, rows: int, step: Any, inputs: Any, stride: Any, steps: Any, locate: Any, start: list[Any]
+    builder: Any, rows: int, step: Any, inputs: Any, stride: Any, steps: Any, fetch: Any, start: list[Any]
 ) -> list[Any]:
     """The loop over steps. `inputs` points to words; `stride` is the words from one input row to the next.
 
-    `locate(step)` says where the vectors of a step lie; `start` are the sums to begin with, row by row, which are
-    returned with the products added.
+    `fetch(step)` gives the vectors of a step; `start` are the sums to begin with, row by row, which are returned with
+    the products added.
     """
     entry, vectors = builder.block, len(start) // rows
     body, done = builder.append_basic_block("steps"), builder.append_basic_block("sums")
@@ -130,10 +138,10 @@ def emit_products(
     builder.position_at_end(body)
     at = builder.phi(INDEX)
     sums = [builder.phi(FLOATS) for _ in start]
-    weights = [builder.load(builder.bitcast(line, _WORDS.as_pointer()), align=4) for line in locate(at)]
+    weights = fetch(at)
     totals = []
     for row in range(rows):
-        x = _splat(builder, builder.load(builder.gep(starts[row], [at]), align=4))
+        x = splat(builder, builder.load(builder.gep(starts[row], [at]), align=4))
         totals += [step(builder, sums[row * vectors + v], x, weights[v]) for v in range(vectors)]
     following = builder.add(at, ir.Constant(INDEX, 1))
     at.add_incoming(ir.Constant(INDEX, 0), entry)
@@ -146,13 +154,13 @@ def emit_products(
     return totals
 
 
-def _prefetch(builder: Any, line: Any, vectors: int) -> None:
+def prefetch(builder: Any, line: Any) -> None:
+    """Ask for the line of memory that streaming reaches a while after `line`."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), (byte, WORD, WORD, WORD))
     function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-    for v in range(vectors):
-        ahead = builder.gep(line, [ir.Constant(INDEX, _PREFETCH_STEPS * 4 * LANES + v * LANES)])
-        builder.call(function, (builder.bitcast(ahead, byte), *(ir.Constant(WORD, value) for value in (0, 3, 1))))
+    ahead = builder.gep(builder.bitcast(line, byte), [ir.Constant(INDEX, _PREFETCH_BYTES)])
+    builder.call(function, (ahead, *(ir.Constant(WORD, value) for value in (0, 3, 1))))
 
 
 def _tile(rows: int, vectors: int) -> Any:
@@ -164,14 +172,16 @@ def _tile(rows: int, vectors: int) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[1])
             address = builder.inttoptr(args[2], WORD.as_pointer())
 
-            def locate(at: Any) -> list[Any]:
+            def fetch(at: Any) -> list[Any]:
                 line = builder.gep(address, [builder.mul(at, ir.Constant(INDEX, 4 * LANES))])
-                _prefetch(builder, line, vectors)
-                return [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in range(vectors)]
+                places = [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in range(vectors)]
+                for place in places:
+                    prefetch(builder, place)
+                return load_words(builder, places)
 
             nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * vectors)
             totals = emit_products(
-                builder, rows, operand.step, operand.words, operand.width, operand.width, locate, nothing
+                builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing
             )
             store_sums(context, builder, signature.args[3], args[3], ir.Constant(INDEX, 0), rows, totals)
             return context.get_dummy_value()

@@ -77,6 +77,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         *,
         device: str = "cpu",
         dtype: str = "auto",
+        quantization: str = "none",
         max_batch_size: int = 16,
         max_length: int | None = None,
         kv_memory: int | None = None,
@@ -85,10 +86,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
     ) -> TextPipeline:
         """From a Hugging Face directory or hub name. ValueError says why a model cannot be served.
 
-        `max_length` bounds prompt and answer of one request in tokens, `kv_memory` is in bytes, and `max_batch_tokens`
-        are what one forward pass takes: longer prompts take several.
+        `quantization` may be int8 on a CPU. `max_length` bounds prompt and answer of one request in tokens, `kv_memory`
+        is in bytes, and `max_batch_tokens` are what one forward pass takes: longer prompts take several.
         """
-        loaded = load_model(model, dtype, device, lambda *_: None, max_length)
+        loaded = load_model(model, dtype, device, lambda *_: None, max_length, quantization)
         capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, block_size=16)
         return cls(ModelRunner(loaded, capacity.num_blocks, 16), capacity, max_batch_tokens, batch_processors)
 

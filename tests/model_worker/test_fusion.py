@@ -38,11 +38,12 @@ MINISTRAL: dict[str, Any] = {
 }
 
 
-def load(arch: str, dtype: str, folder: Path, **overrides: Any) -> LoadedModel:
+def load(arch: str, dtype: str, folder: Path, quantization: str = "none", **overrides: Any) -> LoadedModel:
     extra = MINISTRAL if arch in ("ministral3", "smollm3") else {}
     if arch in ("phi3", "qwen2", "mistral"):  # heads of whole vectors, joined projections of whole panels
         extra = {"hidden_size": 64}
-    return load_model(tiny_model(arch, folder, **extra, **overrides), dtype, "cpu", lambda *_: None)
+    path = tiny_model(arch, folder, **{**extra, **overrides})
+    return load_model(path, dtype, "cpu", lambda *_: None, quantization=quantization)
 
 
 def batches(rng: np.random.Generator, block_size: int, num_blocks: int) -> list[ForwardBatch]:
@@ -98,11 +99,11 @@ def test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules(arch: str,
     steps = batches(rng, 16, 32)
     want = logits(ModelRunner(loaded, 32, 16, "reference"), steps)
     got = logits(ModelRunner(loaded, 32, 16), steps)
-    exact = _truth(exact_model, steps)
+    exact = truth(exact_model, steps)
     assert relative(got, exact) < max(0.02, 1.1 * relative(want, exact))
 
 
-def _truth(model: Any, steps: list[ForwardBatch]) -> torch.Tensor:
+def truth(model: Any, steps: list[ForwardBatch]) -> torch.Tensor:
     """Logits of transformers' own forward pass in float32, one sequence at a time."""
     texts: dict[int, list[int]] = {}
     rows = []
@@ -177,7 +178,8 @@ def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None:
 
 
 def test_tiles_multiply_on_a_cpu_without_bfloat16_instructions() -> None:
-    """The same test, compiled for a processor that knows no more than AVX2."""
+    """The same tests, compiled for a processor that knows no more than AVX2."""
+    int8 = Path(__file__).with_name("test_int8_linear.py")
     environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
     command = [
         sys.executable,
@@ -187,6 +189,7 @@ def test_tiles_multiply_on_a_cpu_without_bfloat16_instructions() -> None:
         "-p",
         "no:cacheprovider",
         f"{__file__}::{test_tiles_multiply.__name__}",
+        *(f"{int8}::{name}" for name in ("test_int8_tiles_multiply", "test_a_kept_panel_multiplies_other_rows")),
     ]
     done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -71,7 +71,8 @@ def test_facts_of_a_model(directory: Path) -> None:
     )
     assert (loaded.architecture, loaded.vocab_size, loaded.max_position) == ("Gemma2ForCausalLM", 193, 512)
     assert (loaded.dtype, loaded.eos_token_ids) == (torch.float32, (2,))
-    assert loaded.parameter_bytes == 4 * loaded.parameter_count > 50_000
+    assert loaded.parameter_count > 12_500
+    assert 4 * loaded.parameter_count <= loaded.parameter_bytes < 6 * loaded.parameter_count, "packed, so padded"
     assert [(p.sliding_window, p.softcap) for p in loaded.attention.params] == [(8, 2.0), (None, 2.0), (8, 2.0)]
     assert [(s.kv_heads, s.k_dim, s.v_dim) for s in loaded.attention.layout.layers] == [(2, 24, 24)] * 3
     weights = len(load_file(tiny_model("gemma2", directory) / "model.safetensors"))

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.settings import DTYPES, FIELDS, KINDS, LOG_LEVELS, SECRETS, Settings, SettingsError, parse_memory, resolve
+from shared.settings import (
+    DTYPES,
+    FIELDS,
+    KINDS,
+    LOG_LEVELS,
+    QUANTIZATIONS,
+    SECRETS,
+    Settings,
+    SettingsError,
+    parse_memory,
+    resolve,
+)
 
 devices = st.one_of(
     st.just("auto"),
@@ -24,6 +35,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "api_servers": st.integers(1, 64),
     "devices": devices,
     "dtype": st.sampled_from(DTYPES),
+    "quantization": st.sampled_from(QUANTIZATIONS),
     "max_model_len": st.integers(2, 10**7),
     "max_batch_tokens": st.integers(1, 10**6),
     "max_running": st.integers(1, 4096),
@@ -103,6 +115,7 @@ def test_the_run_directorys_file_brings_the_same_settings(
         ({"api_servers": 65}, ["at most 64"]),
         ({"max_running": 5000}, ["max_running must be at most 4096", "5000"]),
         ({"max_model_len": 1}, ["max_model_len must be at least 2"]),
+        ({"quantization": "int4"}, ["quantization must be none or int8, got 'int4'", "command line"]),
         ({"dtype": "int4"}, ["dtype must be one of auto, float32", "'int4'"]),
         ({"log_level": "loud"}, ["log_level", "'loud'", "warning"]),
         ({"devices": "tpu"}, ["devices", "'tpu'", "cuda:N"]),

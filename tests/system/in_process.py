@@ -57,8 +57,8 @@ class Answer:
     """As reports."""
 
 
-def load(path: Path) -> LoadedModel:
-    return load_model(path, "float32", "cpu", lambda *_: None)
+def load(path: Path, quantization: str = "none") -> LoadedModel:
+    return load_model(path, "float32", "cpu", lambda *_: None, quantization=quantization)
 
 
 class InProcessServer:
