@@ -1,0 +1,41 @@
+"""The perplexity that is reported is the one that transformers' own forward pass gives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.perplexity import documents, main, score
+from deploy.embedded_model import EMBEDDED_MODEL_PATH
+from model_worker.loader import load_model
+from model_worker.runner import ModelRunner
+
+
+def test_score_is_the_mean_loss_of_the_answers() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED_MODEL_PATH)
+    texts = list(documents(tokenizer, 1))
+    model: Any = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_PATH, dtype=torch.float32)
+    losses: list[float] = []
+    for text in texts:
+        said = tokenizer.decode(text.ids)
+        assert tokenizer.decode(text.ids[text.answered]) == said.rpartition("<|im_start|>assistant\n")[2]
+        labels = torch.full((1, len(text.ids)), -100)
+        labels[0, text.answered] = torch.from_numpy(text.ids[text.answered])
+        with torch.no_grad():
+            loss = model(input_ids=torch.from_numpy(text.ids)[None], labels=labels).loss
+        losses += [float(loss)] * len(text.answered)
+    loaded = load_model(EMBEDDED_MODEL_PATH, "float32", "cpu", lambda *_: None)
+    result = score(ModelRunner(loaded, 200, 16), texts)
+    assert result.tokens == len(losses)
+    assert result.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
+
+
+def test_the_table_has_both_kinds_of_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--prompts", "1"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if "MB" in line]
+    assert len(rows) == 2
+    assert "int8" in rows[1]
