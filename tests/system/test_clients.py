@@ -151,15 +151,17 @@ def test_a_flushed_cache_is_empty(server: Server) -> None:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_pause_changes_no_token(server: Server, mode: str) -> None:
-    body = {"input_ids": random.sample(range(3, 400), 60), "sampling_params": {"temperature": 0, "max_new_tokens": 900}}
+    sampling = {"temperature": 0, "max_new_tokens": 900, "ignore_eos": True}
+    body = {"input_ids": random.sample(range(3, 400), 60), "sampling_params": sampling}
     undisturbed = server.post("/generate", body)["output_ids"]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         future = pool.submit(server.post, "/generate", body)
         time.sleep(0.05)
         assert server.post("/pause_generation", {"mode": mode})["status"] == "ok"
         time.sleep(0.3)
-        assert not future.done()
+        early = future.done()
         assert server.post("/continue_generation", {})["status"] == "ok"
+        assert not early
         assert future.result(60)["output_ids"] == undisturbed
 
 
