@@ -53,12 +53,21 @@ def mixed_prompts(seed: int) -> list[list[int]]:
     ]
 
 
+def long_answers(loaded: LoadedModel) -> tuple[int, list[list[int]], list[list[int]]]:
+    """A seed, its prompts and what `generate` answers; where many answers end early, blocks would not run out."""
+    for _ in range(20):
+        seed = random.randrange(2**31)
+        prompts = mixed_prompts(seed)
+        wanted = reference(loaded, prompts)
+        if sum(map(len, wanted)) > 0.8 * len(prompts) * NEW_TOKENS:
+            return seed, prompts, wanted
+    raise AssertionError("twenty random sets of prompts in a row are answered briefly")
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_greedy_tokens_equal_generate(arch: str, models: Path) -> None:
-    seed = random.randrange(2**31)
     loaded = load(tiny_model(arch, models))
-    prompts = mixed_prompts(seed)
-    wanted = reference(loaded, prompts)
+    seed, prompts, wanted = long_answers(loaded)
     assert len({tuple(tokens) for tokens in wanted}) > 8, "the reference must vary, or equality would prove little"
     params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, stop_token_ids=[EOS])
     for overlap in (True, False):

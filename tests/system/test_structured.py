@@ -164,10 +164,10 @@ def test_a_stream_says_the_same(server: Server) -> None:
 
 @pytest.mark.parametrize("victim", ["model_worker", "model_worker.mask_process", "scheduler"])
 def test_a_killed_process_changes_no_byte(model: Path, tmp_path: Path, victim: str) -> None:
-    long = {"type": "array", "items": PERSON, "minItems": 12, "maxItems": 12}
-    params = {"json_schema": json.dumps(long), "max_new_tokens": 3000, "temperature": 1.0}
+    long = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
+    params = {"json_schema": json.dumps(long), "max_new_tokens": 700, "temperature": 1.0}
     bodies = [{"text": "x", "sampling_params": params | {"sampling_seed": i}, "stream": True} for i in range(3)]
-    with Server(model, [*FLAGS, "--max-model-len", "3100"], tmp_path / "log") as server:
+    with Server(model, [*FLAGS, "--max-model-len", "800"], tmp_path / "log") as server:
         undisturbed = [last_frame(open_stream(server, body)[1]) for body in bodies]
         killed = threading.Event()
 
