@@ -61,7 +61,10 @@ class TextTokenizer:
 
     async def encode(self, prompt: str, add_special_tokens: bool) -> TokenSlice:
         """ValueError when the text has more tokens than `max_length`."""
-        spans = await self._tokenizer.spans(prompt, add_special_tokens)
+        try:
+            spans = await self._tokenizer.spans(prompt, add_special_tokens)
+        except RequestFailed as error:
+            raise ValueError(error.message) from None
         if len(spans) > self._max_length:
             raise ValueError(f"the prompt has {len(spans)} tokens; at most {self._max_length} fit")
         return np.array([span.id for span in spans], np.int64)

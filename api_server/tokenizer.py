@@ -33,6 +33,8 @@ T = TypeVar("T")
 MAX_JOBS = 512
 """Prompts that may wait for a tokenizer thread; further requests are refused instead of queued without end."""
 THREADS = 4
+MAX_TEXT = 1 << 19
+"""Characters of a text that is tokenized whatever the model's context holds: about a second of a core."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Tokenizer:
     async def prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
         """The request's prompt as token ids. Raises RequestFailed.
 
-        `max_tokens` lets a text that is too long by any reckoning be refused without tokenizing it.
+        `max_tokens` lets a text that is too long by any reckoning be refused without tokenizing it; without it, and
+        when the prompt will be truncated, the limit is MAX_TEXT.
         """
         if request.prompt is None and not request.messages:
             raise invalid("exactly one of prompt and messages must be given", "prompt")
@@ -97,7 +100,8 @@ class Tokenizer:
         return await self._in_thread(lambda: self._encode_prompt(request, max_tokens))
 
     async def spans(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
-        """The tokens of a text with their places in it (TGI's /tokenize)."""
+        """The tokens of a text with their places in it (TGI's /tokenize). Raises RequestFailed when it is too long."""
+        refuse_long(len(text), "inputs")
         return await self._in_thread(lambda: self._spans(text, add_special_tokens))
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -183,6 +187,8 @@ class Tokenizer:
             add_special_tokens = not request.messages
         if max_tokens is not None and request.truncate_prompt_to is None:
             self._refuse_endless(text, max_tokens)
+        else:
+            refuse_long(len(text), "prompt")
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return Prompt(text, _truncated(np.array(encoding.ids, np.int32), request))
 
@@ -214,6 +220,13 @@ class Tokenizer:
             TokenSpan(token, text[start:stop] or self.token_text(token), start, stop)
             for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
+
+
+def refuse_long(characters: int, field: str) -> None:
+    """Raises RequestFailed(TOO_LONG) for more text than is tokenized at once."""
+    if characters > MAX_TEXT:
+        message = f"{field} has {characters} characters; at most {MAX_TEXT} are tokenized at once, so send it in parts"
+        raise RequestFailed(ErrorKind.TOO_LONG, message, field=field)
 
 
 def hide_torch() -> None:

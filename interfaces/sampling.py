@@ -37,6 +37,8 @@ class LogprobMode:
 
 MOST_TOP_LOGPROBS = 64
 """Most probable tokens that one position may report."""
+LONGEST_STOP = 1 << 14
+"""Characters of a stop string: so much of a stream may be held back."""
 MOST_LOGPROB_IDS = 1024
 """Token ids whose log-probabilities one request may ask for at every position."""
 
@@ -114,6 +116,8 @@ class SamplingParams:
         _require(_is_count(self.min_new_tokens), "min_new_tokens", self.min_new_tokens, "a whole number of at least 0")
         _require(0 <= self.seed < SEED_LIMIT, "seed", self.seed, "between 0 and 2**64 - 1")
         _require(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", self.logit_bias, "finite numbers")
+        longest = max(map(len, self.stop or ()), default=0)
+        _require(longest <= LONGEST_STOP, "stop", f"{longest} characters", f"at most {LONGEST_STOP} characters long")
         self._check_reports()
         if self.temperature == 0:
             self.top_k = 1

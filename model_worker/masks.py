@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 WORD_BYTES = 4
 STALL_SECONDS = 300.0
 """A process that says nothing for so long is killed, whether it computes or waits for something."""
+DYING_SECONDS = 5.0
 MOST_DEATHS = 3
 """In a row, and without a row to blame: then something else is wrong, and the worker ends."""
 
@@ -73,6 +75,7 @@ class Masks:
         self._unpacker = msgpack.Unpacker(strict_map_key=False)
         self._sent = self._answered = 0
         self._deaths = 0
+        self._spared = NO_ROW
         self._drops: list[int] = []
         self._joins: list[int] = []
 
@@ -87,6 +90,14 @@ class Masks:
         if process is not None:
             process.kill()
             process.communicate()
+
+    def _end(self) -> int:
+        """How a process ended that closed its output: as subprocess says it."""
+        assert self._process is not None
+        try:
+            return self._process.wait(DYING_SECONDS)
+        except subprocess.TimeoutExpired:
+            return 0
 
     def drop(self, row: int) -> None:
         """Frees `row`; one that is not constrained stays so."""
@@ -161,19 +172,24 @@ class Masks:
                 continue
             self._unpacker.feed(data)
             for number, errors in self._unpacker:
-                self._answered, self._deaths = number, 0
+                self._answered, self._deaths, self._spared = number, 0, NO_ROW
                 known = {row: text for row, text in errors.items() if row in self._rows}
                 self._errors |= {row: text for row, text in known.items() if self._rows[row].since <= number}
 
     def _restart(self, stalled: bool) -> None:
-        """Another process, without the row that the last one died of."""
+        """Another process, without the row that the last one died of.
+
+        A SIGKILL comes from outside (somebody, or the kernel out of memory): its row is tried once more.
+        """
         row = int(self._header[0])
-        self.close()
+        guilty = stalled or self._end() != -signal.SIGKILL
         self._deaths += 1
-        if row != NO_ROW and row in self._rows:
+        if row in self._rows and (guilty or row == self._spared):
             self._errors[row] = f"its grammar takes too much memory, or more than {CPU_SECONDS:g} s, for one token"
         elif self._deaths > MOST_DEATHS:
             raise RuntimeError(f"the process that fills masks died {self._deaths} times; its own words are above")
+        self._spared = row
+        self.close()
         log.warning("the process that fills masks %s at row %d", "stalled" if stalled else "died", row)
         self._spawn()
 

@@ -14,9 +14,8 @@ LONG = int(os.environ.get("TOKENYARD_FUZZ", "0"))
 PAUSES = ("/pause_generation",)
 """Routes after which nobody is served until somebody says so."""
 
-_GROWTH = 400 << 20
-"""Bytes that all processes together may grow by: caches fill, and 10 MB strings leave holes in the heap of each API
-process. The long form, with eighty times as many bodies, has the same limit."""
+_GROWTH = 150 << 20
+"""Bytes that all processes together may grow by: caches fill. The long form has the same limit."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Integers
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import invalid
+from api_server.tokenizer import refuse_long
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 
@@ -27,7 +28,7 @@ class TokenizeRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
-    prompt: str | list[str] | None = Field(None, max_length=1 << 26)
+    prompt: str | list[str] | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -103,6 +104,7 @@ async def tokenize(call: Call) -> Response:
     prompts: list[str | None] = list(body.prompt) if isinstance(body.prompt, list) else [body.prompt]
     if len(prompts) > MAX_PROMPTS:
         raise invalid(f"prompt has {len(prompts)} texts; at most {MAX_PROMPTS} are possible in one request", "prompt")
+    refuse_long(sum(len(prompt or "") for prompt in prompts), "prompt")
     ids = [await _ids(prompt, body, call) for prompt in prompts]
     listed = isinstance(body.prompt, list)
     answer = TokenizeResponse(
