@@ -104,6 +104,7 @@ def check_error(path: str, response: httpx.Response) -> None:
 
 LONG_TEXT = "a b" * (10 << 18)
 MESSAGE = {"role": "user", "content": LONG_TEXT}
+SHORT = {"role": "user", "content": "x"}
 LONG_TEXTS: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"inputs": LONG_TEXT}),
     ("/tokenize", {"prompt": LONG_TEXT}),
@@ -115,7 +116,7 @@ LONG_TEXTS: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"text": "x", "sampling_params": {"stop": LONG_TEXT}}),
     ("/generate", {"inputs": "x", "parameters": {"stop": [LONG_TEXT]}}),
     ("/v1/completions", {"prompt": "x", "stop": LONG_TEXT}),
-    ("/v1/messages", {"model": "m", "max_tokens": 1, "messages": [MESSAGE | {"content": "x"}], "stop_sequences": [LONG_TEXT]}),
+    ("/v1/messages", {"model": "m", "max_tokens": 1, "messages": [SHORT], "stop_sequences": [LONG_TEXT]}),
 ]  # fmt: skip
 
 
