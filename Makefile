@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 TEST_INSTALLED := $(VENV)/.installed-test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test run test fuzz lint check bench peer chaos demo-model
+.PHONY: help setup setup-test run test fuzz lint check bench peer chaos audit demo-model
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ peer: $(TEST_INSTALLED)  ## install PEER=openvino|vllm|llamacpp|max|transformers
 
 chaos: $(TEST_INSTALLED)  ## kill processes for ten minutes and compare every stream (ARGS="--help" explains)
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+audit: $(INSTALLED)  ## look up known vulnerabilities of the installed packages (asks pypi.org)
+	@test -x $(VENV)/audit/bin/pip-audit || { $(BIN)/python -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install -q "pip-audit>=2.9,<3"; }
+	$(VENV)/audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 demo-model: $(TEST_INSTALLED)  ## train the embedded model anew (about 45 minutes on two cores)
 	$(BIN)/python -m deploy.embedded_model.train $(ARGS)

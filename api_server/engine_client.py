@@ -11,18 +11,16 @@ import logging
 import math
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import zmq
-from numpy.typing import NDArray
 
+from api_server.submission import Inbox, Submission
 from interfaces.codec import WireError, decode, encode
 from interfaces.hidden_states import HiddenStates
-from interfaces.log_probabilities import LogProbabilities
 from interfaces.logprob_reports import LogprobReports
 from interfaces.messages import (
     Cancel,
@@ -36,13 +34,11 @@ from interfaces.messages import (
     SessionAnswer,
     SessionOrder,
     Status,
-    Submit,
     Terms,
 )
-from interfaces.outputs import TextGenerationOutput
-from interfaces.results import ErrorCode, RequestError, SchedulerResult
+from interfaces.results import ErrorCode, RequestError
 from interfaces.shared_memory import Segments
-from interfaces.status import GenerationStatus, SchedulerStatus
+from interfaces.status import GenerationStatus
 from interfaces.text_context import TextContext
 from shared.sockets import connect_dealer, same_host
 
@@ -66,127 +62,6 @@ _STATUS_OF_CODE = {
     Finish.LENGTH: GenerationStatus.MAXIMUM_LENGTH,
     Finish.CANCELLED: GenerationStatus.CANCELLED,
 }
-
-
-# Looking up a member in an enum costs more than comparing with it.
-_UNFINISHED = GenerationStatus.ACTIVE
-_CANCELLED = GenerationStatus.CANCELLED
-_ACTIVE, _COMPLETE = SchedulerStatus.ACTIVE, SchedulerStatus.COMPLETE
-
-News = SchedulerResult[TextGenerationOutput]
-
-
-class Inbox:
-    """Where one waiting coroutine finds news of its submissions; news that nobody has fetched pile up and coalesce."""
-
-    def __init__(self) -> None:
-        self._ready: deque[Submission] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, submission: Submission) -> None:
-        self._ready.append(submission)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def next(self) -> tuple[Submission, News]:
-        """The oldest unread news: all tokens of one submission since its last news."""
-        while not self._ready:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        submission = self._ready.popleft()
-        return submission, submission.take()
-
-
-class Submission:
-    """One request in the scheduler's hands, from `EngineClient.submit` to its last result or `cancel`."""
-
-    __slots__ = (
-        "_announced",
-        "_error",
-        "_reports",
-        "_submitted",
-        "_terms",
-        "_wants_logprobs",
-        "context",
-        "handle",
-        "hidden",
-        "inbox",
-        "queued",
-        "shared",
-    )
-
-    def __init__(self, handle: int, context: TextContext, inbox: Inbox, terms: Terms) -> None:
-        self.handle = handle
-        self._terms = terms
-        self._submitted = time.monotonic()
-        self.context = context
-        """Has every token received, read or not: a restarted scheduler is told all of it."""
-        self.inbox = inbox
-        self.queued: float | None = None
-        """Seconds that it waited in the scheduler; None while it waits, or if it never ran."""
-        self.hidden: dict[int, NDArray[np.float32]] = {}
-        """Hidden states that have arrived, by the index of their token; a restarted scheduler tells them again."""
-        self._wants_logprobs = context.log_probabilities > 0
-        self._reports: dict[int, LogProbabilities] = {}
-        self._announced = False
-        self._error: RequestError | None = None
-
-    @property
-    def message(self) -> Submit:
-        """What the scheduler is told, at first and again: the time that has passed counts."""
-        terms = self._terms
-        if terms.queue_seconds is not None or terms.total_seconds is not None:
-            passed = time.monotonic() - self._submitted
-            terms = replace(
-                terms,
-                queue_seconds=None if terms.queue_seconds is None else max(0.0, terms.queue_seconds - passed),
-                total_seconds=None if terms.total_seconds is None else max(0.0, terms.total_seconds - passed),
-            )
-        return Submit(self.handle, self.context, terms)
-
-    def add(self, token: int, logprob: float | None) -> None:
-        """A token has arrived (-1: none, other news)."""
-        if token >= 0:
-            report = self._reports.pop(len(self.context.tokens), None) if self._reports else None
-            if report is None and logprob is not None and self._wants_logprobs:
-                report = LogProbabilities([logprob], [{}])
-            self.context.receive_token(token, report)
-        self.announce()
-
-    def report(self, position: int, report: LogProbabilities) -> None:
-        """Log-probabilities of a token of the prompt, or of a generated one, which follows."""
-        if position < self.context.prompt_length:
-            self.context.receive_prompt_report(position, report)
-        else:
-            self._reports[position] = report
-
-    def announce(self) -> None:
-        """Wakes the reader, unless it has news to read already."""
-        if not self._announced:
-            self._announced = True
-            self.inbox.put(self)
-
-    def end(self, status: GenerationStatus) -> None:
-        self.context.status = status
-        self.announce()
-
-    def fail(self, error: RequestError) -> None:
-        """Ends the request with its own error."""
-        self._error = error
-        self.end(_CANCELLED)
-
-    def take(self) -> News:
-        """What has arrived since the last call."""
-        self._announced = False
-        output = self.context.to_generation_output()
-        if output.final_status is _UNFINISHED:
-            return SchedulerResult(_ACTIVE, output)
-        if output.final_status is _CANCELLED:
-            return SchedulerResult(SchedulerStatus.CANCELLED, output, self._error)
-        return SchedulerResult(_COMPLETE, output)
 
 
 @dataclass(frozen=True)
@@ -518,7 +393,7 @@ class EngineClient:
                 if finished == Finish.FAILED:
                     submission.fail(results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given")))
                 else:
-                    submission.end(_STATUS_OF_CODE.get(finished, _CANCELLED))
+                    submission.end(_STATUS_OF_CODE.get(finished, GenerationStatus.CANCELLED))
 
 
 def _steps(status: Status) -> int:

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 
 from api_server import preparation, resume, terms
 from api_server.answer_reader import AnswerReader
-from api_server.engine_client import Inbox, Submission
 from api_server.errors import ErrorKind, RequestFailed, from_scheduler
 from api_server.parsers.answer import ParsedAnswer, text_of
 from api_server.parsers.scanner import Piece
@@ -40,6 +39,7 @@ from api_server.preparation import Prepared
 from api_server.state import ServerState
 from api_server.stop_patterns import StopPatterns
 from api_server.stop_strings import StopStrings
+from api_server.submission import Inbox, Submission
 from interfaces.log_probabilities import LogProbabilities
 from interfaces.messages import Terms
 from interfaces.outputs import TextGenerationOutput

@@ -146,6 +146,7 @@ def _sampling(tokenizer: Tokenizer, request: TextGenerationRequest) -> SamplingP
     tokenizer.check_ids(given.stop_token_ids or [], "stop_token_ids")
     tokenizer.check_ids(list(given.logit_bias or ()), "logit_bias")
     tokenizer.check_ids(given.logprob_ids or [], "logprob_ids")
+    tokenizer.check_ids(given.allowed_token_ids or [], "allowed_token_ids")
     defaults = tokenizer.defaults
     if not request.model_defaults:
         defaults = SamplingParamsGenerationConfigDefaults(eos_token_id=tokenizer.eos_token_ids)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-from api_server.engine_client import EngineClient, Submission
+from api_server.engine_client import EngineClient
+from api_server.submission import Submission
 from interfaces.request_id import RequestID
 from interfaces.sampling import SamplingParams
 from interfaces.text_context import TextContext

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from starlette.datastructures import Headers
 
-from api_server.engine_client import Submission
 from api_server.errors import invalid
+from api_server.submission import Submission
 from interfaces.outputs import TextGenerationOutput
 from interfaces.status import GenerationStatus
 

@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from interfaces.readers import Readers, wire_fields, wire_name
+from interfaces.readers import Readers, wire_name
+from interfaces.record_readers import wire_fields
 from interfaces.shared_memory import Segments, SharedMemoryArray
 from interfaces.wire import F32 as F32
 from interfaces.wire import I8 as I8
@@ -63,7 +64,7 @@ __all__ = [
     "msgpack_numpy_encoder",
 ]
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """First element of every message; a peer of another version is refused, because fields are positional."""
 
 SHARED_MEMORY_THRESHOLD = 24_000_000

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from interfaces.codec import F32, I8, I32, F32Matrix, I32x3, message
+from interfaces.forced_tokens import ForcedTokens
 from interfaces.grammar_state import GrammarState
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
@@ -365,7 +366,8 @@ class StepResult:
     otherwise.
 
     `errors` maps a row to the reason why it alone failed; such rows are absent from `rows`. `device_us` is the time of
-    the pass in microseconds.
+    the pass in microseconds. `forced` are further tokens of rows: the worker knows them, and samples the row again when
+    they are computed, so a step in flight that computes fewer gives it no token.
     """
 
     incarnation: int
@@ -379,6 +381,7 @@ class StepResult:
     device_us: int
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
+    forced: ForcedTokens | None = None
 
 
 @message(19)

@@ -10,16 +10,27 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import enum
-import functools
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from interfaces.leaf_readers import (
+    anything,
+    enumeration,
+    exact_type,
+    literal,
+    nil,
+    nothing,
+    or_none,
+    scalar,
+    text,
+    within,
+)
+from interfaces.record_readers import BUILD_ERRORS, check_names, named, positional, wire_fields
 from interfaces.shared_memory import SharedMemoryArray
 from interfaces.wire import (
     Column,
@@ -41,28 +52,9 @@ from interfaces.wire import (
 _DEEPEST = 64
 """Levels of untyped data below which arrays are looked for."""
 
-_BUILD_ERRORS = (ValueError, TypeError, AssertionError, OverflowError, RuntimeError)
-"""What a constructor may say of values that have the right types."""
-
 _LISTS = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
 _MAPS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _SETS = (set, frozenset, collections.abc.Set)
-
-
-class _NoType:
-    """The type of no value."""
-
-
-_wire_fields: dict[type[Any], tuple[dataclasses.Field[Any], ...]] = {}
-
-
-def wire_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
-    """Fields that travel, in wire order: those the constructor takes, unless marked `metadata={"wire": False}`."""
-    found = _wire_fields.get(cls)
-    if found is None:
-        found = tuple(f for f in dataclasses.fields(cls) if f.init and f.metadata.get("wire", True))
-        _wire_fields[cls] = found
-    return found
 
 
 def wire_name(cls: type[BaseModel]) -> str:
@@ -85,17 +77,17 @@ class Readers:
             return self._annotated(arguments)
         if isinstance(hint, TypeVar):
             bound = hint.__bound__
-            return _anything if bound is None or getattr(bound, "_is_protocol", False) else self.reader(bound)
+            return anything if bound is None or getattr(bound, "_is_protocol", False) else self.reader(bound)
         if hint is Any or hint is object:
-            return _anything
+            return anything
         if origin in (types.UnionType, typing.Union):
             return self._union(arguments)
         if origin is typing.Literal:
-            return _literal(arguments)
+            return literal(arguments)
         if (origin or hint) is np.ndarray:
             return self._array(arguments)
         if (origin or hint) is collections.abc.Callable:
-            return _nothing
+            return nothing
         container = self._container(origin or hint, arguments)
         return container if container is not None else self._class(hint, origin, arguments)
 
@@ -103,7 +95,7 @@ class Readers:
         for mark in arguments[1:]:
             match mark:
                 case InProcess():
-                    return _nothing
+                    return nothing
                 case Column():
                     return column_reader(np.dtype(mark.dtype), self.copy, self.ipc_peer)
                 case Matrix():
@@ -130,7 +122,7 @@ class Readers:
         if cls is SharedMemoryArray:
             return lambda value: read_placeholder(value, self.ipc_peer)
         if hint is None or hint is type(None):
-            return _nil
+            return nil
         if typing.is_typeddict(cls):
             return self._typed_dict(cls)
         if isinstance(cls, type):
@@ -141,11 +133,11 @@ class Readers:
             if issubclass(cls, BaseModel):
                 return self._model(cls)
             if issubclass(cls, enum.Enum):
-                return _enum(cls)
+                return enumeration(cls)
             if cls in (int, float, bool, str, bytes):
-                return _scalar(cls)
+                return scalar(cls)
             if issubclass(cls, str):
-                return _text(cls)
+                return text(cls)
         raise TypeError(f"{hint!r} has no place on the wire")
 
     def _union(self, arguments: tuple[Any, ...]) -> Reader:
@@ -157,7 +149,7 @@ class Readers:
         readers = [self.reader(a) for a in inner]
         optional = len(inner) < len(arguments)
         if len(readers) == 1:
-            return _optional(readers[0])
+            return or_none(readers[0])
 
         def read(value: Any) -> Any:
             if value is None and optional:
@@ -217,7 +209,7 @@ class Readers:
 
     def _items(self, kind: type, element: Any) -> Reader:
         reader = self.reader(element)
-        exact = _exact(reader)
+        exact = exact_type(reader)
 
         def read(value: Any) -> Any:
             if type(value) is not list:
@@ -241,7 +233,7 @@ class Readers:
         def read(value: Any) -> Any:
             if type(value) is not list or len(value) != len(readers):
                 raise WireError(f"expected a list of {len(readers)} elements")
-            return tuple(_within(f"[{i}]", r, item) for i, (r, item) in enumerate(zip(readers, value, strict=True)))
+            return tuple(within(f"[{i}]", r, item) for i, (r, item) in enumerate(zip(readers, value, strict=True)))
 
         return read
 
@@ -251,7 +243,7 @@ class Readers:
         def read(value: Any) -> Any:
             if type(value) is not dict:
                 raise WireError(f"expected a map, got {kind_of(value)}")
-            return {_within(" key", read_key, k): _within(f"[{k!r}]", read_element, v) for k, v in value.items()}
+            return {within(" key", read_key, k): within(f"[{k!r}]", read_element, v) for k, v in value.items()}
 
         return read
 
@@ -260,8 +252,8 @@ class Readers:
         required = cls.__required_keys__
 
         def read(value: Any) -> Any:
-            _check_names(value, readers, required, cls.__name__)
-            return {name: _within(f".{name}", readers[name], item) for name, item in value.items()}
+            check_names(value, readers, required, cls.__name__)
+            return {name: within(f".{name}", readers[name], item) for name, item in value.items()}
 
         return read
 
@@ -274,20 +266,22 @@ class Readers:
                 return cls.from_wire(state)
             except WireError:
                 raise
-            except _BUILD_ERRORS as error:
+            except BUILD_ERRORS as error:
                 raise WireError(str(error)) from None
 
         return read
 
     def _dataclass(self, cls: type[Any], arguments: tuple[Any, ...]) -> Reader:
-        # Made when the first value comes, so that types may name themselves.
-        make = _positional if self.positional else _named
+        make = positional if self.positional else named
+        made: Reader | None = None
 
-        @functools.cache
-        def compiled() -> Reader:
-            return make(cls, self._field_readers(cls, arguments))
+        def read(value: Any) -> Any:
+            nonlocal made
+            if made is None:  # until the first value comes, so that types may name themselves
+                made = make(cls, self._field_readers(cls, arguments))
+            return made(value)
 
-        return lambda value: compiled()(value)
+        return read
 
     def _field_readers(self, cls: type[Any], arguments: tuple[Any, ...]) -> dict[str, Reader]:
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -310,7 +304,7 @@ class Readers:
                 first = error.errors(include_url=False, include_context=False)[0]
                 path = "".join(f".{part}" for part in first["loc"])
                 raise WireError(first["msg"], path) from None
-            except _BUILD_ERRORS as error:
+            except BUILD_ERRORS as error:
                 raise WireError(str(error)) from None
 
         return read
@@ -330,75 +324,6 @@ class Readers:
 
 def _is_record(hint: Any) -> bool:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint) and not hasattr(hint, "from_wire")
-
-
-def _positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
-    names, ordered = tuple(readers), tuple(readers.values())
-    exact = tuple(map(_exact, ordered))
-    build = _builder(cls, names)
-
-    def read(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(ordered):
-            raise WireError(f"expected an array of {len(ordered)} fields")
-        try:
-            return build(
-                [
-                    item if type(item) is kind else reader(item)
-                    for kind, reader, item in zip(exact, ordered, value, strict=True)
-                ]
-            )
-        except WireError as error:
-            for name, reader, item in zip(names, ordered, value, strict=True):
-                _within(f".{name}", reader, item)
-            raise error
-        except _BUILD_ERRORS as error:
-            raise WireError(str(error)) from None
-
-    return read
-
-
-def _builder(cls: type[Any], names: tuple[str, ...]) -> Any:
-    if any(field.kw_only for field in wire_fields(cls)):
-        return lambda values: cls(**dict(zip(names, values, strict=True)))
-    return lambda values: cls(*values)
-
-
-def _named(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
-    missing = dataclasses.MISSING
-    required = [f.name for f in wire_fields(cls) if f.default is missing and f.default_factory is missing]
-    tagged = getattr(cls, "__tagged__", False)
-
-    def read(value: Any) -> Any:
-        if type(value) is dict and "type" in value and "type" not in readers:
-            if tagged and value["type"] != cls.__name__:
-                raise WireError(f"expected a {cls.__name__}, got a {str(value['type'])[:80]!r}")
-            value = {name: item for name, item in value.items() if name != "type"}
-        _check_names(value, readers, required, cls.__name__)
-        arguments = {name: _within(f".{name}", readers[name], item) for name, item in value.items()}
-        try:
-            return cls(**arguments)
-        except _BUILD_ERRORS as error:
-            raise WireError(str(error)) from None
-
-    return read
-
-
-def _check_names(value: Any, known: Mapping[str, Any], required: Iterable[str], what: str) -> None:
-    if type(value) is not dict:
-        raise WireError(f"expected a {what}, got {kind_of(value)}")
-    for name in value:
-        if name not in known:
-            raise WireError(f"{str(name)[:80]!r} is no field of {what}")
-    for name in required:
-        if name not in value:
-            raise WireError(f"missing, and {what} must have it", f".{name}")
-
-
-def _within(segment: str, reader: Reader, value: Any) -> Any:
-    try:
-        return reader(value)
-    except WireError as error:
-        raise error.within(segment) from None
 
 
 def _first_failure(values: list[Any], reader: Reader) -> tuple[int, WireError | None]:
@@ -421,74 +346,3 @@ def _descendants(cls: type[BaseModel]) -> Iterable[type[BaseModel]]:
     for child in cls.__subclasses__():
         yield child
         yield from _descendants(child)
-
-
-def _anything(value: Any) -> Any:
-    return value
-
-
-def _nil(value: Any) -> None:
-    if value is not None:
-        raise WireError(f"expected nil, got {kind_of(value)}")
-
-
-def _nothing(value: Any) -> None:
-    if value is not None:
-        raise WireError("must be nil, because it cannot cross a process boundary")
-
-
-def _scalar(cls: type) -> Reader:
-    def read(value: Any) -> Any:
-        if type(value) is cls:
-            return value
-        if cls is float and type(value) is int:
-            return float(value)
-        raise WireError(f"expected {cls.__name__}, got {kind_of(value)}")
-
-    _exact_types[read] = cls
-    return read
-
-
-def _optional(reader: Reader) -> Reader:
-    def read(value: Any) -> Any:
-        return None if value is None else reader(value)
-
-    _exact_types[read] = _exact(reader)
-    return read
-
-
-_exact_types: WeakKeyDictionary[Reader, type] = WeakKeyDictionary()
-
-
-def _exact(reader: Reader) -> type:
-    """The type whose values `reader` gives back as they are, so that it need not be called for them."""
-    return _exact_types.get(reader, _NoType)
-
-
-def _text(cls: type[str]) -> Reader:
-    def read(value: Any) -> Any:
-        if type(value) is not str:
-            raise WireError(f"expected str, got {kind_of(value)}")
-        return cls(value)
-
-    return read
-
-
-def _enum(cls: type[enum.Enum]) -> Reader:
-    def read(value: Any) -> Any:
-        try:
-            return cls(value)
-        except ValueError:
-            raise WireError(f"{str(value)[:80]!r} is not a {cls.__name__}") from None
-
-    return read
-
-
-def _literal(allowed: tuple[Any, ...]) -> Reader:
-    def read(value: Any) -> Any:
-        for item in allowed:
-            if type(item) is type(value) and item == value:
-                return value
-        raise WireError(f"{str(value)[:80]!r} is none of {', '.join(map(repr, allowed))}")
-
-    return read

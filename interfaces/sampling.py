@@ -62,7 +62,8 @@ class SamplingParams:
     are the model's own log-softmax; None asks for none. `typical_p` 1 keeps every token.
     `watermark` marks the text so that a test can tell it (Kirchenbauer et al.). `any_temperature` takes temperatures
     above 2, as SGLang and TGI do. `logit_processor` names a processor that the operator allows, and `custom_params` is
-    what it is given, as JSON text.
+    what it is given, as JSON text. `allowed_token_ids`, if there are any, are the only ones that the answer may have,
+    and `bad_words` are sequences of tokens that it may not have.
     """
 
     top_k: int = -1
@@ -92,6 +93,8 @@ class SamplingParams:
     any_temperature: bool = False
     logit_processor: str = ""
     custom_params: str = ""
+    allowed_token_ids: list[int] = field(default_factory=list)
+    bad_words: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._fill_defaults()
@@ -118,6 +121,7 @@ class SamplingParams:
         _require(all(map(math.isfinite, self.logit_bias.values())), "logit_bias", self.logit_bias, "finite numbers")
         longest = max(map(len, self.stop or ()), default=0)
         _require(longest <= LONGEST_STOP, "stop", f"{longest} characters", f"at most {LONGEST_STOP} characters long")
+        _require(all(self.bad_words), "bad_words", self.bad_words, "sequences of at least one token")
         self._check_reports()
         if self.temperature == 0:
             self.top_k = 1
@@ -209,6 +213,8 @@ class SamplingParamsInput:
     any_temperature: bool | None = None
     logit_processor: str | None = None
     custom_params: str | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)

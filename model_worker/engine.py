@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces import RowGrammar, Step, StepResult
+from interfaces import Join, RowGrammar, Step, StepResult
+from interfaces.forced_tokens import ForcedTokens
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from model_worker.batch import ForwardBatch
@@ -69,10 +70,15 @@ class Engine:
         self._change_rows(step)
         packed = self._rows.pack(step)
         logits, hidden = self._run(packed)
-        sampled = self._sample(packed, logits)
+        sampled, forced = self._sample(packed, logits)
         reports = self._reports(packed, logits, sampled)
         self._rows.computed_step(packed, sampled.tokens)
+        for row, tokens in forced.items():
+            self._rows.follow(row, tokens)
+            self._sampler.follow(row, tokens)
         result = self._result(step, packed, sampled, (time.perf_counter_ns() - started) // 1000)
+        if forced:
+            result = _with_forced(result, forced)
         if reports is None and hidden is None:
             return result
         return _with_reports(result, reports, hidden)
@@ -104,7 +110,7 @@ class Engine:
                 self._sampler.join(join.row, join.sampling, join.sampling.stop_token_ids or [], prompt, emitted)
                 self._held.add(join.row)
                 if join.grammar is not None:
-                    self._constrain(join.row, join.grammar, emitted)
+                    self._constrain(join, join.grammar, emitted)
             except ValueError as error:
                 # The row runs on, greedily, and its owner hears of the error with the first token it would have had:
                 # until then the scheduler matches no results with it.
@@ -112,10 +118,12 @@ class Engine:
         if self._masks is not None:
             self._masks.flush()
 
-    def _constrain(self, row: int, grammar: RowGrammar, emitted: NDArray[np.int32]) -> None:
+    def _constrain(self, join: Join, grammar: RowGrammar, emitted: NDArray[np.int32]) -> None:
         if self._masks is None:
             raise ValueError("this engine was made without masks: it generates free text only")
-        self._masks.join(row, grammar, emitted)
+        # Of a token that is not sampled there are no logits to tell of.
+        told = join.sampling.reports or join.sampling.logprobs or join.hidden_from is not None
+        self._masks.join(join.row, grammar, emitted, jumps=not told)
 
     def _drop(self, row: int) -> None:
         self._sampler.drop(row)
@@ -147,16 +155,16 @@ class Engine:
             embeddings=packed.embeddings,
         )
 
-    def _sample(self, packed: PackedStep, logits: torch.Tensor) -> Sampled:
+    def _sample(self, packed: PackedStep, logits: torch.Tensor) -> tuple[Sampled, dict[int, list[int]]]:
+        """The new tokens, and what follows them by force, by row."""
         if not len(packed.sampling):
-            return Sampled(np.empty(0, np.int32), None, None)
+            return Sampled(np.empty(0, np.int32), None, None), {}
         rows, logits = packed.rows[packed.sampling], logits[: len(packed.sampling)]
         if self._masks is None:
-            return self._sampler.sample(logits, rows, packed.positions)
+            return self._sampler.sample(logits, rows, packed.positions), {}
         self._refused |= self._masks.apply(logits, rows)
         sampled = self._sampler.sample(logits, rows, packed.positions)
-        self._masks.sampled(rows, sampled.tokens)
-        return sampled
+        return sampled, self._masks.sampled(rows, sampled.tokens)
 
     def _reports(self, packed: PackedStep, logits: torch.Tensor, sampled: Sampled) -> LogprobReports | None:
         """What the prompts' parts and the sampled rows tell."""
@@ -187,6 +195,12 @@ class Engine:
             errors=errors,
             device_us=device_us,
         )
+
+
+def _with_forced(result: StepResult, forced: dict[int, list[int]]) -> StepResult:
+    """Rows that failed go on with nothing."""
+    kept = {row: tokens for row, tokens in forced.items() if row not in result.errors}
+    return replace(result, forced=ForcedTokens.of(kept)) if kept else result
 
 
 def _with_reports(result: StepResult, reports: LogprobReports | None, hidden: HiddenStates | None) -> StepResult:

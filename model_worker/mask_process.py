@@ -15,7 +15,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -45,6 +45,9 @@ class _Row:
     matcher: Matcher
     state: GrammarState
     ends: list[int]
+    forced: list[int] = field(default_factory=list)
+    """What follows in any case. Kept until it has come, so that the same tokens follow whether they come at once, one
+    by one, or in a replay."""
     tokens: int = 0
     seconds: float = 0.0
 
@@ -54,13 +57,25 @@ class _Row:
         if self.seconds > SPARE_SECONDS + SECONDS_PER_TOKEN * self.tokens:
             raise GrammarError(f"it takes more than {SECONDS_PER_TOKEN * 1000:g} ms of processor time for each token")
 
+    def look_ahead(self) -> None:
+        """Finds what is forced, unless more of it is to come."""
+        if not self.forced and self.state.grammar_enforced:
+            self.forced = self.matcher.forced(self.ends)
+
     def consume(self, token: int) -> None:
         self.tokens += 1
-        if token not in self.ends and self.state.update(token, has_grammar=True):
+        if token in self.ends:
+            return
+        if self.state.update(token, has_grammar=True):
             self.matcher.consume(token)
+        self.forced = self.forced[1:] if self.forced[:1] == [token] else []
+        self.look_ahead()
 
     def fill(self, mask: NDArray[np.int32]) -> None:
-        if self.state.grammar_enforced:
+        if self.forced:
+            mask[:] = 0
+            set_bits(mask, self.forced[:1], True)
+        elif self.state.grammar_enforced:
             self.matcher.fill(mask, self.ends)
         else:
             # What comes before the constrained part is free, but it is not the answer: it may not end there.
@@ -79,16 +94,22 @@ class Masks:
         self._rows: dict[int, _Row] = {}
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()
 
-    def serve(self, drops: Sequence[int], joins: Sequence[Any], tokens: Sequence[Sequence[int]]) -> dict[int, str]:
-        """Rows leave, come and go on by a token each; then those that came or went on have masks. Errors by row."""
+    def serve(
+        self, drops: Sequence[int], joins: Sequence[Any], tokens: Sequence[Any]
+    ) -> tuple[dict[int, str], dict[int, list[int]]]:
+        """Rows leave, come and go on by some tokens each; then those that came or went on have masks.
+
+        Errors by row, and by row what is forced, where that is more than one token.
+        """
         errors: dict[int, str] = {}
         for row in drops:
             self._rows.pop(row, None)
         for row, *form in joins:
             self._guarded(row, errors, lambda row=row, form=form: self._join(row, *form))
-        for row, token in tokens:
-            self._guarded(row, errors, lambda row=row, token=token: self._go_on(row, token))
-        return errors
+        for row, some in tokens:
+            self._guarded(row, errors, lambda row=row, some=some: self._go_on(row, some))
+        touched = [row for row, *_ in (*joins, *tokens) if row in self._rows]
+        return errors, {row: self._rows[row].forced for row in touched if len(self._rows[row].forced) > 1}
 
     def _guarded(self, row: int, errors: dict[int, str], work: Any) -> None:
         self._header[0] = row
@@ -105,16 +126,18 @@ class Masks:
         joined = _Row(self._matcher(grammar), GrammarState(**state), ends)
         if not joined.state.waits_for_region:
             joined.state.grammar_enforced = True
+        joined.look_ahead()
         for token in emitted:
             joined.consume(token)
         self._rows[row] = joined
         self._fill(row, joined)
 
-    def _go_on(self, row: int, token: int) -> None:
+    def _go_on(self, row: int, tokens: list[int]) -> None:
         # A row that failed is gone here a step before the worker hears of it.
         found = self._rows.get(row)
         if found is not None:
-            found.consume(token)
+            for token in tokens:
+                found.consume(token)
             self._fill(row, found)
 
     def _fill(self, row: int, found: _Row) -> None:
@@ -153,7 +176,7 @@ def main() -> None:
     limit_memory(MEMORY_BYTES)
     rows = Masks(vocabulary, header, masks)
     for number, *request in _requests():
-        answers.write(msgpack.packb([number, rows.serve(*request)]))
+        answers.write(msgpack.packb([number, *rows.serve(*request)]))
         answers.flush()
 
 

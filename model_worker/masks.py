@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from select import select
 from typing import Any
@@ -48,6 +49,8 @@ class _Row:
     state: GrammarState
     ends: list[int]
     tokens: list[int]
+    jumps: bool
+    """Whether forced tokens may come at once, or one by one, because something is to be told of each."""
     since: int = 0
     """The request that told of it; what is said of its number before that is about another row."""
 
@@ -71,6 +74,7 @@ class Masks:
         self._masks = np.frombuffer(shared, np.int32, offset=HEADER_BYTES).reshape(max_rows, words)
         self._rows: dict[int, _Row] = {}
         self._errors: dict[int, str] = {}
+        self._forced: dict[int, list[int]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._unpacker = msgpack.Unpacker(strict_map_key=False)
         self._sent = self._answered = 0
@@ -102,12 +106,16 @@ class Masks:
     def drop(self, row: int) -> None:
         """Frees `row`; one that is not constrained stays so."""
         self._errors.pop(row, None)
+        self._forced.pop(row, None)
         if self._rows.pop(row, None) is not None:
             self._drops.append(row)
 
-    def join(self, row: int, grammar: RowGrammar, emitted: NDArray[np.int32]) -> None:
-        """`row` is constrained from now on; `emitted` are the tokens of its answer so far."""
-        self._rows[row] = _Row(grammar.text, grammar.state, grammar.ends, emitted.tolist())
+    def join(self, row: int, grammar: RowGrammar, emitted: NDArray[np.int32], jumps: bool = True) -> None:
+        """`row` is constrained from now on; `emitted` are the tokens of its answer so far.
+
+        With `jumps` the tokens that its grammar forces may come together.
+        """
+        self._rows[row] = _Row(grammar.text, grammar.state, grammar.ends, emitted.tolist(), jumps)
         self._joins.append(row)
 
     def flush(self) -> None:
@@ -126,19 +134,28 @@ class Masks:
             forbid(logits[:, : self._vocab_size], live, self._masks[rows[live]])
         return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
 
-    def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
-        """The constrained ones among these rows go on by a token each; their next masks are made from here on."""
-        pairs = [
-            [row, token]
-            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
-            if row in self._rows and row not in self._errors
-        ]
-        for row, token in pairs:
-            self._rows[row].tokens.append(token)
+    def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> dict[int, list[int]]:
+        """The constrained ones among these rows go on by a token each; their next masks are made from here on.
+
+        What follows these tokens by force, by row: it counts as sampled, too.
+        """
+        pairs: list[tuple[int, list[int]]] = []
+        jumped: dict[int, list[int]] = {}
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            found = self._rows.get(row)
+            if found is None or row in self._errors:
+                continue
+            run, more = [token], self._forced.pop(row, [])
+            if more[:1] == run and found.jumps:
+                run = more
+                jumped[row] = more[1:]
+            found.tokens += run
+            pairs.append((row, run))
         if pairs:
             self._request(pairs)
+        return jumped
 
-    def _request(self, tokens: list[list[int]]) -> None:
+    def _request(self, tokens: Sequence[tuple[int, list[int]]]) -> None:
         joins = [row for row in dict.fromkeys(self._joins) if row in self._rows]
         drops, self._drops, self._joins = self._drops, [], []
         if self._process is None:
@@ -146,7 +163,7 @@ class Masks:
         else:
             self._send(drops, joins, tokens)
 
-    def _send(self, drops: list[int], joins: list[int], tokens: list[list[int]]) -> None:
+    def _send(self, drops: list[int], joins: list[int], tokens: Sequence[tuple[int, list[int]]]) -> None:
         self._sent += 1
         for row in joins:
             self._rows[row].since = self._sent
@@ -171,10 +188,11 @@ class Masks:
                 self._restart(stalled=not readable and time.monotonic() - heard >= STALL_SECONDS)
                 continue
             self._unpacker.feed(data)
-            for number, errors in self._unpacker:
+            for number, errors, forced in self._unpacker:
                 self._answered, self._deaths, self._spared = number, 0, NO_ROW
-                known = {row: text for row, text in errors.items() if row in self._rows}
-                self._errors |= {row: text for row, text in known.items() if self._rows[row].since <= number}
+                current = {row for row in (*errors, *forced) if row in self._rows and self._rows[row].since <= number}
+                self._errors |= {row: text for row, text in errors.items() if row in current}
+                self._forced |= {row: tokens for row, tokens in forced.items() if row in current}
 
     def _restart(self, stalled: bool) -> None:
         """Another process, without the row that the last one died of.

@@ -1,12 +1,13 @@
 """The worker's row table: what is known of each running sequence, updated in place by steps and gathered into each
 forward.
 
-A row holds its block table, how many tokens are computed and known, its last token, and the tokens of its prompt until
-they are computed. It knows nothing of requests, text or sampling.
+A row holds its block table, how many tokens are computed and known, its last token, and the tokens that are known
+before they are computed (its prompt, or what a grammar forces). It knows nothing of requests, text or sampling.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +74,8 @@ class WorkerRows:
         self.known = np.zeros(max_rows, np.int32)
         self.last_token = np.zeros(max_rows, np.int32)
         self.block_tables = np.zeros((max_rows, -(-max_model_len // block_size)), np.int32)
-        self._prompts: dict[int, NDArray[np.int32]] = {}
+        self._ahead: dict[int, tuple[int, NDArray[np.int32]]] = {}
+        """Rows with tokens that are still to be computed: those tokens, and the index of the first."""
         self._reported: dict[int, tuple[int, int]] = {}
         """Rows whose prompt is to be reported: first position, and the prompt's length."""
         self._hidden: dict[int, int] = {}
@@ -126,12 +128,19 @@ class WorkerRows:
         rows = packed.rows[packed.sampling]
         self.last_token[rows] = tokens
         self.known[rows] += 1
-        for row in rows.tolist() if self._prompts else ():
+        for row in rows.tolist() if self._ahead else ():
             self._forget_prompt(row)
+
+    def follow(self, row: int, tokens: Sequence[int]) -> None:
+        """`row`, which was just sampled, goes on by tokens that need no sampling."""
+        start, run = int(self.known[row]) - 1, [int(self.last_token[row]), *tokens]
+        self._ahead[row] = start, np.array(run, np.int32)
+        self.known[row] = start + len(run)
+        self.last_token[row] = run[-1]
 
     def clear(self) -> None:
         """Forgets all rows (another scheduler speaks now)."""
-        self._prompts.clear()
+        self._ahead.clear()
         self._reported.clear()
         self._hidden.clear()
         self._embeddings.clear()
@@ -144,7 +153,7 @@ class WorkerRows:
         self.computed[join.row] = join.start
         self.known[join.row] = len(join.tokens)
         self.last_token[join.row] = join.tokens[-1]
-        self._prompts[join.row] = join.tokens
+        self._ahead[join.row] = 0, join.tokens
         if join.report_from is not None:
             self._reported[join.row] = join.report_from, join.prompt_len
         if join.hidden_from is not None:
@@ -153,7 +162,7 @@ class WorkerRows:
             self._embeddings[join.row] = join.embeddings
 
     def _forget_prompt(self, row: int) -> None:
-        self._prompts.pop(row, None)
+        self._ahead.pop(row, None)
         self._reported.pop(row, None)
         self._embeddings.pop(row, None)
 
@@ -165,7 +174,7 @@ class WorkerRows:
             first, stop = max(int(start) + 1, report_from), min(int(start + count) + 1, prompt_len)
             if first < stop:
                 offset = int(end - count) + first - 1 - int(start)
-                parts.append(PromptPart(row, first, offset, self._prompts[row][first:stop]))
+                parts.append(PromptPart(row, first, offset, self._ahead[row][1][first:stop]))
         return parts
 
     def _hidden_parts(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> list[HiddenPart]:
@@ -191,16 +200,16 @@ class WorkerRows:
         return (np.concatenate(places), np.concatenate(vectors)) if places else None
 
     def _tokens(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> NDArray[np.int32]:
-        if not self._prompts:
+        if not self._ahead:
             return self.last_token[rows]
         ends = np.cumsum(ntok)
         tokens = np.empty(int(ends[-1]), np.int32)
         tokens[ends - 1] = self.last_token[rows]
         for i, row in enumerate(rows.tolist()):
-            prompt = self._prompts.get(row)
-            if prompt is not None:
-                start = int(self.computed[row])
-                tokens[ends[i] - ntok[i] : ends[i]] = prompt[start : start + int(ntok[i])]
+            if row in self._ahead:
+                first, known = self._ahead[row]
+                start = int(self.computed[row]) - first
+                tokens[ends[i] - ntok[i] : ends[i]] = known[start : start + int(ntok[i])]
         return tokens
 
     def _check_rows(self, rows: NDArray[np.int32]) -> None:

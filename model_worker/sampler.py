@@ -5,7 +5,8 @@ For each row of logits, in this order, each step only where the row asks for it:
     0. watermark          added to the green tokens: see `watermark.py`
     1. penalties          on tokens of the output, or of prompt + output (`penalize_prompt`): see `penalties.py`
     2. min_new_tokens     stop ids get -inf until so many tokens are emitted
-    3. logit_bias         added; then the operator's processor: see `processors.py`
+    3. logit_bias         added; tokens that are not allowed, and the ends of bad words, get -inf (see `bad_words.py`),
+                          unless a grammar leaves nothing else; then the operator's processor: see `processors.py`
     4. greedy             the largest logit, lower id first among equals, ends here (temperature 0, or top_k 1)
     5. temperature        divided out; below 1e-6 it counts as 1e-6, above 1e6 as 1e6
     6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says;
@@ -42,6 +43,7 @@ from numpy.typing import NDArray
 from interfaces.logprob_reports import LogprobReports
 from interfaces.sampling import LogprobMode, SamplingParams
 from model_worker import rng
+from model_worker.bad_words import BadWords
 from model_worker.draw import Choices, choose, only_kept
 from model_worker.penalties import Penalties, SeenTokens
 from model_worker.processors import ProcessedRows, Processor
@@ -58,6 +60,7 @@ _ROW = np.dtype(
         ("greedy", np.bool_),
         ("worked", np.bool_),  # needs more than the largest logit
         ("biased", np.bool_),
+        ("restricted", np.bool_),
         ("penalized", np.bool_),
         ("whole_sequence", np.bool_),
         ("logprobs", np.int8),
@@ -104,6 +107,8 @@ class SamplerRows:
         self._device = device
         self._seen: dict[int, SeenTokens] = {}
         self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._allowed: dict[int, NDArray[np.int64]] = {}
+        self._bad_words: dict[int, BadWords] = {}
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
         self._wanted: dict[int, Wanted] = {}
         self._processed = ProcessedRows(processors or {})
@@ -130,6 +135,9 @@ class SamplerRows:
         if self._table["held"][row]:
             raise ValueError(f"row {row} is held by another sequence: drop it first")
         bias = self._bias(params.logit_bias)
+        allowed = self._inside_vocabulary(params.allowed_token_ids)
+        if params.allowed_token_ids and not len(allowed):
+            raise ValueError(f"allowed_token_ids has no token of this model: valid are 0 to {self._vocab_size - 1}")
         wanted = self._wanted_by(params)
         if params.logit_processor:
             known = (prompt.tolist(), emitted.tolist())
@@ -141,6 +149,10 @@ class SamplerRows:
             self._last[row] = int((emitted if len(emitted) else prompt)[-1])
         if params.logit_bias:
             self._biases[row] = bias
+        if params.allowed_token_ids:
+            self._allowed[row] = allowed
+        if params.bad_words:
+            self._bad_words[row] = BadWords(params.bad_words, emitted.tolist())
         if params.min_new_tokens:
             self._stop_ids[row] = self._inside_vocabulary(stop_token_ids)
         if params.needs_penalties:
@@ -150,10 +162,24 @@ class SamplerRows:
     def drop(self, row: int) -> None:
         """Frees `row`; a row that is free already (its join was refused) stays so."""
         self._check_rows(np.array([row]))
-        for values in (self._seen, self._biases, self._stop_ids, self._wanted, self._last):
+        for values in (
+            self._seen, self._biases, self._allowed, self._bad_words, self._stop_ids, self._wanted, self._last,
+        ):  # fmt: skip
             values.pop(row, None)
         self._processed.drop(row)
         self._table[row] = np.zeros((), _ROW)
+
+    def follow(self, row: int, tokens: Sequence[int]) -> None:
+        """`row` has gone on by tokens that were not drawn."""
+        if row in self._seen:
+            for token in tokens:
+                self._seen[row].add(token)
+        if row in self._last:
+            self._last[row] = tokens[-1]
+        for token in tokens if row in self._bad_words else ():
+            self._bad_words[row].add(token)
+        for token in tokens:
+            self._processed.chosen(np.array([row], np.int32), np.array([token]))
 
     def sample(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
         """Chooses one token for each row; `logits[i]` and `positions[i]` belong to the distinct `rows[i]`.
@@ -202,6 +228,7 @@ class SamplerRows:
         self._penalize(logits, rows, values, positions)
         self._hold_back_stops(logits, rows, values, positions)
         self._add_biases(logits, rows, values)
+        self._restrict(logits, rows, values)
         self._processed.apply(logits, rows)
         first, bad = self._scale(logits, values["temperature"])
         typical = np.flatnonzero(values["typical_p"] < 1)
@@ -214,6 +241,9 @@ class SamplerRows:
             self._seen[int(rows[i])].add(int(tokens[i]))
         for i in marked:
             self._last[int(rows[i])] = int(tokens[i])
+        for i in np.flatnonzero(values["restricted"]).tolist() if self._bad_words else ():
+            if int(rows[i]) in self._bad_words:
+                self._bad_words[int(rows[i])].add(int(tokens[i]))
         self._processed.chosen(rows, tokens)
         tokens[bad] = -1
         return tokens, logprobs, drawn
@@ -295,6 +325,18 @@ class SamplerRows:
             ids, amounts = self._biases[int(rows[i])]
             logits[int(i), self._on_device(ids)] += self._on_device(amounts)
 
+    def _restrict(self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void]) -> None:
+        for i in np.flatnonzero(values["restricted"]).tolist():
+            row, before = int(rows[i]), logits[i].clone()
+            if row in self._allowed:
+                ids = self._on_device(self._allowed[row])
+                logits[i] = -torch.inf
+                logits[i, ids] = before[ids]
+            if row in self._bad_words:
+                logits[i, self._bad_words[row].forbidden()] = -torch.inf
+            if bool(torch.isneginf(logits[i].max())):
+                logits[i] = before
+
     def _scale(self, logits: torch.Tensor, temperature: NDArray[np.float32]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
         """Shifts rows to a largest logit of 0, divides by the temperature; the first tokens, and which rows are bad."""
         top, first = logits.max(dim=-1)
@@ -328,12 +370,14 @@ class SamplerRows:
     def _values(self, params: SamplingParams, prompt_length: int) -> tuple[object, ...]:
         cuts = params.temperature > 0
         biased = params.needs_penalties or params.logit_bias or params.watermark or params.logit_processor
-        worked = not params.greedy or biased or params.logprobs
+        restricted = params.allowed_token_ids or params.bad_words
+        worked = not params.greedy or biased or restricted or params.logprobs
         return (
             True,
             params.greedy,
             bool(worked),
             bool(params.logit_bias),
+            bool(restricted),
             params.needs_penalties,
             params.penalize_prompt,
             params.logprobs,

@@ -49,10 +49,10 @@ def build_step(worker: Worker, incarnation: int, budget: int, preempted: Preempt
 
 
 def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
-    """Runnable rows whose next token has a block to go to, after giving each that crosses a boundary a new one."""
+    """Runnable rows whose known tokens have blocks to go to, after giving those that lack some new ones."""
     table = worker.rows
     rows = table.runnable()
-    crossing = rows[table.computed[rows] >= table.num_blocks[rows] * worker.block_size]
+    crossing = rows[table.known[rows] > table.num_blocks[rows] * worker.block_size]
     if not len(crossing):
         return rows
     stalled = {
@@ -65,17 +65,18 @@ def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
 
 
 def _grow(worker: Worker, row: int, preempted: Preempted) -> bool:
-    """Gives `row` a block, at the cost of younger rows if need be; False when only older ones could pay."""
+    """Gives `row` blocks, at the cost of younger rows if need be; False when only older ones could pay."""
     table = worker.rows
-    while worker.pool.available == 0:
-        occupied = table.occupied()
-        youngest = int(occupied[np.argmax(table.order[occupied])])
-        if table.order[youngest] <= table.order[row]:
-            return False
-        sequence = worker.remove(youngest)
-        sequence.preemptions += 1
-        preempted(sequence)
-    worker.grow(row)
+    while table.known[row] > table.num_blocks[row] * worker.block_size:
+        while worker.pool.available == 0:
+            occupied = table.occupied()
+            youngest = int(occupied[np.argmax(table.order[occupied])])
+            if table.order[youngest] <= table.order[row]:
+                return False
+            sequence = worker.remove(youngest)
+            sequence.preemptions += 1
+            preempted(sequence)
+        worker.grow(row)
     return True
 
 

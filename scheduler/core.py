@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from interfaces import (
     ErrorCode,
@@ -246,7 +247,9 @@ class Scheduler:
         if new.hidden is not None:
             self._tell_hidden(worker, new.hidden)
         if len(new.rows):
+            runs = {row: (int(worker.rows.generation[row]), run) for row, run in new.forced.items()}
             self._book(worker, new)
+            self._book_forced(worker, runs)
         for row, text in failed.items():
             sequence = worker.rows.sequences[row]
             if sequence is not None:
@@ -429,6 +432,15 @@ class Scheduler:
             self._note(sequence, f"finished with {sequence.emitted} tokens")
             self._forget(sequence, code)
             self.counters["finished"] += 1
+
+    def _book_forced(self, worker: Worker, runs: dict[int, tuple[int, NDArray[np.int32]]]) -> None:
+        """Each further token of a row, and of the generation that it was for, as if it had come alone."""
+        generation = worker.rows.generation
+        for i in range(max((len(run) for _, run in runs.values()), default=0)):
+            left = [row for row, (owner, run) in runs.items() if i < len(run) and generation[row] == owner]
+            if left:
+                tokens = np.array([runs[row][1][i] for row in left], np.int32)
+                self._book(worker, NewTokens(np.array(left, np.int32), tokens, None))
 
     def _tell_placed(self, sequence: Sequence, replica: int) -> None:
         parts = f"its prompt took {sequence.chunks or 1} steps"

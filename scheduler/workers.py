@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import StepResult, WorkerHello, WorkerStatus
+from interfaces.forced_tokens import ForcedTokens
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from scheduler.blocks import BlockPool
@@ -45,13 +46,17 @@ class StepInFlight:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens and reports of one step for the rows that still have the owner they were computed for."""
+    """Tokens and reports of one step for the rows that still have the owner they were computed for.
+
+    `forced` are the tokens that follow those of some rows at once.
+    """
 
     rows: NDArray[np.int32]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
-    reports: LogprobReports | None
-    hidden: HiddenStates | None
+    reports: LogprobReports | None = None
+    hidden: HiddenStates | None = None
+    forced: dict[int, NDArray[np.int32]] = field(default_factory=dict)
 
 
 class Worker:
@@ -155,10 +160,12 @@ class Worker:
         current = self.rows.generation[result.rows] == generations
         reports = None if result.reports is None else self._current(result.reports, step)
         hidden = None if result.hidden is None else self._current(result.hidden, step)
-        if current.all():
-            return NewTokens(result.rows, result.tokens, result.logprobs, reports, hidden)
-        logprobs = None if result.logprobs is None else result.logprobs[current]
-        return NewTokens(result.rows[current], result.tokens[current], logprobs, reports, hidden)
+        rows, tokens, logprobs = result.rows, result.tokens, result.logprobs
+        if not current.all():
+            rows, tokens = rows[current], tokens[current]
+            logprobs = None if logprobs is None else logprobs[current]
+        forced = {} if result.forced is None else self._jump(result.forced, rows)
+        return NewTokens(rows, tokens, logprobs, reports, hidden, forced)
 
     def computing(self) -> list[Sequence]:
         """Those that the steps in flight are for: when the worker dies, one of them may be why."""
@@ -209,6 +216,20 @@ class Worker:
         generations = [step.reporting.get(row, -1) for row in reports.owners.tolist()]
         kept = self.rows.generation[reports.owners] == np.array(generations, np.int64)
         return reports.select(kept) if kept.any() else None
+
+    def _jump(self, forced: ForcedTokens, rows: NDArray[np.int32]) -> dict[int, NDArray[np.int32]]:
+        """Books that rows know more tokens than were sampled; a step in flight that was to sample computes one of them.
+
+        ValueError for broken columns.
+        """
+        if not forced.consistent:
+            raise ValueError("the forced tokens of a step do not fit together")
+        table = self.rows
+        runs = {row: run for row, run in forced.runs().items() if row in rows}
+        for row, run in runs.items():
+            waiting = [step.rows[step.generations == table.generation[step.rows]] for step in self.in_flight]
+            table.known[row] += max(0, len(run) - sum(row in sampling for sampling in waiting))
+        return runs
 
     def _match(self, sequence: Sequence) -> list[int]:
         if not self.prefix_cache:

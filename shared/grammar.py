@@ -63,6 +63,17 @@ class Matcher:
         self._matcher.consume_token(token)
         _check(self._matcher)
 
+    def forced(self, ends: Sequence[int]) -> list[int]:
+        """The tokens that follow without a choice, as the tokenizer cuts their text; none of `ends` or behind it.
+
+        Where the grammar allows one text only, other tokens could write it too: these are the ones that the model has
+        read in its training. Raises GrammarError.
+        """
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        _check(self._matcher)
+        stops = [i for i, token in enumerate(tokens) if token in ends or token in self._eos]
+        return tokens[: stops[0]] if stops else tokens
+
     def fill(self, mask: NDArray[np.int32], ends: Sequence[int]) -> None:
         """Sets the bits of the tokens that may follow; those of `ends` where the text may end. Raises GrammarError."""
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -197,7 +197,10 @@ def test_counted_tokens_are_the_tokens_used(client: anthropic.Anthropic, live: L
         (asked(thinking={"type": "enabled", "budget_tokens": 0}), "thinking"),
         (asked(thinking={"type": "sometimes"}), "thinking"),
         (asked(mcp_servers=[{"url": "x"}]), "mcp_servers"),
-        (asked(output_config={"format": {"type": "json_schema"}}), "output_config"),
+        (asked(output_config={"format": {"type": "json_schema"}}), "output_config.format"),
+        (asked(output_config={"format": {"type": "yaml"}}), "output_config.format"),
+        (asked(output_format={"type": "json_schema", "schema": 5}), "output_format"),
+        (asked(output_config={"format": {"type": "text"}}, output_format={"type": "text"}), "output_format"),
     ],
 )  # fmt: skip
 def test_bad_bodies_are_400_and_name_the_field(live: LiveServer, body: Any, field: str) -> None:

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from api_server import engine_client
-from api_server.engine_client import EngineClient, Inbox, Submission
+from api_server.engine_client import EngineClient
+from api_server.submission import Inbox, Submission
 from interfaces import shared_memory
 from interfaces.codec import encode
 from interfaces.messages import Finish, Results, WorkerHello

@@ -55,6 +55,35 @@ def test_token_ids(live: LiveServer) -> None:
     assert chat["choices"][0]["token_ids"] == ids
 
 
+def test_tokens_of_logprobs_as_ids(live: LiveServer) -> None:
+    ids = [f"token_id:{token}" for token in encode(live.state.tokenizer, "Hello, world!")]
+    plain = post(live, "/v1/completions", **PLAIN, logprobs=1, max_tokens=50, return_tokens_as_token_ids=True).json()
+    logprobs = plain["choices"][0]["logprobs"]
+    assert logprobs["tokens"][: len(ids)] == ids
+    assert all(name.startswith("token_id:") for top in logprobs["top_logprobs"] for name in top)
+    asked = {**CHAT, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+    chat = post(live, "/v1/chat/completions", **asked).json()
+    assert [entry["token"] for entry in chat["choices"][0]["logprobs"]["content"]][: len(ids)] == ids
+
+
+def test_restrictions_reach_the_scheduler(live: LiveServer) -> None:
+    tokenizer = live.state.tokenizer
+    for path, body in (("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)):
+        assert post(live, path, **body, bad_words=["world", " world"], allowed_token_ids=[5, 7]).status_code == 200
+        sampling = live.double.submits[-1].context.sampling_params
+        assert sampling.allowed_token_ids == [5, 7]
+        assert sampling.bad_words == [encode(tokenizer, form) for form in ("world", " world")]
+        for wrong in (
+            {"allowed_token_ids": [10**6]},
+            {"allowed_token_ids": []},
+            {"bad_words": [" "]},
+            {"bad_words": [5]},
+        ):
+            response = post(live, path, **body, **wrong)
+            assert response.status_code == 400
+            assert next(iter(wrong)) in response.json()["error"]["message"]
+
+
 def test_sglangs_fields(live: LiveServer) -> None:
     for path, body in (("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)):
         answer = post(live, path, **body, stop_regex="w[a-z]", rid="mine", extra_key="k", max_tokens=50).json()

@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("forms", nargs="*", default=["kills"], help=", ".join([*FORMS, "all"]))
     parser.add_argument("--minutes", type=float, default=10.0, help="of kills, overload, unfair load and soak (10)")
     parser.add_argument("--kills", type=int, default=200, help="at most so many (200)")
+    parser.add_argument("--dtype", default="float32", help="of kills: in bfloat16 equal streams are a share (float32)")
     parser.add_argument("--frames", type=int, default=100_000, help="of the fuzz (100000)")
     parser.add_argument("--clients", type=int, default=1000, help="that vanish; half as many are slow readers (1000)")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="of what is random (random)")

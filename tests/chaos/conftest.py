@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.killing import FLAGS
 from tests.chaos.streams import Heard, Request, requests
 from tests.chaos.waves import run, shared_memory
 from tests.system.conftest import model
@@ -14,14 +15,23 @@ from tests.system.server import Server
 
 __all__ = ["model"]
 
-FLAGS = ["--dtype", "float32", "--kv-memory", "64MB", "--stall-timeout", "1", "--api-servers", "2"]
 STREAMS = 32
 
 
 @pytest.fixture(scope="session")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    yield from _serve(model, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def second(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """For more deaths: of five in a minute a supervisor gives up."""
+    yield from _serve(model, tmp_path_factory)
+
+
+def _serve(model: Path, folders: pytest.TempPathFactory) -> Iterator[Server]:
     memory = shared_memory()
-    with Server(model, FLAGS, tmp_path_factory.mktemp("chaos") / "log") as running:
+    with Server(model, FLAGS, folders.mktemp("chaos") / "log") as running:
         yield running
     assert shared_memory() <= memory
 

@@ -16,6 +16,7 @@ from tests.chaos.waves import Outcome, compare, percentiles, run, run_directory,
 from tests.system.server import Server
 
 FLAGS = ["--dtype", "float32", "--kv-memory", "64MB", "--stall-timeout", "1", "--api-servers", "2"]
+FLAGS += ["--tool-parser", "hermes"]
 WORKERS = 4
 DEATHS_A_MINUTE = 4
 """Of one process: at five the supervisor rightly gives up."""
@@ -55,10 +56,13 @@ class _Reaper:
 
 
 def kills(options: argparse.Namespace) -> dict[str, object]:
-    """Waves of streams while processes die at random; every stream against its undisturbed twin."""
+    """Waves of streams while processes die at random; every stream against its undisturbed twin.
+
+    In bfloat16 a replay may round otherwise, so there it is told how many streams stayed the same, and not judged.
+    """
     asked = requests(STREAMS)
     memory = shared_memory()
-    flags = [*FLAGS, "--devices", ",".join(["cpu"] * WORKERS)]
+    flags = [*FLAGS, "--dtype", options.dtype, "--devices", ",".join(["cpu"] * WORKERS)]
     outcomes: list[Outcome] = []
     quiet: list[float] = []
     with Server(options.model, flags, options.folder / "kills.log") as server:
@@ -87,11 +91,12 @@ def kills(options: argparse.Namespace) -> dict[str, object]:
     changed = [text for outcome in outcomes for text in outcome.changed]
     leaked = sorted(shared_memory() - memory)
     return {
-        "passed": not lost and not changed and not leaked and blocks == 0,
+        "passed": not lost and not leaked and blocks == 0 and not (changed and options.dtype == "float32"),
+        "dtype": options.dtype,
         "kills": dict(reaper.done),
         "streams": len(outcomes) * STREAMS,
         "requests lost": len(lost),
-        "bytes changed": len(changed),
+        "streams changed": len(changed),
         "examples": [*lost[:5], *changed[:5]],
         "longest pause of a stream, p50 and p99, s": [round(value, 2) for value in pauses],
         "the same undisturbed, s": [round(value, 2) for value in percentiles(quiet)],

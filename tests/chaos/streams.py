@@ -14,6 +14,17 @@ from typing import Any
 
 Event = dict[str, Any]
 LENGTH = 160
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "ages": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+JSON_FORM = {"name": "person", "schema": SCHEMA}
+TOOL = {"type": "function", "function": {"name": "tell", "parameters": SCHEMA}}
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,12 @@ def chat_facts(events: list[Event]) -> Any:
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         for choice in event.get("choices", []):
-            facts = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "finish": None})
+            facts = choices.setdefault(choice["index"], {"text": "", "logprobs": [], "calls": {}, "finish": None})
             facts["text"] += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls") or []:
+                # Ids are random.
+                said = call["function"].get("name") or "", call["function"].get("arguments") or ""
+                facts["calls"][call["index"]] = "".join([facts["calls"].get(call["index"], ""), *said])
             facts["logprobs"] += (choice.get("logprobs") or {}).get("content") or []
             facts["finish"] = choice["finish_reason"] or facts["finish"]
     return choices
@@ -72,7 +87,7 @@ def sglang_facts(events: list[Event]) -> Any:
 
 
 def requests(count: int) -> list[Request]:
-    """Greedy and sampled, one answer and two, with and without log-probabilities, in all dialects."""
+    """Greedy and sampled, one answer and two, with log-probabilities, as JSON, as calls of a tool; in all dialects."""
     made = []
     for i in range(count):
         prompt = f"{i} " + "The quick brown fox jumps over the lazy dog. 日本語 def f(x): "[i % 7 :] * (1 + i % 4)
@@ -130,7 +145,17 @@ def requests(count: int) -> list[Request]:
                     },
                     sglang_facts,
                 ),
-            ][i % 7]
+                Request(
+                    "/v1/chat/completions",
+                    {**chat, "temperature": 1, "response_format": {"type": "json_schema", "json_schema": JSON_FORM}},
+                    chat_facts,
+                ),
+                Request(
+                    "/v1/chat/completions",
+                    {**chat, "temperature": 1, "tools": [TOOL], "tool_choice": "required"},
+                    chat_facts,
+                ),
+            ][i % 9]
         )
     return made
 

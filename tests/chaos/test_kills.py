@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.chaos.streams import Heard, Request
-from tests.chaos.waves import Disturbance, both, compare, kill, run
+from tests.chaos.waves import Disturbance, both, compare, kill, kill_again_while_it_loads, run
 from tests.system.server import Server
 from tests.system.test_resilience import used_blocks
 
@@ -45,3 +45,33 @@ def test_a_stopped_worker_is_noticed_named_and_replaced(
         "killed",
     ):
         assert fact in line
+
+
+def test_a_worker_that_dies_again_while_it_loads(
+    second: Server, asked: list[Request], undisturbed: list[Heard]
+) -> None:
+    outcome = compare(asked, undisturbed, run(second, asked, kill_again_while_it_loads, 0.4))
+    assert outcome.clean, f"{outcome}\n{second.log.read_text()[-5000:]}"
+    assert second.log.read_text().count("died after") == 2
+    second.wait_for("all blocks are free", 5, lambda: used_blocks(second) == 0)
+
+
+def test_sighup_restarts_one_by_one_and_nobody_notices(
+    second: Server, asked: list[Request], undisturbed: list[Heard]
+) -> None:
+    before, log = {child.pid for child in second.children()}, len(second.log.read_text())
+
+    def told() -> str:
+        return second.log.read_text()[log:]
+
+    def hang_up(_: Server) -> None:
+        second.process.send_signal(signal.SIGHUP)
+
+    outcome = compare(asked, undisturbed, run(second, asked, hang_up, 0.4))
+    assert outcome.clean, f"{outcome}\n{told()}"
+    second.wait_for("everyone is restarted", 90, lambda: told().count("was restarted") == 3)
+    for name in ("model_worker:0 (cpu)", "api_server:0", "api_server:1"):
+        assert f"{name} was restarted" in told()
+    assert "died" not in told()
+    left = before & {child.pid for child in second.children()}
+    assert left == {second.child("scheduler").pid}

@@ -41,29 +41,55 @@ def allowed(mask: NDArray[np.int32]) -> list[int]:
 def test_a_replayed_row_goes_on_as_the_first(masks: tuple[Masks, NDArray[np.int32]]) -> None:
     rows, shared = masks
     grammar = compiled("json_schema", {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 3})
-    assert rows.serve([], [join(0, grammar, [])], []) == {}
+    assert rows.serve([], [join(0, grammar, [])], [])[0] == {}
     emitted: list[int] = []
     for _ in range(25):
         emitted.append(random.choice(allowed(shared[0])))
         if emitted[-1] == EOS:
             break
-        assert rows.serve([], [], [[0, emitted[-1]]]) == {}
-        assert rows.serve([1], [join(1, grammar, emitted)], []) == {}
+        assert rows.serve([], [], [[0, emitted[-1:]]])[0] == {}
+        assert rows.serve([1], [join(1, grammar, emitted)], [])[0] == {}
         assert (shared[0] == shared[1]).all()
+
+
+def test_what_is_forced_follows_at_once_one_by_one_and_in_a_replay(masks: tuple[Masks, NDArray[np.int32]]) -> None:
+    rows, shared = masks
+    texts = {"a": {"const": "a long text without a choice"}, "b": {"enum": [1, 2]}, "c": {"const": [None, True, "é"]}}
+    schema = {"type": "object", "properties": texts, "required": list(texts), "additionalProperties": False}
+    grammar = compiled("json_schema", schema)
+    emitted: list[int] = []
+    jumps = 0
+    forced = rows.serve([], [join(0, grammar, []), join(1, grammar, [])], [])[1]
+    for _ in range(200):
+        assert (shared[0] == shared[1]).all()
+        run = forced.get(0) or [random.choice(allowed(shared[0]))]
+        for i, token in enumerate(run):
+            assert allowed(shared[1]) == [token] or len(run) == 1
+            rows.serve([], [], [[1, [token]]])
+            assert rows.serve([2], [join(2, grammar, [*emitted, *run[: i + 1]])], [])[0] == {}
+            assert (shared[1] == shared[2]).all()
+        emitted += run
+        jumps += len(run) > 1
+        if run == [EOS]:
+            break
+        errors, forced = rows.serve([], [], [[0, run]])
+        assert errors == {}
+    assert jumps > 1
+    assert emitted[-1] == EOS
 
 
 def test_what_comes_before_is_free_but_may_not_be_the_end(masks: tuple[Masks, NDArray[np.int32]]) -> None:
     rows, shared = masks
     state = GrammarState()
     state.set_thinking_region(None, [7, 8])
-    assert rows.serve([], [join(2, compiled("regex", "[0-9]"), [], state, ends=[EOS, 5])], []) == {}
+    assert rows.serve([], [join(2, compiled("regex", "[0-9]"), [], state, ends=[EOS, 5])], [])[0] == {}
     vocabulary, _ = loaded()
     for token in (9, 7, 9, 7, 8):
         assert set(range(vocabulary.words * 32)) - set(allowed(shared[2])) == {EOS, 5}
-        rows.serve([], [], [[2, token]])
+        rows.serve([], [], [[2, [token]]])
     digits = allowed(shared[2])
     assert len(digits) == 10
-    rows.serve([], [], [[2, digits[0]]])
+    rows.serve([], [], [[2, digits[:1]]])
     assert allowed(shared[2]) == [EOS, 5]
 
 
@@ -74,15 +100,15 @@ def test_a_row_that_takes_too_long_fails_alone(
     rows.serve([], [join(0, compiled("regex", "a*"), []), join(1, compiled("regex", "b*"), [])], [])
     token = next(token for token in allowed(shared[0]) if token != EOS)
     monkeypatch.setattr(mask_process, "SPARE_SECONDS", -1.0)
-    errors = rows.serve([], [], [[0, token]])
+    errors, _ = rows.serve([], [], [[0, [token]]])
     assert list(errors) == [0]
     assert "20 ms of processor time for each token" in errors[0]
     monkeypatch.undo()
-    assert rows.serve([], [], [[0, token]]) == {}, "a row that failed is gone"
+    assert rows.serve([], [], [[0, [token]]])[0] == {}, "a row that failed is gone"
 
 
 def test_errors_are_the_grammars(masks: tuple[Masks, NDArray[np.int32]]) -> None:
     rows, _ = masks
-    errors = rows.serve([], [join(0, "start: nowhere", []), join(1, compiled("regex", "a"), [9, 9, 9])], [])
+    errors, _ = rows.serve([], [join(0, "start: nowhere", []), join(1, compiled("regex", "a"), [9, 9, 9])], [])
     assert "nowhere" in errors[0]
     assert 1 in errors

@@ -206,6 +206,7 @@ MIXED: list[dict[str, Any]] = [
     {"top_k": 40, "frequency_penalty": 0.7},
     {"temperature": 0.0, "repetition_penalty": 1.3, "penalize_prompt": True},
     {"min_p": 0.1, "logit_bias": {3: 2.5, 7: -4.0}},
+    {"allowed_token_ids": list(range(100, 5000)), "bad_words": [[200], [300, 400], [301, 401, 501]]},
     {"temperature": 0.0, "logprobs": LogprobMode.TEMPERED, "presence_penalty": -1.0},
     {"temperature": 0.7, "top_k": 100, "top_p": 0.8, "min_p": 0.01, "min_new_tokens": 6},
 ]
@@ -324,6 +325,35 @@ def test_logit_bias_moves_greedy_and_log_probabilities() -> None:
     assert sampled.tokens.tolist() == [2]
     assert sampled.logprobs is not None
     assert sampled.logprobs[0] == pytest.approx(expected, rel=1e-6)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=4),
+    st.sets(st.integers(0, 5)),
+    st.lists(st.integers(0, 5), max_size=4),
+    st.integers(0, 2**32),
+)
+def test_restrictions_equal_the_naive_ones(
+    bad_words: list[list[int]], allowed: set[int], emitted: list[int], seed: int
+) -> None:
+    """Greedy, so that the token is the best of what a loop over all endings leaves; with nothing left they are off."""
+    params = _params(temperature=0.0, bad_words=bad_words, allowed_token_ids=sorted(allowed))
+    table = SamplerRows(1, 6, CPU)
+    table.join(0, params, [], NO_TOKENS, np.array(emitted, np.int32))
+    written = list(emitted)
+    generator = np.random.default_rng(seed)
+    for step in range(12):
+        logits = generator.standard_normal((1, 6)).astype(np.float32)
+        possible = [token for token in range(6) if not allowed or token in allowed]
+        possible = [t for t in possible if not any([*written, t][-len(word) :] == word for word in bad_words)]
+        expected = max(possible or range(6), key=lambda token: logits[0, token])
+        sampled = _sample(table, logits, [0], len(emitted) + step)
+        assert sampled.tokens.tolist() == [expected]
+        written.append(expected)
+        if step % 3 == 2:
+            table.follow(0, [1, 2])
+            written += [1, 2]
 
 
 @pytest.mark.parametrize("broken", ["nan", "all -inf", "inf"])

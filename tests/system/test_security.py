@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import signal
 import socket
@@ -108,3 +109,27 @@ def test_a_worker_joins_over_tcp_and_a_stranger_does_not(locked: Server, model: 
         assert remote.wait(20) == 0
     locked.wait_for("the worker has left", 5, lambda: workers() == 1)
     assert "said goodbye" in locked.log.read_text()
+
+
+def inquire(*arguments: str) -> str:
+    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ)
+    return done.stdout + done.stderr
+
+
+def test_status_and_why_tell_what_happens(locked: Server) -> None:
+    headers = {"x-api-key": KEY, "x-request-id": "my-request", "content-type": "application/json"}
+    body = json.dumps({"prompt": "x", "max_tokens": 5, "ignore_eos": True}).encode()
+    request = urllib.request.Request(locked.url + "/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=30, context=locked.tls):
+        pass
+    directory = str(run_directory(locked))
+    told = inquire("why", "my-request", "--run-dir", directory)
+    for event in ("queued with", "admitted to worker 0", "first token", "finished with 5 tokens"):
+        assert event in told, told
+    assert "no request 'nobody'" in inquire("why", "nobody", "--run-dir", directory)
+    locked.child("model_worker").kill()
+    locked.wait_for("it is back", 60, lambda: "worker 0: cpu, epoch 1" in inquire("status", "--run-dir", directory))
+    told = inquire("status", "--run-dir", directory)
+    for fact in ("api_server:0", "scheduler", "model_worker:0", "0 run, 0 wait", "SIGKILL", "died"):
+        assert fact in told, told

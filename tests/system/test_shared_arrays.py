@@ -18,7 +18,8 @@ import pytest
 import zmq
 from numpy.typing import NDArray
 
-from api_server.engine_client import EngineClient, Submission
+from api_server.engine_client import EngineClient
+from api_server.submission import Submission
 from interfaces import (
     ImageMetadata,
     Join,

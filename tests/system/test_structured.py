@@ -88,6 +88,16 @@ def test_openai_json_object_and_responses(server: Server) -> None:
     jsonschema.validate(json.loads(answer["output"][0]["content"][0]["text"]), PERSON)
 
 
+@pytest.mark.parametrize("named", ["output_config", "output_format"])
+def test_anthropic(server: Server, named: str) -> None:
+    form: dict[str, Any] = {"type": "json_schema", "schema": PERSON}
+    asked = {named: {"format": form, "effort": "low"} if named == "output_config" else form}
+    body = {"messages": [{"role": "user", "content": "One."}], "max_tokens": 600, "temperature": 0}
+    answer = server.post("/v1/messages", body | asked)
+    assert answer["stop_reason"] == "end_turn"
+    jsonschema.validate(json.loads(answer["content"][0]["text"]), PERSON)
+
+
 def test_vllm_extras(server: Server) -> None:
     prompt = {"prompt": "x", "n": 4} | MANY
     for text in text_of(server, "/v1/completions", prompt | {"guided_regex": PATTERN}):

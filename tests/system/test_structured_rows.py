@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from api_server.constraints.languages import JSON_OPTIONS
 from deploy import embedded_model
 from interfaces import Finish, SamplingParams
 from interfaces.grammar_state import GrammarState
+from interfaces.sampling import LogprobMode
 from model_worker.loader import LoadedModel
 from model_worker.masks import Masks
 from shared.grammar import GrammarError
@@ -110,6 +113,55 @@ def test_the_crowd_does_not_matter(loaded: LoadedModel, masks: Masks, overlap: b
     for answer, (_, _, fields) in zip(together, asked, strict=True):
         if fields and answer.finished == Finish.STOP and text(answer).startswith("{"):
             jsonschema.validate(json.loads(text(answer)), SCHEMA)
+
+
+FORCED = {
+    "type": "object",
+    "properties": {
+        "kind": {"const": "a value that is long enough to be many tokens"},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "unit": {"enum": ["kilometres per hour", "kilograms per cubic metre"]},
+        "end": {"const": {"nothing": None, "everything": [True, True, False]}},
+    },
+    "required": ["kind", "count", "unit", "end"],
+    "additionalProperties": False,
+}
+
+
+SENTENCE = r"It is [0-9]{1,3} degrees in (Paris|Rome) today, and nothing else was measured; (good|bad) weather\."
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("kind", ["json_schema", "regex"])
+def test_forced_tokens_come_in_fewer_steps(loaded: LoadedModel, masks: Masks, kind: str, overlap: bool) -> None:
+    """A row whose tokens are told one by one (log-probabilities) has the same ones."""
+    seed = random.randrange(2**31)
+    rng = random.Random(seed)
+    grammar = compiled(kind, FORCED if kind == "json_schema" else SENTENCE)
+    asked = [([rng.randrange(3, VOCAB) for _ in range(5)], params(rng, rng.choice([300, 300, 30]))) for _ in range(6)]
+
+    def served(shape: Shape, **told: Any) -> tuple[list[Answer], InProcessServer]:
+        server = InProcessServer(loaded, shape, [masks])
+        for prompt, values in asked:
+            server.submit(prompt, dataclasses.replace(values, **told), grammar=grammar)
+        return server.run(), server
+
+    room = dataclasses.replace(ROOM, overlap=overlap)
+    jumping, fast = served(room)
+    told, slow = served(room, logprobs=LogprobMode.TEMPERED)
+    small = dataclasses.replace(room, num_blocks=18 if kind == "regex" else 42, block_size=8, max_batch_tokens=24)
+    crowded, crowd = served(small)
+    for answer, one_by_one, again in zip(jumping, told, crowded, strict=True):
+        assert answer.tokens == one_by_one.tokens == again.tokens, f"seed {seed}"
+        assert answer.finished == one_by_one.finished == again.finished
+        if answer.finished == Finish.STOP and kind == "json_schema":
+            jsonschema.validate(json.loads(text(answer)), FORCED)
+        elif answer.finished == Finish.STOP:
+            assert re.fullmatch(SENTENCE, text(answer))
+    assert crowd.scheduler.counters["preemptions"] > 0
+    assert all(server.scheduler.workers[0].pool.used == 0 for server in (fast, slow, crowd))
+    # White space is a choice between any two tokens of JSON; the sentence has few.
+    assert fast.scheduler.workers[0].steps < (1.0 if kind == "json_schema" else 0.6) * slow.scheduler.workers[0].steps
 
 
 def test_it_begins_after_the_reasoning(loaded: LoadedModel, masks: Masks) -> None:

@@ -10,13 +10,15 @@ from typing import Any, TypeVar
 
 from api_server import body, refusals
 from api_server.chat_tools import tool_use
-from api_server.dialects.anthropic.schema import Conversation, MessagesBody, Tool, ToolChoice
+from api_server.constraints.given import response_format
+from api_server.dialects.anthropic.schema import Conversation, MessagesBody, OutputConfig, Tool, ToolChoice
 from api_server.dialects.anthropic.turns import system_parts, turns
 from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
 from api_server.refusals import Refusals
 from api_server.thinking import template_options
 from interfaces.chat import TextGenerationRequestMessage
+from interfaces.constraint import Constraint
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SamplingParamsInput
@@ -26,8 +28,6 @@ B = TypeVar("B", bound=Conversation)
 REFUSED: Refusals = {
     "mcp_servers": ("running tools", (None, [])),
     "container": ("running code", (None,)),
-    "output_config": ("output in a prescribed form or effort", (None, {})),
-    "output_format": ("output in a prescribed form", (None,)),
     "context_management": ("editing the context", (None, {})),
     "diagnostics": ("explaining cache misses", (None,)),
     "speed": ("a faster mode", (None, "standard")),
@@ -61,6 +61,7 @@ def request(call: Call, given: Conversation) -> TextGenerationRequest:
     if given.system:
         system.append(TextGenerationRequestMessage(role="system", content=system_parts(given.system)))
     choice, thinking = given.tool_choice, given.thinking
+    effort, constraint = _output(given) if isinstance(given, MessagesBody) else ({}, None)
     use = tool_use([_tool(tool) for tool in given.tools or ()], _choice(choice))
     return TextGenerationRequest(
         request_id=RequestID(call.request_id),
@@ -72,7 +73,10 @@ def request(call: Call, given: Conversation) -> TextGenerationRequest:
         sampling=_sampling(given) if isinstance(given, MessagesBody) else None,
         clamp_max_new_tokens=True,
         continue_final_message=messages[-1].role == "assistant",
-        chat_template_options=template_options(None, enabled=None if thinking is None else thinking.type != "disabled"),
+        constraint=constraint,
+        chat_template_options=template_options(
+            effort, enabled=None if thinking is None else thinking.type != "disabled"
+        ),
         parse_answer=True,
         max_thinking_tokens=None if thinking is None else thinking.budget_tokens,
         request_path=call.path,
@@ -88,6 +92,16 @@ def _sampling(given: MessagesBody) -> SamplingParamsInput:
         top_k=given.top_k,
         stop=given.stop_sequences,
     )
+
+
+def _output(given: MessagesBody) -> tuple[dict[str, Any], Constraint | None]:
+    """What the chat template is told of the effort, and the form of the answer."""
+    config = given.output_config or OutputConfig()
+    if config.format is not None and given.output_format is not None:
+        raise invalid("output_format is the older name of output_config.format: give one of them", "output_format")
+    field = "output_format" if config.format is None else "output_config.format"
+    form = response_format(config.format or given.output_format, field)
+    return {} if config.effort is None else {"reasoning_effort": config.effort}, form
 
 
 def _tool(given: Tool) -> dict[str, Any]:

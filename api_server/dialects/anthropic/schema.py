@@ -61,6 +61,15 @@ class Conversation(_Body):
     tool_choice: ToolChoice | None = None
 
 
+class OutputConfig(_Body):
+    """How the answer is to be."""
+
+    format: dict[str, Any] | None = Field(
+        None, description="The form of the answer: type json_schema, and schema: a JSON schema"
+    )
+    effort: str | None = Field(None, max_length=32, description="reasoning_effort for the chat template")
+
+
 class MessagesBody(Conversation):
     max_tokens: int = Field(ge=1, description="Longest answer in tokens; cut to what the context holds")
     temperature: float | None = Field(None, ge=0, le=1, description="0 is greedy")
@@ -71,6 +80,8 @@ class MessagesBody(Conversation):
     stop_sequences: Annotated[list[StopText], Field(fail_fast=True, max_length=32)] | None = Field(
         None, description="Texts that end the answer; they are not part of it"
     )
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = Field(None, description="The older name of output_config.format")
     metadata: Metadata | None = None
     stream: bool | None = Field(None, description="Send the answer as it is generated")
 

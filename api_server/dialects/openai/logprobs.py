@@ -44,10 +44,11 @@ async def echo_of(tokenizer: Tokenizer, choice: Choice, with_logprobs: bool) -> 
 class LogprobWriter:
     """Writes the logprobs of one request's choices, whole or piece by piece with the same result."""
 
-    def __init__(self, tokenizer: Tokenizer, most: int) -> None:
-        """`most` alternatives are told of each token, even if more are known."""
+    def __init__(self, tokenizer: Tokenizer, most: int, as_ids: bool = False) -> None:
+        """`most` alternatives are told of each token, even if more are known; with `as_ids` tokens read "token_id:5"."""
         self._tokenizer = tokenizer
         self._most = most
+        self._as_ids = as_ids
         self._ends: dict[int, int] = {}
 
     def chat(self, tokens: Sequence[TokenDelta]) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class LogprobWriter:
         self, rows: Sequence[tuple[int, float | None, Mapping[int, float]]], offsets: Sequence[int]
     ) -> dict[str, Any]:
         return {
-            "tokens": [self._tokenizer.piece(token) for token, _, _ in rows],
+            "tokens": [self._name(token) for token, _, _ in rows],
             "token_logprobs": [own for _, own, _ in rows],
             "top_logprobs": [
                 None if own is None else self._by_text(self._cut(top) | {token: own}) for token, own, top in rows
@@ -88,7 +89,10 @@ class LogprobWriter:
     def _by_text(self, logprobs: Mapping[int, float]) -> dict[str, float]:
         # Of tokens that read alike the most probable one is told.
         ordered = sorted(logprobs.items(), key=lambda item: item[1])
-        return dict(reversed({self._tokenizer.piece(token): value for token, value in ordered}.items()))
+        return dict(reversed({self._name(token): value for token, value in ordered}.items()))
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._tokenizer.piece(token)
 
     def _top(self, top: Mapping[int, float]) -> list[dict[str, Any]]:
         return [self._entry(token, value) for token, value in self._cut(top).items()]
@@ -98,7 +102,7 @@ class LogprobWriter:
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {
-            "token": self._tokenizer.piece(token),
+            "token": self._name(token),
             "logprob": logprob,
             "bytes": list(self._tokenizer.raw(token)),
         }

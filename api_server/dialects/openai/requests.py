@@ -31,6 +31,7 @@ from interfaces.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
 B = TypeVar("B", bound=TextBody)
 
 COMPLETION_MAX_TOKENS = 16
+LONGEST_BAD_WORD = 200
 
 _OFF: Collection[Any] = (None, False)
 _REFUSED: Refusals = {
@@ -45,12 +46,9 @@ _REFUSED: Refusals = {
     "use_beam_search": ("beam search", _OFF),
     "documents": ("documents for the template", (None, [])),
     "chat_template": ("a template sent by a client", (None,)),
-    "bad_words": ("forbidding words", (None, [])),
-    "allowed_token_ids": ("restricting the vocabulary", (None,)),
     "logits_processors": ("logits processors", (None, [])),
     "custom_logit_processor": ("logits processors", (None,)),
     "return_token_ids": ("returning token ids", _OFF),
-    "return_tokens_as_token_ids": ("returning token ids", _OFF),
     "return_hidden_states": ("returning hidden states", _OFF),
     "stop_regex": ("stopping at a pattern", (None, [])),
     "lora_path": ("adapters", (None,)),
@@ -210,6 +208,8 @@ def _extended(call: Call, given: ExtendedBody, common: dict[str, Any]) -> dict[s
         raise invalid(problem, "custom_logit_processor")
     sampling = replace(
         common["sampling"],
+        allowed_token_ids=given.allowed_token_ids,
+        bad_words=_bad_words(call, given.bad_words or []),
         logit_processor=name,
         custom_params=orjson.dumps(given.custom_params or {}).decode() if name else None,
     )
@@ -226,6 +226,17 @@ def _extended(call: Call, given: ExtendedBody, common: dict[str, Any]) -> dict[s
         "stop_patterns": given.stop_patterns,
         "cache_salt": f"{given.extra_key}\0{salt}" if given.extra_key else salt,
     }
+
+
+def _bad_words(call: Call, words: list[str]) -> list[list[int]]:
+    """Each with a space before it and without: those are other tokens."""
+    found: list[list[int]] = []
+    for i, word in enumerate(words):
+        if not word.strip() or len(word) > LONGEST_BAD_WORD:
+            raise invalid(f"bad_words[{i}] must be a text of 1 to {LONGEST_BAD_WORD} characters", "bad_words")
+        forms = (call.server.tokenizer.ids_of(form) for form in (word, f" {word.lstrip()}"))
+        found += [ids for ids in forms if ids and ids not in found]
+    return found
 
 
 def _check_not_streamed(given: ExtendedBody) -> None:

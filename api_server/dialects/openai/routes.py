@@ -18,6 +18,7 @@ from api_server.dialects.openai.schema import (
     CompletionAnswer,
     CompletionBody,
     ErrorAnswer,
+    ExtendedBody,
     Model,
     ModelList,
 )
@@ -66,7 +67,7 @@ async def chat_completions(call: Call) -> Response:
     body = requests.read(call, ChatBody)
     envelope = rendering.envelope(call.server, "chatcmpl")
     generation = await generate(call.server, requests.chat_request(call, body))
-    writer = LogprobWriter(call.server.tokenizer, body.top_logprobs or 0) if body.logprobs else None
+    writer = _writer(call, body, body.top_logprobs or 0) if body.logprobs else None
     if body.stream:
         frames = rendering.chat_frames(envelope, generation, body.stream_options, writer)
         return EventStream(frames, generation.close, error_frame)
@@ -81,7 +82,7 @@ async def completions(call: Call) -> Response:
     envelope = rendering.envelope(call.server, "cmpl")
     generation = await generate(call.server, requests.completion_requests(call, body))
     echoes = await _echoes(call.server, body, generation)
-    writer = None if body.logprobs is None else LogprobWriter(call.server.tokenizer, body.logprobs)
+    writer = None if body.logprobs is None else _writer(call, body, body.logprobs)
     if body.stream:
         frames = rendering.completion_frames(envelope, generation, body.stream_options, echoes, writer)
         return EventStream(frames, generation.close, error_frame)
@@ -89,6 +90,10 @@ async def completions(call: Call) -> Response:
     answer = rendering.completion_answer(envelope, generation.choices, choices, echoes, writer)
     extras.add_to_completion(answer, body, choices, call.server.tokenizer)
     return _json(answer)
+
+
+def _writer(call: Call, body: ExtendedBody, most: int) -> LogprobWriter:
+    return LogprobWriter(call.server.tokenizer, most, as_ids=bool(body.return_tokens_as_token_ids))
 
 
 async def list_models(call: Call) -> Response:

@@ -76,10 +76,19 @@ class ExtendedBody(TextBody):
         None, ge=0, le=MOST_LOGPROBS, description="Return the prompt's log probabilities, and so many alternatives"
     )
     return_token_ids: bool | None = Field(None, description="Return token ids of prompt and answer; not streamed")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description='Tokens of log probabilities read "token_id:5", so that none reads like another'
+    )
     stop_regex: str | Annotated[list[str], Field(fail_fast=True)] | None = Field(
         None, description="Patterns in RE2's syntax that end the answer; what matched stays in it"
     )
     no_stop_trim: bool | None = Field(None, description="As include_stop_str_in_output")
+    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = Field(
+        None, description="Words that the answer may not have"
+    )
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=100_000)] | None = Field(
+        None, description="The only tokens that the answer may have"
+    )
     extra_key: str | None = Field(None, description="As cache_salt; both count")
     custom_logit_processor: str | None = Field(
         None, description="Name of a logits processor that the server was started with (--logit-processors)"
