@@ -1,7 +1,7 @@
-"""On which terms a request waits and runs: time limits and priority, in headers or in the body, in every dialect.
+"""On which terms a request waits and runs: time limits, priority, with or without company; in every dialect.
 
-These fields say when, not what. They are taken out of a body before its dialect reads it, so that no dialect needs to
-know them; whoever submits finds them in `current`.
+These fields, in headers or in the body, say when and how, not what. They are taken out of a body before its dialect
+reads it, so that no dialect needs to know them; whoever submits finds them in `current`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ _ORDINARY = Terms()
 current: ContextVar[Terms] = ContextVar("terms", default=_ORDINARY)
 """Of the HTTP request that is being handled."""
 
-_HEADERS = {"timeout": "x-request-timeout", "queue_timeout": "x-queue-timeout", "priority": "x-request-priority"}
+_HEADERS = {
+    "timeout": "x-request-timeout",
+    "queue_timeout": "x-queue-timeout",
+    "priority": "x-request-priority",
+    "deterministic": "x-deterministic",
+}
+_SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def take(body: dict[str, Any]) -> dict[str, Any]:
@@ -40,6 +46,7 @@ def terms_of(headers: Headers, fields: Mapping[str, Any], caller: Caller, may_hu
         priority=_priority(headers, fields, may_hurry),
         queue_seconds=_seconds("queue_timeout", headers, fields),
         total_seconds=_seconds("timeout", headers, fields),
+        deterministic=_deterministic(headers, fields),
     )
 
 
@@ -69,6 +76,16 @@ def _priority(headers: Headers, fields: Mapping[str, Any], may_hurry: bool) -> i
             f"{where} above 0 puts a request before other keys' and needs the admin key, got {value!r}", where
         )
     return int(number)
+
+
+def _deterministic(headers: Headers, fields: Mapping[str, Any]) -> bool:
+    where, value = _found("deterministic", headers, fields)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    found = _SWITCH.get(value.lower()) if where not in fields and isinstance(value, str) else None
+    if found is None:
+        raise invalid(f"{where} must be true or false, got {value!r:.100}", where)
+    return found
 
 
 def _found(name: str, headers: Headers, fields: Mapping[str, Any]) -> tuple[str, Any]:

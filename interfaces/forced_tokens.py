@@ -5,6 +5,7 @@ Knows the layout of the columns; knows neither grammars nor requests.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +23,7 @@ class ForcedTokens:
     tokens: I32
 
     @classmethod
-    def of(cls, runs: dict[int, list[int]]) -> ForcedTokens:
+    def of(cls, runs: Mapping[int, Sequence[int] | NDArray[np.int32]]) -> ForcedTokens:
         """From the tokens of each row, none of them empty."""
         counts = np.array([len(run) for run in runs.values()], np.int32)
         return cls(np.array(list(runs), np.int32), counts, np.concatenate([*runs.values()]).astype(np.int32))

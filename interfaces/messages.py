@@ -44,7 +44,8 @@ class Terms:
     `tenant` is whose share of the server it takes, and `weight` how large that share is beside others'. A higher
     `priority` is admitted first. It fails when it is not on a worker after `queue_seconds`, or has not ended after
     `total_seconds`. A stream that has a name in `resume` outlives its replica and its client for a while: a Submit
-    with the same name takes it over, from its first token.
+    with the same name takes it over, from its first token. `deterministic`: what it gets depends on nothing else that
+    runs, and on no replay, in any dtype.
     """
 
     tenant: str = ""
@@ -53,6 +54,7 @@ class Terms:
     queue_seconds: float | None = None
     total_seconds: float | None = None
     resume: str = ""
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.weight < 1:
@@ -324,7 +326,7 @@ class Join:
     preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
     `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on, hidden states of all
     tokens from index `hidden_from` on; None: no more. `embeddings` stand for those of the first tokens.
-    `images` are those with tokens from `start` on.
+    `images` are those with tokens from `start` on. `alone`: it shares no forward pass.
     """
 
     row: int
@@ -337,6 +339,7 @@ class Join:
     hidden_from: int | None = None
     embeddings: F32Matrix | None = None
     grammar: RowGrammar | None = None
+    alone: bool = False
 
 
 @message(17)

@@ -18,6 +18,7 @@ from interfaces import Join, RowGrammar, Step, StepResult
 from interfaces.forced_tokens import ForcedTokens
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
+from model_worker import alone
 from model_worker.batch import ForwardBatch
 from model_worker.masks import Masks
 from model_worker.reports import ReportBuilder
@@ -61,13 +62,20 @@ class Engine:
         self._masks = masks
         self._incarnation: int | None = None
         self._held: set[int] = set()
+        self._alone: set[int] = set()
         self._refused: dict[int, str] = {}
 
     def step(self, step: Step) -> StepResult:
         """Runs a step. Raises StepError when the step does not fit the rows; nothing else is expected to fail."""
-        started = time.perf_counter_ns()
         self._follow(step.incarnation)
         self._change_rows(step)
+        if not self._alone:
+            return self._pass(step)
+        results = [self._pass(part) for part in alone.parts(step, self._alone)]
+        return alone.together(step, results) if len(results) > 1 else results[0]
+
+    def _pass(self, step: Step) -> StepResult:
+        started = time.perf_counter_ns()
         packed = self._rows.pack(step)
         logits, hidden = self._run(packed)
         sampled, forced = self._sample(packed, logits)
@@ -92,15 +100,19 @@ class Engine:
         for row in self._held:
             self._drop(row)
         self._held.clear()
+        self._alone.clear()
         self._refused.clear()
 
     def _change_rows(self, step: Step) -> None:
         for row in step.drop.tolist():
             self._held.discard(row)
+            self._alone.discard(row)
             self._refused.pop(row, None)
             self._drop(row)
         self._rows.apply(step)
         for join in step.joins:
+            if join.alone:
+                self._alone.add(join.row)
             try:
                 if join.images:
                     raise ValueError("this model takes no images")

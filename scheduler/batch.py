@@ -97,14 +97,25 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
     left += len(prefill)
     reportable = REPORTED_TOKENS
     for i in prefill[np.argsort(table.order[rows[prefill]])].tolist():
-        ntok[i] = min(int(todo[i]), left)
-        if table.computed[rows[i]] < table.unreported[rows[i]]:
-            ntok[i] = min(int(ntok[i]), reportable)
-            reportable -= int(ntok[i])
-        left -= int(ntok[i])
+        reports = table.computed[rows[i]] < table.unreported[rows[i]]
+        most = min(left, reportable) if reports else left
+        share = min(int(todo[i]), most)
+        if table.fixed[rows[i]]:
+            share = _piece(worker, int(rows[i]))
+            if share > most and ntok[prefill].any():
+                continue  # its turn comes: it may be more than the budget when nothing else is computed
+        ntok[i] = share
+        left -= share
+        reportable -= share if reports else 0
         if left <= 0:
             break
     return ntok
+
+
+def _piece(worker: Worker, row: int) -> int:
+    """Tokens that a deterministic row computes next: a fixed piece of its prompt, or one, also in a replay."""
+    computed, prompt = int(worker.rows.computed[row]), int(worker.rows.fixed[row])
+    return min(worker.fixed_tokens - computed % worker.fixed_tokens, prompt - computed) if computed < prompt else 1
 
 
 def _join(worker: Worker, sequence: Sequence) -> Join:
@@ -119,6 +130,7 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         hidden_from=sequence.next_hidden if sequence.context.hidden_states else None,
         embeddings=sequence.context.prompt_embeddings,
         grammar=_grammar(sequence.context),
+        alone=sequence.terms.deterministic,
     )
 
 

@@ -37,6 +37,8 @@ class RowTable:
         """Rows that may report more log-probabilities than their tokens', or hidden states."""
         self.unreported = np.zeros(max_rows, np.int32)
         """Tokens up to the last one of which, or of whose successor, there is something to report; 0 when none is."""
+        self.fixed = np.zeros(max_rows, np.int32)
+        """The prompt's length of deterministic rows, which are computed in the same pieces always; else 0."""
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
         self._free = list(range(max_rows))
         self._reporting = 0
@@ -77,6 +79,7 @@ class RowTable:
         self.replica[row] = replica
         self.reports[row] = sequence.sampling.reports or sequence.context.hidden_states
         self._reporting += int(self.reports[row])
+        self.fixed[row] = sequence.prompt_len if sequence.terms.deterministic else 0
         self.unreported[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
         if sequence.context.hidden_states:
             self.unreported[row] = len(sequence.tokens)

@@ -117,5 +117,6 @@ class Sequence:
     def prefix_hashes(self, block_size: int) -> list[bytes]:
         """Digests of all full blocks of the tokens known so far."""
         if len(self.tokens) // block_size > len(self.hashes):
-            extend_hashes(self.hashes, self.tokens.all, block_size, self.context.cache_salt, self.images)
+            salt = self.context.cache_salt + ("\0deterministic" if self.terms.deterministic else "")
+            extend_hashes(self.hashes, self.tokens.all, block_size, salt, self.images)
         return self.hashes

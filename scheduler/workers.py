@@ -25,6 +25,9 @@ from scheduler.step_clock import StepClock
 
 R = TypeVar("R", LogprobReports, HiddenStates)
 
+FIXED_TOKENS = 64
+"""A deterministic prompt is computed in pieces of so many tokens, or of the next whole number of blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
@@ -234,14 +237,26 @@ class Worker:
     def _match(self, sequence: Sequence) -> list[int]:
         if not self.prefix_cache:
             return []
-        reusable = sequence.reusable // self.block_size
-        return self.pool.match(sequence.prefix_hashes(self.block_size)[:reusable])
+        reusable = sequence.reusable
+        found = self.pool.match(sequence.prefix_hashes(self.block_size)[: reusable // self.block_size])
+        return found[: self._shareable(sequence, len(found) * self.block_size) // self.block_size]
+
+    @property
+    def fixed_tokens(self) -> int:
+        """Length of the pieces of a deterministic prompt."""
+        return -(-FIXED_TOKENS // self.block_size) * self.block_size
+
+    def _shareable(self, sequence: Sequence, tokens: int) -> int:
+        """Of a deterministic sequence only whole pieces of the prompt: the same tokens later on are computed alone."""
+        if not sequence.terms.deterministic:
+            return tokens
+        return min(tokens, sequence.prompt_len) // self.fixed_tokens * self.fixed_tokens
 
     def _register(self, row: int, tokens: int) -> None:
         if not self.prefix_cache:
             return
         sequence = self._sequence(row)
-        full = tokens // self.block_size
+        full = self._shareable(sequence, tokens) // self.block_size
         for block, digest in zip(sequence.blocks[:full], sequence.prefix_hashes(self.block_size), strict=False):
             self.pool.register(block, digest)
 

@@ -32,21 +32,21 @@ def terms(live: LiveServer) -> Terms:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_the_scheduler_is_told_in_every_dialect(live: LiveServer, path: str) -> None:
-    body = BODIES[path] | {"timeout": 7.5, "queue_timeout": 2, "priority": 3}
+    body = BODIES[path] | {"timeout": 7.5, "queue_timeout": 2, "priority": 3, "deterministic": True}
     assert HTTP.post(live.url + path, json=body).status_code == 200
     told = terms(live)
     assert told.total_seconds == pytest.approx(7.5, abs=1)
     assert told.queue_seconds == pytest.approx(2, abs=1)
-    assert (told.priority, told.tenant) == (3, "")
+    assert (told.priority, told.tenant, told.deterministic) == (3, "", True)
 
 
 def test_headers_say_the_same_and_the_body_wins(live: LiveServer) -> None:
-    headers = {"x-request-timeout": "9", "x-queue-timeout": "0.5", "x-request-priority": "-2"}
+    headers = {"x-request-timeout": "9", "x-queue-timeout": "0.5", "x-request-priority": "-2", "x-deterministic": "1"}
     HTTP.post(live.url + "/v1/completions", json={"prompt": "x", "queue_timeout": 4}, headers=headers)
     told = terms(live)
     assert told.total_seconds == pytest.approx(9, abs=1)
     assert told.queue_seconds == pytest.approx(4, abs=1)
-    assert told.priority == -2
+    assert (told.priority, told.deterministic) == (-2, True)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +60,9 @@ def test_headers_say_the_same_and_the_body_wins(live: LiveServer) -> None:
         ({"timeout": 1e9}, {}),
         ({"priority": 0.5}, {}),
         ({"priority": 2000}, {}),
+        ({"deterministic": "yes"}, {}),
+        ({"deterministic": 1}, {}),
+        ({}, {"x-deterministic": "perhaps"}),
         ({}, {"x-queue-timeout": "nan"}),
         ({}, {"x-request-priority": "high"}),
     ],

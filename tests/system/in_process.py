@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces import Finish, SamplingParams, Step, Submit, TextContext, WorkerHello, decode, encode
+from interfaces import Finish, SamplingParams, Step, Submit, Terms, TextContext, WorkerHello, decode, encode
 from interfaces.log_probabilities import LogProbabilities
 from model_worker.engine import Engine, WorkerIdentity
 from model_worker.loader import LoadedModel, load_model
@@ -57,8 +57,8 @@ class Answer:
     """As reports."""
 
 
-def load(path: Path, quantization: str = "none") -> LoadedModel:
-    return load_model(path, "float32", "cpu", lambda *_: None, quantization=quantization)
+def load(path: Path, quantization: str = "none", dtype: str = "float32") -> LoadedModel:
+    return load_model(path, dtype, "cpu", lambda *_: None, quantization=quantization)
 
 
 class InProcessServer:
@@ -89,10 +89,10 @@ class InProcessServer:
         """`fields` are further ones of the context."""
         return self.submit_context(TextContext.from_prompt(prompt, params, **fields))
 
-    def submit_context(self, context: TextContext) -> int:
+    def submit_context(self, context: TextContext, terms: Terms | None = None) -> int:
         handle = len(self.answers)
         self.answers[handle] = Answer()
-        message = decode(encode(Submit(handle, context)))
+        message = decode(encode(Submit(handle, context, terms or Terms())))
         assert isinstance(message, Submit)
         self.scheduler.submit(REPLICA, message)
         return handle
