@@ -45,7 +45,7 @@ class LogprobWriter:
     """Writes the logprobs of one request's choices, whole or piece by piece with the same result."""
 
     def __init__(self, tokenizer: Tokenizer, most: int, as_ids: bool = False) -> None:
-        """`most` alternatives are told of each token, even if more are known; with `as_ids` tokens read "token_id:5"."""
+        """`most` alternatives are told of each token, even if more are known. `as_ids`: tokens read "token_id:5"."""
         self._tokenizer = tokenizer
         self._most = most
         self._as_ids = as_ids
