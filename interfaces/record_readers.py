@@ -28,18 +28,20 @@ def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
     """Of a list of the fields' values. Each field is a line of code, as dataclasses make their constructors: every
     message is read here, and a loop over the fields takes twice as long.
     """
-    names = {field.name: f"{field.name}={field.name}" if field.kw_only else field.name for field in wire_fields(cls)}
+    fields = wire_fields(cls)
+    items = [f"item{i}" for i in range(len(fields))]
+    given = [f"{f.name}={item}" if f.kw_only else item for f, item in zip(fields, items, strict=True)]
     code = [
         "def read(value):",
-        f"    if type(value) is not list or len(value) != {len(names)}:",
-        f"        raise WireError('expected an array of {len(names)} fields')",
-        f"    [{', '.join(names)}] = value",
+        f"    if type(value) is not list or len(value) != {len(items)}:",
+        f"        raise WireError('expected an array of {len(items)} fields')",
+        f"    [{', '.join(items)}] = value",
         "    try:",
     ]
-    for name in names:
-        code += [f"        if type({name}) is not type_{name}:", f"            {name} = read_{name}({name})"]
+    for item in items:
+        code += [f"        if type({item}) is not type_{item}:", f"            {item} = read_{item}({item})"]
     code += [
-        f"        return cls({', '.join(names.values())})",
+        f"        return cls({', '.join(given)})",
         "    except WireError as error:",
         "        raise where(value, error) from None",
         "    except BUILD_ERRORS as error:",
@@ -56,8 +58,8 @@ def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
         return error
 
     known: dict[str, Any] = {"cls": cls, "where": where, "WireError": WireError, "BUILD_ERRORS": BUILD_ERRORS}
-    for name, reader in readers.items():
-        known |= {f"read_{name}": reader, f"type_{name}": exact_type(reader)}
+    for item, field in zip(items, fields, strict=True):
+        known |= {f"read_{item}": readers[field.name], f"type_{item}": exact_type(readers[field.name])}
     exec("\n".join(code), known)
     made: Reader = known["read"]
     return made
