@@ -30,7 +30,8 @@ def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
     """
     fields = wire_fields(cls)
     items = [f"item{i}" for i in range(len(fields))]
-    given = [f"{f.name}={item}" if f.kw_only else item for f, item in zip(fields, items, strict=True)]
+    named_ones = any(field.kw_only for field in fields)
+    given = [f"{field.name}={item}" if named_ones else item for field, item in zip(fields, items, strict=True)]
     code = [
         "def read(value):",
         f"    if type(value) is not list or len(value) != {len(items)}:",
