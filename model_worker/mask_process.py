@@ -126,22 +126,23 @@ class Masks:
         joined = _Row(self._matcher(grammar), GrammarState(**state), ends)
         if not joined.state.waits_for_region:
             joined.state.grammar_enforced = True
+        started = time.process_time()
         joined.look_ahead()
         for token in emitted:
             joined.consume(token)
         self._rows[row] = joined
-        self._fill(row, joined)
+        self._fill(row, joined, started)
 
     def _go_on(self, row: int, tokens: list[int]) -> None:
         # A row that failed is gone here a step before the worker hears of it.
         found = self._rows.get(row)
         if found is not None:
+            started = time.process_time()
             for token in tokens:
                 found.consume(token)
-            self._fill(row, found)
+            self._fill(row, found, started)
 
-    def _fill(self, row: int, found: _Row) -> None:
-        started = time.process_time()
+    def _fill(self, row: int, found: _Row, started: float) -> None:
         # The model may know fewer tokens than its tokenizer, or have room for more.
         found.fill(self._scratch)
         width = min(len(self._scratch), self._masks.shape[1])
