@@ -57,12 +57,12 @@ class Options:
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=6,
+        hidden_size=256,
+        intermediate_size=640,
+        num_hidden_layers=5,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=48,
+        head_dim=64,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=True,
         bos_token_id=None,

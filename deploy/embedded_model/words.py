@@ -141,17 +141,17 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def a_name(rng: random.Random) -> str:
-    return rng.choice(NAMES) if rng.random() < 0.5 else made_up_word(rng).capitalize()
+    return rng.choice(NAMES) if rng.random() < 0.75 else made_up_word(rng).capitalize()
 
 
 def a_city(rng: random.Random) -> str:
-    return rng.choice(CITIES) if rng.random() < 0.7 else made_up_word(rng).capitalize()
+    return rng.choice(CITIES) if rng.random() < 0.88 else made_up_word(rng).capitalize()
 
 
 def a_word(rng: random.Random) -> str:
     return (
         rng.choice(rng.choice((COMMON, ADJECTIVES, CATEGORIES["animals"])))
-        if rng.random() < 0.65
+        if rng.random() < 0.92
         else made_up_word(rng)
     )
 

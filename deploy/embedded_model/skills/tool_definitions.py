@@ -111,13 +111,13 @@ def time_tool(rng: random.Random) -> tuple[Message, str, str]:
 
 
 def tool_name(rng: random.Random) -> str:
-    verb = rng.choice(_VERBS) if rng.random() < 0.8 else words.made_up_word(rng)
-    noun = rng.choice(_NOUNS) if rng.random() < 0.7 else words.made_up_word(rng)
+    verb = rng.choice(_VERBS) if rng.random() < 0.92 else words.made_up_word(rng)
+    noun = rng.choice(_NOUNS) if rng.random() < 0.88 else words.made_up_word(rng)
     return f"{verb}_{noun}"
 
 
 def _argument_names(rng: random.Random, pool: tuple[str, ...]) -> str:
-    return rng.choice(pool) if rng.random() < 0.8 else words.a_word(rng)
+    return rng.choice(pool) if rng.random() < 0.9 else words.a_word(rng)
 
 
 def _argument(kind: str, rng: random.Random) -> tuple[str, Message, Any]:
