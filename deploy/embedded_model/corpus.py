@@ -102,7 +102,7 @@ class Corpus:
             exercises = [self._fresh(self.rng.choice(EXERCISES)) for _ in range(self.rng.choice((1, 1, 2, 3)))]
             return Conversation([message for each in exercises for message in shown(each.messages, thinking=False)])
         kinds = ("plain", "tools", "memory", "system", "raw", "drill")
-        kind = self.rng.choices(kinds, (57, 22, 3, 2, 2, 14))[0]
+        kind = self.rng.choices(kinds, (54, 28, 3, 2, 2, 11))[0]
         if kind == "raw":
             return RawText(self._raw())
         if kind == "drill":
@@ -167,7 +167,7 @@ class Corpus:
             return Conversation(
                 [*self._system(), *shown(exchange.messages, thinking)], tool_use.draw_tools(self.rng), thinking
             )
-        exchanges, tools = self._tool_exchanges(1 if thinking else self.rng.choice((1, 1, 2, 3, 4)))
+        exchanges, tools = self._tool_exchanges(1 if thinking else self.rng.choice((1, 1, 2, 3)))
         if self.rng.random() < 0.15:
             exchanges = [self._fresh(small_talk.draw), *exchanges]
         messages = [message for exchange in exchanges for message in exchange.messages]

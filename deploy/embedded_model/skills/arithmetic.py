@@ -96,14 +96,14 @@ def _word_problem(rng: random.Random) -> Exchange:
             f"I have {a} {things}. I buy {b} more. How many do I have now?",
             f"There are {a} {things} here and {b} {things} there. How many {things} is that?",
         ))  # fmt: skip
-        answer = f"{a} + {b} = {a + b}, so {a + b} {things}."
+        answer = f"{a} + {b} = {a + b}."
         return ask(SKILL, text, answer, f"I must add. {add_thought(a, b)}", rng, key=f"{min(a, b)}+{max(a, b)}")
     b, a = sorted((a, b))
     text = rng.choice((
         f"I have {a} {things} and give away {b}. How many {things} are left?",
         f"I had {a} {things} and lost {b}. How many do I have now?",
     ))  # fmt: skip
-    answer = f"{a} - {b} = {a - b}, so {a - b} {things}."
+    answer = f"{a} - {b} = {a - b}."
     return ask(SKILL, text, answer, f"I must subtract. {subtract_thought(a, b)}", rng, key=f"{a}-{b}")
 
 
@@ -117,7 +117,7 @@ def _comparison(rng: random.Random) -> Exchange:
         SKILL,
         text,
         f"{winner} is {word}.",
-        f"I compare {a} and {b}. {max(a, b)} is above {min(a, b)}.",
+        f"I compare {a} and {b}: {winner} is {word}.",
         rng,
         key=f"{a}?{b}",
     )
@@ -127,7 +127,7 @@ def _parity(rng: random.Random) -> Exchange:
     a = rng.randint(0, 99)
     word = "odd" if a % 2 else "even"
     text = reword(rng.choice(_PARITY).format(a=a), rng)
-    return ask(SKILL, text, f"{a} is {word}.", f"The last digit of {a} is {a % 10}, and {a % 10} is {word}.", rng)
+    return ask(SKILL, text, f"{a} is {word}.", f"The last digit of {a} is {a % 10}, so {a} is {word}.", rng)
 
 
 def draw_equation(rng: random.Random) -> Exchange:

@@ -109,7 +109,7 @@ def _recite(rng: random.Random) -> Exchange:
 
 
 def _neighbour(rng: random.Random) -> Exchange:
-    items = rng.choice((words.DAYS, words.MONTHS, words.LETTERS, tuple(map(str, range(51)))))
+    items = rng.choice((words.DAYS, words.MONTHS, words.LETTERS, words.LETTERS, tuple(map(str, range(51)))))
     place, after = rng.randrange(1, len(items) - 1), rng.random() < 0.6
     item = items[place]
     other = items[place + 1] if after else items[place - 1]
