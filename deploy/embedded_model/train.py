@@ -32,7 +32,7 @@ from deploy.embedded_model.starting_weights import set_starting_weights
 from deploy.embedded_model.train_tokenizer import MAX_LENGTH, load_tokenizer, save_tokenizer, train_tokenizer
 
 STEP_TOKENS = 2048
-BATCH_TOKENS = 1024
+BATCH_TOKENS = 2048
 WARM_UP = 0.01
 DECAY_FROM = 0.3
 MATRIX_RATE = 2e-3
@@ -97,7 +97,7 @@ def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     taken = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in taken]
     return [
-        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=4),
         torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), eps=VECTOR_EPSILON, weight_decay=0.0),
     ]
 
