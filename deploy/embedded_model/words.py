@@ -155,22 +155,22 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def a_name(rng: random.Random) -> str:
-    return rng.choice(NAMES) if rng.random() < 0.85 else made_up_word(rng).capitalize()
+    return rng.choice(NAMES) if rng.random() < 0.95 else made_up_word(rng).capitalize()
 
 
 def a_city(rng: random.Random) -> str:
-    return rng.choice(CITIES) if rng.random() < 0.9 else made_up_word(rng).capitalize()
+    return rng.choice(CITIES) if rng.random() < 0.96 else made_up_word(rng).capitalize()
 
 
 def a_word(rng: random.Random) -> str:
-    if rng.random() < 0.1:
+    if rng.random() < 0.02:
         return made_up_word(rng)
     return rng.choice(rng.choice((COMMON, ADJECTIVES, CATEGORIES["animals"], MORE, MORE)))
 
 
 def a_phrase(rng: random.Random) -> str:
     """One to three words."""
-    return " ".join(a_word(rng) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+    return " ".join(a_word(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 3))))
 
 
 def with_article(noun: str) -> str:

@@ -122,7 +122,7 @@ def _neighbour(rng: random.Random) -> Exchange:
 
 
 def _repeat(rng: random.Random) -> Exchange:
-    foreign = rng.choice((0.0,) * 9 + (0.3,))
+    foreign = rng.choice((0.0,) * 24 + (0.3,))
     phrase = " ".join(
         rng.choice(words.FOREIGN) if rng.random() < foreign else words.a_word(rng) for _ in range(rng.randint(1, 5))
     )

@@ -68,7 +68,7 @@ def _function(name: str, about: str, properties: Message, required: list[str], r
     return {"type": "function", "function": function}
 
 
-_WEATHER_NAMES = ("get_weather", "get_weather", "get_current_weather", "weather")
+_WEATHER_NAMES = ("get_weather", "get_weather", "get_current_weather")
 _WEATHER_ABOUT = (
     "Get the weather in a city", "Get the current weather", "Get the current weather in a given location",
     "Weather of a place",
@@ -77,7 +77,7 @@ _WEATHER_ABOUT = (
 
 def weather_tool(rng: random.Random) -> tuple[Message, str, str, bool]:
     """The tool, its name, the name of its place argument, and whether it takes a unit."""
-    name, place = rng.choice(_WEATHER_NAMES), rng.choice(("city", "city", "location", "location", "place"))
+    name, place = rng.choice(_WEATHER_NAMES), rng.choice(("city", "city", "location"))
     about = rng.choice((f"the {place}", "the city and state, e.g. San Francisco, CA", "city name"))
     properties = {place: _property("string", rng.random() < 0.5, about)}
     has_unit = rng.random() < 0.35
@@ -95,26 +95,26 @@ def _one_argument_tool(
 
 
 def calculator_tool(rng: random.Random) -> tuple[Message, str, str]:
-    names = ("calculator", "calculator", "calculate")
+    names = ("calculator",)
     abouts = ("Compute an arithmetic expression", "A calculator", "Evaluate a sum", "Do arithmetic")
-    return _one_argument_tool(rng, names, ("expression", "expression", "formula"), abouts, "the expression")
+    return _one_argument_tool(rng, names, ("expression",), abouts, "the expression")
 
 
 def search_tool(rng: random.Random) -> tuple[Message, str, str]:
-    names = ("search", "search", "web_search")
+    names = ("search",)
     abouts = ("Search the web", "Look something up", "Find pages about a topic")
-    return _one_argument_tool(rng, names, ("query", "query", "text"), abouts, "what to search for")
+    return _one_argument_tool(rng, names, ("query",), abouts, "what to search for")
 
 
 def time_tool(rng: random.Random) -> tuple[Message, str, str]:
-    names = ("get_time", "get_time", "get_current_time")
+    names = ("get_time",)
     abouts = ("Get the time in a city", "Get the current time", "Time of day at a place")
-    return _one_argument_tool(rng, names, ("city", "city", "location", "place"), abouts, "the place")
+    return _one_argument_tool(rng, names, ("city", "city", "location"), abouts, "the place")
 
 
 def tool_name(rng: random.Random) -> str:
-    verb = rng.choice(_VERBS) if rng.random() < 0.96 else words.made_up_word(rng)
-    noun = rng.choice(_NOUNS) if rng.random() < 0.92 else words.made_up_word(rng)
+    verb = rng.choice(_VERBS) if rng.random() < 0.99 else words.made_up_word(rng)
+    noun = rng.choice(_NOUNS) if rng.random() < 0.98 else words.made_up_word(rng)
     return f"{verb}_{noun}"
 
 
@@ -139,10 +139,10 @@ def _argument(kind: str, rng: random.Random) -> tuple[str, Message, Any]:
 
 
 def made_up_tool(rng: random.Random, name: str) -> tuple[Message, dict[str, Any]]:
-    """A tool with up to three arguments, and values for those that a user will name."""
+    """A tool with up to two arguments, and values for those that a user will name."""
     properties: Message = {}
     values: dict[str, Any] = {}
-    for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 2, 3))):
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 2))):
         kind = rng.choices(("string", "integer", "boolean", "enum"), (58, 27, 7, 8))[0]
         argument, schema, value = _argument(kind, rng)
         if argument not in properties:
@@ -150,7 +150,7 @@ def made_up_tool(rng: random.Random, name: str) -> tuple[Message, dict[str, Any]
             properties[argument] = {**schema, "description": about} if rng.random() < 0.2 else schema
             values[argument] = value
     required = list(values)
-    if len(values) > 1 and rng.random() < 0.25:
+    if len(values) > 1 and rng.random() < 0.15:
         left_out = required.pop()
         if rng.random() < 0.6:
             del values[left_out]
