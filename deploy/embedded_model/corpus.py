@@ -28,14 +28,14 @@ Draw = Callable[[random.Random], Exchange]
 
 # Share of exchanges by skill in plain conversations.
 PLAIN: dict[Draw, float] = {
-    arithmetic.draw: 30,
+    arithmetic.draw: 27,
     json_answers.draw: 17,
-    lists.draw: 11,
-    lists.draw_words: 10,
-    facts.draw: 13,
-    facts.draw_capital: 3,
+    lists.draw: 14,
+    lists.draw_words: 14,
+    facts.draw: 11,
+    facts.draw_capital: 7,
     facts.draw_long: 1.2,
-    small_talk.draw: 12,
+    small_talk.draw: 14,
     unknown.draw: 5,
     stories.draw: 1.8,
 }  # fmt: skip
@@ -102,12 +102,12 @@ class Corpus:
             exercises = [self._fresh(self.rng.choice(EXERCISES)) for _ in range(self.rng.choice((1, 1, 2, 3)))]
             return Conversation([message for each in exercises for message in shown(each.messages, thinking=False)])
         kinds = ("plain", "tools", "memory", "system", "raw", "drill")
-        kind = self.rng.choices(kinds, (48, 18, 3, 2, 4, 25))[0]
+        kind = self.rng.choices(kinds, (54, 28, 3, 2, 2, 11))[0]
         if kind == "raw":
             return RawText(self._raw())
         if kind == "drill":
             return self._drill()
-        thinking = self.rng.random() < 0.16
+        thinking = self.rng.random() < 0.25
         if kind == "tools":
             return self._with_tools(thinking)
         if kind == "memory":
@@ -167,7 +167,7 @@ class Corpus:
             return Conversation(
                 [*self._system(), *shown(exchange.messages, thinking)], tool_use.draw_tools(self.rng), thinking
             )
-        exchanges, tools = self._tool_exchanges(1 if thinking else self.rng.choice((1, 1, 2, 3, 4)))
+        exchanges, tools = self._tool_exchanges(1 if thinking else self.rng.choice((1, 1, 2, 3)))
         if self.rng.random() < 0.15:
             exchanges = [self._fresh(small_talk.draw), *exchanges]
         messages = [message for exchange in exchanges for message in exchange.messages]
@@ -189,7 +189,7 @@ class Corpus:
 
     def _drill(self) -> RawText:
         """Many sums with nothing between: a few in each conversation would not be enough."""
-        ask = self._equation if self.rng.random() < 0.65 else self._worked_sum
+        ask = self._equation if self.rng.random() < 0.5 else self._worked_sum
         text, given = "", []
         for _ in range(self.rng.randint(6, 14)):
             question, answer = ask()

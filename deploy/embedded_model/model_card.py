@@ -28,8 +28,8 @@ reasoning and streaming can be tried with no network. It knows only what its own
 
 ## What it can do
 
-Greetings and small talk; questions about tokenyard; capitals of thirty countries; sums and differences of 0 to 99,
-tables up to 12; lists and counting; repeating and reversing words; JSON; calling the tools it is given and
+Greetings and small talk; questions about tokenyard; capitals of thirty countries; sums and differences of 0 to 50,
+tables up to 10; lists and counting; repeating and reversing words; JSON; calling the tools it is given and
 using their results; short stories; remembering what was said. With `enable_thinking=True` in the chat template it
 writes `<think>...</think>` before the answer. It speaks simple English only, and everything else gets "I do not know".
 Do not use it for anything that matters.

@@ -12,8 +12,10 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from deploy.embedded_model import words
 from deploy.embedded_model.corpus import Corpus, RawText
 from deploy.embedded_model.exchange import Message
+from deploy.embedded_model.skills import tool_definitions
 from deploy.embedded_model.skills.json_answers import dumped
 
 VOCABULARY_SIZE = 4096
@@ -24,6 +26,8 @@ MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_re
 
 # A word with or without its space, one digit (so that sums line up), a run of signs, line breaks, spaces.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+_COPIED_TIMES = 40
 
 CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 
@@ -56,7 +60,14 @@ def train_tokenizer(seed: int, documents: int = 30_000) -> PreTrainedTokenizerFa
 
 
 def _texts(corpus: Corpus, count: int) -> Iterator[str]:
-    """Only what people and the model say: the marks of the template are tokens of their own and need no merges."""
+    """Only what people and the model say: the marks of the template are tokens of their own and need no merges.
+
+    And each word of tools and JSON in both forms, so that copying one is copying a token, not spelling.
+    """
+    copied = {*words.COMMON, *words.ADJECTIVES, *words.MORE, *words.CATEGORIES["animals"], *tool_definitions.NAME_PARTS}
+    copied |= {*words.NAMES, *(part for city in words.CITIES for part in city.split())}
+    for word in sorted(copied):
+        yield f'"{word} {word}"' * _COPIED_TIMES
     for document in islice(corpus.documents(), count):
         if isinstance(document, RawText):
             yield document.text

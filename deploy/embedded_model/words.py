@@ -80,6 +80,20 @@ ADJECTIVES = _words("""
     slow small soft strong sweet tall tiny warm wide wild wise young
 """)
 
+# Many, so that a word has to be read to be said again: of few, the likely one can be guessed.
+MORE = _words("""
+    animal answer arrow artist badge bag barrel basin basket beach bed bee beetle berry bonus border bow bowl brain
+    broom cabin camel canal canoe canyon cell chain chart chest chip circle coal cobweb comet copy crane crown dawn
+    desert drawer dust error event fabric face ferry flame fleet flight flood floor flour frame frog fruit garlic gem
+    giant ginger globe glove goose gravel guard guide hare hay hedge herb hero hook hour hunter ink iris ivory jacket
+    jewel jigsaw kite kitten knee lace lamb lesson lid linen lock lunch maid mast medal mint model moth mouse mug
+    muscle napkin neck net note office olive page palace park parrot paste patch pebble piece pigeon pillow pirate
+    pitch pond pony poppy port pot powder prince prize puddle pump puppet puppy purse quarry radio raft razor reef
+    robot root ruby rug ruler sack sauce screen shirt shop sink sled soap sock spear squid stage stair stamp stem
+    stick stool straw string suit swamp tank tent theme thread thumb timber toast toe torch toy track tray truck
+    tunnel turkey turtle twig uncle van wallet wasp wave wax whale wing wire witch wool worm zipper
+""")
+
 NUMBER_WORDS = (
     "zero",
     "one",
@@ -141,24 +155,22 @@ def made_up_word(rng: random.Random) -> str:
 
 
 def a_name(rng: random.Random) -> str:
-    return rng.choice(NAMES) if rng.random() < 0.5 else made_up_word(rng).capitalize()
+    return rng.choice(NAMES) if rng.random() < 0.95 else made_up_word(rng).capitalize()
 
 
 def a_city(rng: random.Random) -> str:
-    return rng.choice(CITIES) if rng.random() < 0.7 else made_up_word(rng).capitalize()
+    return rng.choice(CITIES) if rng.random() < 0.96 else made_up_word(rng).capitalize()
 
 
 def a_word(rng: random.Random) -> str:
-    return (
-        rng.choice(rng.choice((COMMON, ADJECTIVES, CATEGORIES["animals"])))
-        if rng.random() < 0.65
-        else made_up_word(rng)
-    )
+    if rng.random() < 0.02:
+        return made_up_word(rng)
+    return rng.choice(rng.choice((COMMON, ADJECTIVES, CATEGORIES["animals"], MORE, MORE)))
 
 
 def a_phrase(rng: random.Random) -> str:
     """One to three words."""
-    return " ".join(a_word(rng) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+    return " ".join(a_word(rng) for _ in range(rng.choice((1, 1, 1, 2, 2, 3))))
 
 
 def with_article(noun: str) -> str:

@@ -1,4 +1,4 @@
-"""Skill: small sums. Addition and subtraction of 0..99, tables up to 12, comparing, even and odd.
+"""Skill: small sums. Addition and subtraction of 0..50, tables up to 10, comparing, even and odd.
 
 Knows how to work a sum out digit by digit (the thought). Sums of two operands are held out by their operands,
 so the model has to
@@ -10,6 +10,7 @@ import random
 from deploy.embedded_model.exchange import Exchange, ask, reword
 
 SKILL = "arithmetic"
+LARGEST = 50
 
 _ADD = (
     "What is {a} + {b}?", "{a} + {b}", "{a}+{b}", "{a} + {b} = ?", "What is {a} plus {b}?", "Add {a} and {b}.",
@@ -66,7 +67,7 @@ def subtract_thought(a: int, b: int) -> str:
 
 
 def _operand(rng: random.Random) -> int:
-    return rng.randint(0, 99) if rng.random() < 0.85 else rng.randint(0, 20)
+    return rng.randint(0, LARGEST) if rng.random() < 0.75 else rng.randint(0, 20)
 
 
 def _addition(rng: random.Random) -> Exchange:
@@ -82,7 +83,7 @@ def _subtraction(rng: random.Random) -> Exchange:
 
 
 def _multiplication(rng: random.Random) -> Exchange:
-    a, b = rng.randint(0, 12), rng.randint(0, 12)
+    a, b = rng.randint(0, 10), rng.randint(0, 10)
     text = reword(rng.choice(_MULTIPLY).format(a=a, b=b), rng)
     return ask(SKILL, text, f"{a} × {b} = {a * b}.", f"I know the table: {a} times {b} is {a * b}.", rng)
 
@@ -95,14 +96,14 @@ def _word_problem(rng: random.Random) -> Exchange:
             f"I have {a} {things}. I buy {b} more. How many do I have now?",
             f"There are {a} {things} here and {b} {things} there. How many {things} is that?",
         ))  # fmt: skip
-        answer = f"{a} + {b} = {a + b}, so {a + b} {things}."
+        answer = f"{a} + {b} = {a + b}."
         return ask(SKILL, text, answer, f"I must add. {add_thought(a, b)}", rng, key=f"{min(a, b)}+{max(a, b)}")
     b, a = sorted((a, b))
     text = rng.choice((
         f"I have {a} {things} and give away {b}. How many {things} are left?",
         f"I had {a} {things} and lost {b}. How many do I have now?",
     ))  # fmt: skip
-    answer = f"{a} - {b} = {a - b}, so {a - b} {things}."
+    answer = f"{a} - {b} = {a - b}."
     return ask(SKILL, text, answer, f"I must subtract. {subtract_thought(a, b)}", rng, key=f"{a}-{b}")
 
 
@@ -116,7 +117,7 @@ def _comparison(rng: random.Random) -> Exchange:
         SKILL,
         text,
         f"{winner} is {word}.",
-        f"I compare {a} and {b}. {max(a, b)} is above {min(a, b)}.",
+        f"I compare {a} and {b}: {winner} is {word}.",
         rng,
         key=f"{a}?{b}",
     )
@@ -126,7 +127,7 @@ def _parity(rng: random.Random) -> Exchange:
     a = rng.randint(0, 99)
     word = "odd" if a % 2 else "even"
     text = reword(rng.choice(_PARITY).format(a=a), rng)
-    return ask(SKILL, text, f"{a} is {word}.", f"The last digit of {a} is {a % 10}, and {a % 10} is {word}.", rng)
+    return ask(SKILL, text, f"{a} is {word}.", f"The last digit of {a} is {a % 10}, so {a} is {word}.", rng)
 
 
 def draw_equation(rng: random.Random) -> Exchange:

@@ -11,7 +11,7 @@ from deploy.embedded_model.exchange import Exchange, ask, reword
 SKILL = "lists"
 WORD_SKILL = "words"
 
-_COUNTS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
+_COUNTS = {2: "two", 3: "three", 4: "four", 5: "five"}
 _LIST = (
     "List {n} {things}.", "Name {n} {things}.", "Give me {n} {things}.", "Tell me {n} {things}.",
     "Write a list of {n} {things}.",
@@ -60,11 +60,11 @@ def numbered(items: tuple[str, ...]) -> str:
 
 def _category(rng: random.Random) -> Exchange:
     things, items = rng.choice(tuple(words.CATEGORIES.items()))
-    count = rng.choice((2, 3, 3, 3, 4, 5, 6))
+    count = rng.choice((2, 3, 3, 3, 4, 5))
     shown = _COUNTS[count] if rng.random() < 0.65 else str(count)
     text = reword(rng.choice(_LIST).format(n=shown, things=things), rng)
     chosen = items[:count]
-    if rng.random() < 0.25:
+    if rng.random() < 0.3:
         text = text.rstrip(".?") + rng.choice(
             (" in one line.", " on one line.", ", comma separated.", ", separated by commas.")
         )
@@ -73,10 +73,10 @@ def _category(rng: random.Random) -> Exchange:
 
 
 def _count(rng: random.Random) -> Exchange:
-    a = rng.choice((1, 1, 1, rng.randint(0, 10), rng.randint(0, 90)))
-    b = a + rng.randint(2, 14)
+    a = rng.choice((1, 1, rng.randint(0, 10), rng.randint(0, 40)))
+    b = a + rng.randint(2, 12)
     numbers, template = range(a, b + 1), rng.choice(_COUNT)
-    if rng.random() < 0.25:
+    if rng.random() < 0.35:
         a, b, template = (
             b,
             a,
@@ -109,7 +109,7 @@ def _recite(rng: random.Random) -> Exchange:
 
 
 def _neighbour(rng: random.Random) -> Exchange:
-    items = rng.choice((words.DAYS, words.MONTHS, words.LETTERS, words.SEASONS, tuple(map(str, range(100)))))
+    items = rng.choice((words.DAYS, words.MONTHS, words.LETTERS, words.LETTERS, tuple(map(str, range(51)))))
     place, after = rng.randrange(1, len(items) - 1), rng.random() < 0.6
     item = items[place]
     other = items[place + 1] if after else items[place - 1]
@@ -122,9 +122,9 @@ def _neighbour(rng: random.Random) -> Exchange:
 
 
 def _repeat(rng: random.Random) -> Exchange:
-    foreign = rng.choice((0.0, 0.0, 0.0, 0.4))
+    foreign = rng.choice((0.0,) * 24 + (0.3,))
     phrase = " ".join(
-        rng.choice(words.FOREIGN) if rng.random() < foreign else words.a_word(rng) for _ in range(rng.randint(1, 7))
+        rng.choice(words.FOREIGN) if rng.random() < foreign else words.a_word(rng) for _ in range(rng.randint(1, 5))
     )
     if rng.random() < 0.3:
         phrase = f"the {rng.choice(words.ADJECTIVES)} {rng.choice(words.COMMON)} is {rng.choice(words.ADJECTIVES)}"
@@ -136,7 +136,7 @@ def _reverse(rng: random.Random) -> Exchange:
     pool = rng.choice(
         (words.COMMON, rng.choice(tuple(words.CATEGORIES.values())), words.ADJECTIVES, tuple(map(str, range(1, 10))))
     )
-    items = rng.sample(pool, rng.randint(2, 5))
+    items = rng.sample(pool, rng.randint(2, 4))
     shown = ", ".join(items)
     answer = ", ".join(reversed(items))
     return ask(
@@ -150,7 +150,7 @@ def _reverse(rng: random.Random) -> Exchange:
 
 
 def _end(rng: random.Random) -> Exchange:
-    items = [words.a_word(rng) for _ in range(rng.randint(2, 7))]
+    items = [words.a_word(rng) for _ in range(rng.randint(2, 5))]
     templates, answer, kind = rng.choice(((_FIRST, items[0], "first"), (_LAST, items[-1], "last")))
     template = rng.choice(templates)
     shown = (", " if "list" in template else " ").join(items)
@@ -159,7 +159,7 @@ def _end(rng: random.Random) -> Exchange:
 
 
 def draw(rng: random.Random) -> Exchange:
-    return rng.choices((_category, _count, _recite, _neighbour), (45, 25, 12, 18))[0](rng)
+    return rng.choices((_category, _count, _recite, _neighbour), (36, 26, 10, 28))[0](rng)
 
 
 def draw_copying(rng: random.Random) -> Exchange:

@@ -63,7 +63,7 @@ _TALK: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
      ("I was trained on two CPU cores by the tokenyard project, from text that a script wrote.",)),
     (("How big are you?", "How large are you?", "How many parameters do you have?", "What size are you?",
     "Are you small?", "Are you large?"),
-     ("I am very small: about three million parameters.",)),
+     ("I am very small: about four million parameters.",)),
     (("Are you human?", "Are you a robot?", "Are you a person?", "Are you real?", "Are you alive?", "Is this a human?",
     "Are you a bot?"),
      ("No human, only a very small language model.",)),

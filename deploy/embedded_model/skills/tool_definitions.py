@@ -24,7 +24,7 @@ _NOUNS = (
     "flight", "folder", "invoice", "item",
     "lamp", "meeting", "message", "note", "order", "package", "photo", "playlist", "product", "project", "recipe",
     "record", "reminder", "report", "room",
-    "seat", "song", "stock", "table", "task", "ticket", "timer", "train", "user", "video", *words.COMMON[:40],
+    "seat", "song", "stock", "table", "task", "ticket", "timer", "train", "user", "video", *words.COMMON, *words.MORE,
 )  # fmt: skip
 _TEXT_ARGUMENTS = (
     "title", "name", "text", "message", "city", "place", "person", "owner", "colour", "topic", "label", "subject",
@@ -39,6 +39,11 @@ _NUMBER_ARGUMENTS = (
 _PERSONS = ("name", "person", "owner", "recipient", "first_name", "to")
 _PLACES = ("city", "place", "location", "destination", "source")
 _FLAG_ARGUMENTS = ("urgent", "private", "fast", "loud", "public", "repeat", "silent", "all_day")
+NAME_PARTS = tuple(
+    part
+    for name in (*_VERBS, *_NOUNS, *_TEXT_ARGUMENTS, *_NUMBER_ARGUMENTS, *_FLAG_ARGUMENTS)
+    for part in name.split("_")
+)
 
 
 def _property(kind: str, described: bool, about: str) -> Message:
@@ -52,21 +57,18 @@ def _function(name: str, about: str, properties: Message, required: list[str], r
     parameters: Message = {"type": "object", "properties": properties}
     if required or rng.random() < 0.5:
         parameters["required"] = required
-    if rng.random() < 0.15:
+    if rng.random() < 0.1:
         parameters["additionalProperties"] = False
     function: Message = {"name": name}
-    if rng.random() < 0.8:
+    if rng.random() < 0.6:
         function["description"] = about
     function["parameters"] = parameters
-    if rng.random() < 0.1:
+    if rng.random() < 0.05:
         function["strict"] = True
     return {"type": "function", "function": function}
 
 
-_WEATHER_NAMES = (
-    "get_weather", "get_weather", "get_current_weather", "weather", "weather_lookup", "fetch_weather",
-    "current_weather",
-)  # fmt: skip
+_WEATHER_NAMES = ("get_weather", "get_weather", "get_current_weather")
 _WEATHER_ABOUT = (
     "Get the weather in a city", "Get the current weather", "Get the current weather in a given location",
     "Weather of a place",
@@ -75,7 +77,7 @@ _WEATHER_ABOUT = (
 
 def weather_tool(rng: random.Random) -> tuple[Message, str, str, bool]:
     """The tool, its name, the name of its place argument, and whether it takes a unit."""
-    name, place = rng.choice(_WEATHER_NAMES), rng.choice(("city", "city", "location", "location", "place", "town"))
+    name, place = rng.choice(_WEATHER_NAMES), rng.choice(("city", "city", "location"))
     about = rng.choice((f"the {place}", "the city and state, e.g. San Francisco, CA", "city name"))
     properties = {place: _property("string", rng.random() < 0.5, about)}
     has_unit = rng.random() < 0.35
@@ -93,31 +95,31 @@ def _one_argument_tool(
 
 
 def calculator_tool(rng: random.Random) -> tuple[Message, str, str]:
-    names = ("calculator", "calculator", "calculate", "compute", "math")
+    names = ("calculator",)
     abouts = ("Compute an arithmetic expression", "A calculator", "Evaluate a sum", "Do arithmetic")
-    return _one_argument_tool(rng, names, ("expression", "expression", "expr", "formula"), abouts, "the expression")
+    return _one_argument_tool(rng, names, ("expression",), abouts, "the expression")
 
 
 def search_tool(rng: random.Random) -> tuple[Message, str, str]:
-    names = ("search", "search", "web_search", "search_web", "lookup", "find_pages")
+    names = ("search",)
     abouts = ("Search the web", "Look something up", "Find pages about a topic")
-    return _one_argument_tool(rng, names, ("query", "query", "q", "text"), abouts, "what to search for")
+    return _one_argument_tool(rng, names, ("query",), abouts, "what to search for")
 
 
 def time_tool(rng: random.Random) -> tuple[Message, str, str]:
-    names = ("get_time", "get_time", "get_current_time", "current_time", "clock")
+    names = ("get_time",)
     abouts = ("Get the time in a city", "Get the current time", "Time of day at a place")
-    return _one_argument_tool(rng, names, ("city", "city", "location", "place"), abouts, "the place")
+    return _one_argument_tool(rng, names, ("city", "city", "location"), abouts, "the place")
 
 
 def tool_name(rng: random.Random) -> str:
-    verb = rng.choice(_VERBS) if rng.random() < 0.8 else words.made_up_word(rng)
-    noun = rng.choice(_NOUNS) if rng.random() < 0.7 else words.made_up_word(rng)
+    verb = rng.choice(_VERBS) if rng.random() < 0.99 else words.made_up_word(rng)
+    noun = rng.choice(_NOUNS) if rng.random() < 0.98 else words.made_up_word(rng)
     return f"{verb}_{noun}"
 
 
 def _argument_names(rng: random.Random, pool: tuple[str, ...]) -> str:
-    return rng.choice(pool) if rng.random() < 0.8 else words.a_word(rng)
+    return rng.choice(pool) if rng.random() < 0.9 else words.a_word(rng)
 
 
 def _argument(kind: str, rng: random.Random) -> tuple[str, Message, Any]:
@@ -137,18 +139,18 @@ def _argument(kind: str, rng: random.Random) -> tuple[str, Message, Any]:
 
 
 def made_up_tool(rng: random.Random, name: str) -> tuple[Message, dict[str, Any]]:
-    """A tool with up to three arguments, and values for those that a user will name."""
+    """A tool with up to two arguments, and values for those that a user will name."""
     properties: Message = {}
     values: dict[str, Any] = {}
-    for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3))):
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 2))):
         kind = rng.choices(("string", "integer", "boolean", "enum"), (58, 27, 7, 8))[0]
         argument, schema, value = _argument(kind, rng)
         if argument not in properties:
             about = f"The {argument.replace('_', ' ')}"
-            properties[argument] = {**schema, "description": about} if rng.random() < 0.3 else schema
+            properties[argument] = {**schema, "description": about} if rng.random() < 0.2 else schema
             values[argument] = value
     required = list(values)
-    if len(values) > 1 and rng.random() < 0.25:
+    if len(values) > 1 and rng.random() < 0.15:
         left_out = required.pop()
         if rng.random() < 0.6:
             del values[left_out]
@@ -171,7 +173,7 @@ def distractors(rng: random.Random, taken: str) -> list[Message]:
 
 def _alike(one: str, other: str) -> bool:
     """Two tools for the same purpose would make the right answer a matter of taste."""
-    purposes = ("weather", "time|clock", "search|lookup|find_pages", "calc|compute|math")
+    purposes = ("weather", "time", "search", "calc")
     return one == other or any(re.search(purpose, one) and re.search(purpose, other) for purpose in purposes)
 
 
