@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,9 @@ def together(step: Step, results: list[StepResult]) -> StepResult:
         logprobs = np.concatenate(columns)[order]
     reports = [result.reports for result in results if result.reports is not None]
     hidden = [result.hidden for result in results if result.hidden is not None]
-    runs = [result.forced.runs() for result in results if result.forced is not None]
+    runs: dict[int, NDArray[np.int32]] = {}
+    for result in results:
+        runs |= {} if result.forced is None else result.forced.runs()
     return replace(
         results[0],
         rows=rows[order],
@@ -52,5 +53,5 @@ def together(step: Step, results: list[StepResult]) -> StepResult:
         device_us=sum(result.device_us for result in results),
         reports=LogprobReports.joined(reports) if reports else None,
         hidden=HiddenStates.joined(hidden) if hidden else None,
-        forced=ForcedTokens.of(reduce(dict.__or__, runs)) if runs else None,
+        forced=ForcedTokens.of(runs) if runs else None,
     )

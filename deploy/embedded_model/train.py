@@ -72,7 +72,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     attention.register()
     model = LlamaForCausalLM(config)
     model.set_attn_implementation(attention.NAME)
-    set_starting_weights(model, [tokenizer.decode([token]) for token in range(len(tokenizer))])
+    set_starting_weights(model, [str(tokenizer.decode([token])) for token in range(len(tokenizer))])
     return model
 
 
