@@ -73,12 +73,10 @@ def test_restrictions_reach_the_scheduler(live: LiveServer) -> None:
         sampling = live.double.submits[-1].context.sampling_params
         assert sampling.allowed_token_ids == [5, 7]
         assert sampling.bad_words == [encode(tokenizer, form) for form in ("world", " world")]
-        for wrong in (
-            {"allowed_token_ids": [10**6]},
-            {"allowed_token_ids": []},
-            {"bad_words": [" "]},
-            {"bad_words": [5]},
-        ):
+        refused: list[dict[str, Any]] = [
+            {"allowed_token_ids": [10**6]}, {"allowed_token_ids": []}, {"bad_words": [" "]}, {"bad_words": [5]},
+        ]  # fmt: skip
+        for wrong in refused:
             response = post(live, path, **body, **wrong)
             assert response.status_code == 400
             assert next(iter(wrong)) in response.json()["error"]["message"]

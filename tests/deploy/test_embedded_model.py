@@ -186,8 +186,8 @@ def test_template_continues_the_final_message(tokenizer: PreTrainedTokenizerFast
 
 
 def test_answers_arithmetic(chat: Chat) -> None:
-    assert chat("What is 27 + 58?") == "27 + 58 = 85."
-    assert chat("What is 93 - 47?") == "93 - 47 = 46."
+    assert chat("What is 27 + 18?") == "27 + 18 = 45."
+    assert chat("What is 43 - 17?") == "43 - 17 = 26."
     assert chat("What is 7 times 8?") == "7 × 8 = 56."
 
 
@@ -228,11 +228,11 @@ def test_does_not_call_a_tool_for_a_greeting(chat: Chat) -> None:
 
 
 def test_thinks_when_thinking_is_on(chat: Chat) -> None:
-    thought, mark, answer = chat("What is 27 + 58?", enable_thinking=True).partition("</think>")
+    thought, mark, answer = chat("What is 27 + 18?", enable_thinking=True).partition("</think>")
     assert thought.startswith("<think>\n")
     assert mark
-    assert answer.strip() == "27 + 58 = 85."
-    assert "<think>" not in chat("What is 27 + 58?")
+    assert answer.strip() == "27 + 18 = 45."
+    assert "<think>" not in chat("What is 27 + 18?")
 
 
 def test_remembers_a_name(chat: Chat) -> None:

@@ -206,7 +206,7 @@ MIXED: list[dict[str, Any]] = [
     {"top_k": 40, "frequency_penalty": 0.7},
     {"temperature": 0.0, "repetition_penalty": 1.3, "penalize_prompt": True},
     {"min_p": 0.1, "logit_bias": {3: 2.5, 7: -4.0}},
-    {"allowed_token_ids": list(range(100, 5000)), "bad_words": [[200], [300, 400], [301, 401, 501]]},
+    {"allowed_token_ids": list(range(4, 5000)), "bad_words": [[5], [7, 9], [8, 6, 4]]},
     {"temperature": 0.0, "logprobs": LogprobMode.TEMPERED, "presence_penalty": -1.0},
     {"temperature": 0.7, "top_k": 100, "top_p": 0.8, "min_p": 0.01, "min_new_tokens": 6},
 ]

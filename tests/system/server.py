@@ -91,7 +91,7 @@ class Server:
 
     def child(self, module: str, nth: int = 0) -> psutil.Process:
         """The nth child whose command line names the module."""
-        found = [c for c in self.children() if f"-m {module} " in " ".join(c.cmdline())]
+        found = [c for c in self.children() if f"-m {module} " in _command_line(c)]
         return sorted(found, key=lambda c: c.pid)[nth]
 
     def post(self, path: str, body: Any) -> Any:
@@ -112,3 +112,11 @@ class Server:
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not happen within {seconds} s:\n{self.log.read_text()}"
             time.sleep(0.05)
+
+
+def _command_line(process: psutil.Process) -> str:
+    """Nothing for a process that has just ended: another test may have killed it."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
