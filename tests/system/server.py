@@ -115,7 +115,7 @@ class Server:
 
 
 def _command_line(process: psutil.Process) -> str:
-    """Nothing for a process that has just ended: another test may have killed it."""
+    """Nothing for a process that has just ended: killing is what some tests do."""
     try:
         return " ".join(process.cmdline())
     except psutil.Error:
