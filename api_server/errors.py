@@ -46,8 +46,15 @@ class ErrorKind(enum.StrEnum):
     """A bug of ours; the log has the traceback under the request id."""
 
 
+LONGEST_MESSAGE = 2000
+"""Characters; a value of the client's that is quoted may have millions."""
+
+
 class RequestFailed(Exception):
-    """The request ends here. `message` is written for the client: it names the field, the value and the remedy."""
+    """The request ends here. `message` is written for the client: it names the field, the value and the remedy.
+
+    The middle of a message that is too long goes.
+    """
 
     def __init__(
         self,
@@ -59,6 +66,8 @@ class RequestFailed(Exception):
         numbers: Mapping[str, int] | None = None,
         counted: bool = False,
     ) -> None:
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[: LONGEST_MESSAGE // 2]} ... {message[-LONGEST_MESSAGE // 2 :]}"
         super().__init__(message)
         self.kind = kind
         self.message = message

@@ -66,6 +66,6 @@ class ServerState:
             return
         raise RequestFailed(
             ErrorKind.MODEL_NOT_FOUND,
-            f"the model {name!r} does not exist; this server has {self.model_name!r}",
+            f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}",
             field="model",
         )
