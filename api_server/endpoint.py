@@ -23,13 +23,15 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server import resume, terms
-from api_server.errors import ErrorKind, RequestFailed
+from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.resume import Resume
 from api_server.state import ServerState
 from shared.access_keys import Caller
 
 log = logging.getLogger("tokenyard")
 
+DEEPEST = 200
+"""Levels of a body: what writes parts of it again goes no deeper than 254."""
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
 """A body over the limit is read up to here and thrown away: a client that is still sending would not see the answer."""
@@ -81,6 +83,8 @@ class Call:
             raise RequestFailed(
                 ErrorKind.BAD_JSON, f"the request body must be a JSON object, got {type(value).__name__}"
             )
+        if self.body.count(b"[") + self.body.count(b"{") > DEEPEST and _deeper(value, DEEPEST):
+            raise invalid(f"the request body is nested deeper than {DEEPEST} levels")
         if self.generates:
             self._read_terms(terms.take(value))
         return value
@@ -90,6 +94,17 @@ class Call:
         terms.current.set(terms.terms_of(self.headers, fields, self.caller, may_hurry))
         self.scope["state"]["resume"] = wanted = Resume.wanted(self.headers, self.request_id)
         resume.current.set(wanted)
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects stand in each other more than so many times."""
+    layer = [value]
+    for _ in range(levels):
+        inner = (part.values() if isinstance(part, dict) else part for part in layer)
+        layer = [item for part in inner for item in part if isinstance(item, dict | list)]
+        if not layer:
+            return False
+    return True
 
 
 Handler = Callable[[Call], Awaitable[Response]]

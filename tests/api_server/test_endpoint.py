@@ -85,6 +85,23 @@ def test_a_body_that_is_no_json_object_is_400(live: LiveServer, body: bytes) -> 
         assert response.json()["error"]["code"] == "invalid_json"
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/generate", "/v1/messages", "/vertex", "/invocations", "/tokenize", "/"]
+)
+def test_a_body_that_is_nested_too_deeply_is_400(live: LiveServer, path: str) -> None:
+    levels = endpoint_module.DEEPEST
+    for depth, open_, close in ((levels + 1, "[", "]"), (1000, "[", "]"), (levels + 1, '{"a":', "}")):
+        inner = open_ * (depth - 1) + "1" + close * (depth - 1)
+        body = f'{{"model": "tiny-chat", "instances": {inner}}}'
+        answer = httpx.post(live.url + path, content=body)
+        assert answer.status_code in (400, 422), answer.text
+        assert f"deeper than {levels} levels" in answer.text
+    allowed = "[" * (levels - 1) + "]" * (levels - 1)
+    answer = httpx.post(live.url + path, content=f'{{"model": "tiny-chat", "unheard_of": {allowed}, "text": "[{{"}}')
+    assert "levels" not in answer.text
+    assert answer.status_code < 500
+
+
 def test_a_body_over_the_limit_is_413(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "MAX_BODY_BYTES", 1000)
     response = httpx.post(f"{live.url}/v1/completions", content=b" " * 5000)
