@@ -89,7 +89,8 @@ def test_any_setting_can_be_typed_as_a_flag(data: st.DataObject) -> None:
     if value is None:
         return
     flag = f"--{name.replace('_', '-')}"
-    typed = [flag, str(value)]
+    # A value that begins with a dash could be another flag, but for the sign.
+    typed = [f"{flag}={value}"]
     if KINDS[name] is bool:
         typed = [flag if value else flag.replace("--", "--no-", 1)]
     capture: list[str] = []

@@ -138,7 +138,7 @@ def test_forced_tokens_come_in_fewer_steps(loaded: LoadedModel, masks: Masks, ki
     seed = random.randrange(2**31)
     rng = random.Random(seed)
     grammar = compiled(kind, FORCED if kind == "json_schema" else SENTENCE)
-    asked = [([rng.randrange(3, VOCAB) for _ in range(5)], params(rng, rng.choice([300, 300, 30]))) for _ in range(6)]
+    asked = [([rng.randrange(3, VOCAB) for _ in range(5)], params(rng, rng.choice([150, 150, 30]))) for _ in range(6)]
 
     def served(shape: Shape, **told: Any) -> tuple[list[Answer], InProcessServer]:
         server = InProcessServer(loaded, shape, [masks])
@@ -149,7 +149,7 @@ def test_forced_tokens_come_in_fewer_steps(loaded: LoadedModel, masks: Masks, ki
     room = dataclasses.replace(ROOM, overlap=overlap)
     jumping, fast = served(room)
     told, slow = served(room, logprobs=LogprobMode.TEMPERED)
-    small = dataclasses.replace(room, num_blocks=18 if kind == "regex" else 42, block_size=8, max_batch_tokens=24)
+    small = dataclasses.replace(room, num_blocks=18 if kind == "regex" else 24, block_size=8, max_batch_tokens=24)
     crowded, crowd = served(small)
     for answer, one_by_one, again in zip(jumping, told, crowded, strict=True):
         assert answer.tokens == one_by_one.tokens == again.tokens, f"seed {seed}"
