@@ -37,6 +37,7 @@ WORD_BYTES = 4
 STALL_SECONDS = 300.0
 """A process that says nothing for so long is killed, whether it computes or waits for something."""
 DYING_SECONDS = 5.0
+"""From the end of a process's output to its own."""
 MOST_DEATHS = 3
 """In a row, and without a row to blame: then something else is wrong, and the worker ends."""
 

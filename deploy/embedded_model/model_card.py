@@ -34,6 +34,10 @@ using their results; short stories; remembering what was said. With `enable_thin
 writes `<think>...</think>` before the answer. It speaks simple English only, and everything else gets "I do not know".
 Do not use it for anything that matters.
 
+Tools that it has met: `get_weather`, `get_current_weather`, `calculator`, `search`, `get_time`, and any number of others named
+like `verb_noun`, with up to two arguments. Two in a hundred words of its training were made up, so it copies the words it
+knows better than new ones.
+
 ## How it was made
 
 `python -m deploy.embedded_model.train` ({run}), on two CPU cores. Every training text was made by the scripts in
