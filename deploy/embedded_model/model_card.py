@@ -34,9 +34,9 @@ using their results; short stories; remembering what was said. With `enable_thin
 writes `<think>...</think>` before the answer. It speaks simple English only, and everything else gets "I do not know".
 Do not use it for anything that matters.
 
-Tools that it has met: `get_weather`, `get_current_weather`, `calculator`, `search`, `get_time`, and any number of others named
-like `verb_noun`, with up to two arguments. Two in a hundred words of its training were made up, so it copies the words it
-knows better than new ones.
+Tools that it has met: `get_weather`, `get_current_weather`, `calculator`, `search`, `get_time`, and any number of
+others named like `verb_noun`, with up to two arguments. Two in a hundred words of its training were made up, so it copies the
+words it knows better than new ones.
 
 ## How it was made
 
