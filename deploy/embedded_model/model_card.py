@@ -35,8 +35,8 @@ writes `<think>...</think>` before the answer. It speaks simple English only, an
 Do not use it for anything that matters.
 
 Tools that it has met: `get_weather`, `get_current_weather`, `calculator`, `search`, `get_time`, and any number of
-others named like `verb_noun`, with up to two arguments. Two in a hundred words of its training were made up, so it copies the
-words it knows better than new ones.
+others named like `verb_noun`, with up to two arguments. Two in a hundred words of its training were made up, so it
+copies the words it knows better than new ones.
 
 ## How it was made
 
