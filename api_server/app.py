@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -86,12 +86,12 @@ class Application:
         header = (b"x-request-id", request_id.encode())
         started = False
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message["headers"], header]
-            await send(message)
+            return send(message)
 
         try:
             scope["state"]["caller"] = identify(self.server.keys, scope)

@@ -8,6 +8,7 @@ of which only the new end is taken. Knows the `tokenizers` library; knows no sto
 from __future__ import annotations
 
 import codecs
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -43,6 +44,8 @@ class Vocabulary:
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
+        self.whole: dict[int, str] = {}
+        """Of the byte-level tokens met so far, those whose bytes are whole characters, as text."""
         self._pieces: dict[int, str] = {}
 
     def detokenizer(self, context: Sequence[int], skip_special_tokens: bool, kept: Collection[int] = ()) -> Detokenizer:
@@ -70,6 +73,8 @@ class Vocabulary:
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = _to_bytes(self.backend.id_to_token(token) or "")
+            with contextlib.suppress(UnicodeDecodeError):
+                self.whole[token] = found.decode()
         return found
 
 
@@ -93,17 +98,28 @@ def _to_bytes(token: str) -> bytes:
 
 
 class _ByteLevel:
-    __slots__ = ("_bytes_of", "_decoder", "_skipped")
+    """Bytes that are whole characters by themselves need no decoder unless it waits for the rest of one."""
+
+    __slots__ = ("_bytes_of", "_decoder", "_skipped", "_waits", "_whole")
 
     def __init__(self, vocabulary: Vocabulary, skipped: frozenset[int]) -> None:
         self._bytes_of = vocabulary.bytes_of
+        self._whole = vocabulary.whole
         self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waits = False
 
     def add(self, token: int) -> str:
-        return "" if token in self._skipped else self._decoder.decode(self._bytes_of(token))
+        if token in self._skipped:
+            return ""
+        if not self._waits and (whole := self._whole.get(token)) is not None:
+            return whole
+        text = self._decoder.decode(self._bytes_of(token))
+        self._waits = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
+        self._waits = False
         return self._decoder.decode(b"", True)
 
 

@@ -219,10 +219,10 @@ async def _until_client_leaves(call: Call, receive: Receive, send: Send) -> Asyn
     assert task is not None
     complete = gone = False
 
-    async def guarded_send(message: Message) -> None:
+    def guarded_send(message: Message) -> Awaitable[None]:
         nonlocal complete
         complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-        await send(message)
+        return send(message)
 
     async def watch() -> None:
         nonlocal gone

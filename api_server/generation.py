@@ -49,6 +49,9 @@ from interfaces.status import GenerationStatus
 from interfaces.text_context import TextContext
 from interfaces.tokens import TokenSlice
 
+# Looking up a member in an enum costs more than comparing with it.
+_GOES_ON = GenerationStatus.ACTIVE
+
 SILENCE_BEFORE_HEADERS = 10.0
 
 
@@ -84,7 +87,7 @@ class TokenDelta:
     asked: Mapping[int, float]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one is made for each token, and frozen ones take three times as long to make
 class TextDelta:
     """News of choice `index`: `text` to append (stop strings cut, never part of a character), perhaps empty.
 
@@ -315,7 +318,11 @@ class Generation:
             taken = self._resume.take() if self._resume is not None else None
             if taken is not None:
                 return taken
-            submission, news = await self._inbox.next()
+            found = self._inbox.taken()
+            if found is None:
+                await self._inbox.arrival()
+                continue
+            submission, news = found
             answer = self._running.get(submission)
             if answer is None:
                 continue
@@ -363,6 +370,7 @@ class _Answer:
         self._is_special = tokenizer.is_special
         self._stops = StopStrings(choice.sampling.stop or [], request.keep_stop)
         self._patterns = StopPatterns(request.stop_patterns)
+        self._stoppable = bool(choice.sampling.stop or request.stop_patterns)
         self._min_tokens = choice.sampling.min_new_tokens
 
     def absorb(self, output: TextGenerationOutput) -> TextDelta:
@@ -391,7 +399,7 @@ class _Answer:
                 self._reader.add(token, pieces[-1])
                 if self._reader.enough or self.has_thought_enough:
                     break
-            if self._stops.matched is not None or self._patterns.matched is not None:
+            if self._stoppable and (self._stops.matched is not None or self._patterns.matched is not None):
                 break
         if not before:
             choice.cached_tokens = output.num_cached_tokens or choice.cached_tokens
@@ -405,10 +413,11 @@ class _Answer:
     @property
     def has_thought_enough(self) -> bool:
         """Whether reasoning is to be ended from outside, and there is room for that."""
-        context = self.choice.context
+        if self._reader is None or not self._reader.exhausted or not self._closing:
+            return False
+        longest = self.choice.context.max_length
         length = self.choice.prompt_tokens + self.choice.completion_tokens + len(self._closing)
-        fits = context.max_length is None or length < context.max_length
-        return self._reader is not None and self._reader.exhausted and bool(self._closing) and fits
+        return longest is None or length < longest
 
     def go_on(self) -> TextContext:
         """The context with the end of its reasoning instead of what came after the last token that was read."""
@@ -433,7 +442,7 @@ class _Answer:
 
     def _cut(self, piece: str) -> str:
         # As with EOS and stop ids, stop strings count only after the minimum length.
-        if self.choice.completion_tokens <= self._min_tokens:
+        if not self._stoppable or self.choice.completion_tokens <= self._min_tokens:
             return piece
         text = self._stops.add(piece)
         if self._stops.matched is None:
@@ -455,6 +464,8 @@ class _Answer:
         )
 
     def _end(self, status: GenerationStatus, pieces: list[str]) -> Finish | None:
+        if status is _GOES_ON and self._reader is None and not self._stoppable:
+            return None
         if self._reader is not None and self._reader.enough:
             return Finish("stop_token")
         if self._stops.matched is None and status.is_done:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from api_server.answer_formats import AnswerFormats
 from api_server.constraints.compiler import ConstraintCompiler
@@ -17,7 +19,11 @@ from api_server.errors import ErrorKind, RequestFailed
 from api_server.observer import Observer
 from api_server.tokenizer import Tokenizer
 from shared.access_keys import AccessKeys
+from shared.fetch_hosts import FetchHosts
 from shared.settings import Settings
+
+if TYPE_CHECKING:
+    from api_server.url_fetch import UrlFetcher
 
 _ANY_MODEL = ("", "default", "tgi", "dummy")
 """Names under which clients that do not care ask for the one model (huggingface_hub says tgi or dummy)."""
@@ -36,19 +42,27 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time shown as the model's creation time."""
     keys: AccessKeys = field(init=False)
+    url_fetcher: UrlFetcher | None = field(init=False)
+    """None where the operator has opened no host."""
 
     def __post_init__(self) -> None:
         self.keys = AccessKeys.of(self.settings)
         self.formats = AnswerFormats.of(self.settings, self.tokenizer)
+        self.url_fetcher = _url_fetcher(FetchHosts.parse(self.settings.fetch_hosts))
 
     @cached_property
     def constraints(self) -> ConstraintCompiler:
         return ConstraintCompiler(self.tokenizer.grammar_vocabulary)
 
-    @property
+    @cached_property
     def model_name(self) -> str:
         """Name under which clients see the model."""
         return self.settings.public_model_name
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with the settings, which is when answers to one seed may change."""
+        return f"fp_{blake2b(self.settings.to_json().encode(), digest_size=5).hexdigest()}"
 
     @property
     def max_model_len(self) -> int | None:
@@ -69,3 +83,12 @@ class ServerState:
             f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}",
             field="model",
         )
+
+
+def _url_fetcher(hosts: FetchHosts) -> UrlFetcher | None:
+    """Its HTTP client is a seventh of a second to load, which servers that fetch nothing are spared."""
+    if not hosts:
+        return None
+    from api_server.url_fetch import UrlFetcher
+
+    return UrlFetcher(hosts)

@@ -34,6 +34,7 @@ class Inbox:
     def __init__(self) -> None:
         self._ready: deque[Submission] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
 
     def put(self, submission: Submission) -> None:
         self._ready.append(submission)
@@ -42,14 +43,21 @@ class Inbox:
 
     async def next(self) -> tuple[Submission, News]:
         """The oldest unread news: all tokens of one submission since its last news."""
-        while not self._ready:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        while (found := self.taken()) is None:
+            await self.arrival()
+        return found
+
+    def taken(self) -> tuple[Submission, News] | None:
+        """The same if there are any."""
+        if not self._ready:
+            return None
         submission = self._ready.popleft()
         return submission, submission.take()
+
+    def arrival(self) -> asyncio.Future[None]:
+        """Done when the next news come; one coroutine waits at a time."""
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
 
 class Submission:

@@ -6,14 +6,18 @@ reads it, so that no dialect needs to know them; whoever submits finds them in `
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from starlette.datastructures import Headers
 
-from api_server.errors import invalid
+from api_server.errors import ErrorKind, RequestFailed, invalid
 from interfaces.messages import Terms
 from shared.access_keys import Caller
 
@@ -48,6 +52,21 @@ def terms_of(headers: Headers, fields: Mapping[str, Any], caller: Caller, may_hu
         total_seconds=_seconds("timeout", headers, fields),
         deterministic=_deterministic(headers, fields),
     )
+
+
+@asynccontextmanager
+async def spending() -> AsyncIterator[None]:
+    """What takes time before a request is submitted counts against its limit. Raises RequestFailed(TIMEOUT)."""
+    given, start = current.get(), time.monotonic()
+    total = given.total_seconds
+    try:
+        async with asyncio.timeout(total):
+            yield
+    except TimeoutError:
+        message = f"the request has not ended within its time limit of {total:g} s: its documents took that long"
+        raise RequestFailed(ErrorKind.TIMEOUT, message) from None
+    if total is not None:
+        current.set(replace(given, total_seconds=max(0.0, total - (time.monotonic() - start))))
 
 
 def _seconds(name: str, headers: Headers, fields: Mapping[str, Any]) -> float | None:

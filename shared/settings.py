@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared.fetch_hosts import FetchHosts
+
 ENV_PREFIX = "TOKENYARD_"
 
 
@@ -63,6 +65,12 @@ class Settings:
     ssl_keyfile: str = _setting("access", "", "PEM file with the certificate's private key, if it is not in the other")
     ssl_ca_certs: str = _setting(
         "access", "", "PEM file with authorities; clients must show a certificate that one of them has signed"
+    )
+    fetch_hosts: str = _setting(
+        "access",
+        "",
+        "hosts from which documents that requests name by URL are fetched: NAME, *.SUFFIX, ADDRESS or NETWORK, with "
+        "commas; names lead to public addresses and to those listed; none: no URL is ever fetched",
     )
     worker_endpoint: str = _setting(
         "access",
@@ -171,6 +179,7 @@ class Settings:
             self.logit_processors,
             "a list of MODULE:CLASS or NAME=MODULE:CLASS",
         )
+        _check_hosts(self.fetch_hosts)
         endpoint = self.worker_endpoint
         _check(not endpoint or _is_tcp(endpoint), "worker_endpoint", endpoint, "tcp://ADDRESS:PORT")
         _check(_are_devices(self.devices), "devices", self.devices, "auto, or a list of cpu and cuda:N")
@@ -295,6 +304,14 @@ def _is_tcp(text: str) -> bool:
 
 def _are_devices(text: str) -> bool:
     return text == "auto" or all(re.fullmatch(r"cpu|cuda:[0-9]+", device) for device in text.split(","))
+
+
+def _check_hosts(text: str) -> None:
+    try:
+        FetchHosts.parse(text)
+    except ValueError as error:
+        valid = "names (docs.example.com), *.SUFFIX, addresses or networks (10.1.0.0/16), with commas"
+        raise SettingsError(f"fetch_hosts must be {valid}, got {str(error)!r}") from None
 
 
 def _check(holds: bool, name: str, value: object, valid: str) -> None:

@@ -126,7 +126,7 @@ async def vertex(call: Call) -> Response:
         instances = parse(VertexBody, call.json).instances
     except Mismatch as mismatch:
         raise tgi_errors.BodyMismatch(str(mismatch), mismatch.field) from None
-    parsed = [_instance(i, instance, call) for i, instance in enumerate(instances)]
+    parsed = [await _instance(i, instance, call) for i, instance in enumerate(instances)]
     generation = await generate(call.server, [request for _, request in parsed])
     drawn = await generation.collect()
     texts = [
@@ -136,7 +136,9 @@ async def vertex(call: Call) -> Response:
     return Response(VertexAnswer(predictions=texts).model_dump_json(), media_type="application/json")
 
 
-def _instance(index: int, instance: dict[str, Any], call: Call) -> tuple[GenerateRequest | None, TextGenerationRequest]:
+async def _instance(
+    index: int, instance: dict[str, Any], call: Call
+) -> tuple[GenerateRequest | None, TextGenerationRequest]:
     """The request of one instance, and its body when it is TGI's. Raises RequestFailed that names the instance."""
     part = Call(call.server, call.scope, orjson.dumps(instance), call.request_id, call.received)
     forms = {_KEYS[name] for name in _given(instance)}
@@ -146,7 +148,7 @@ def _instance(index: int, instance: dict[str, Any], call: Call) -> tuple[Generat
             check(body, part, streaming=False)
             return body, internal_request(body, part, streaming=False)
         if forms == {"chat"}:
-            request = openai_requests.chat_request(part, openai_requests.read(part, ChatBody))
+            request = await openai_requests.chat_request(part, openai_requests.read(part, ChatBody))
             if request.n != 1:
                 raise invalid(f"n must be 1 here, got {request.n}: an instance has one prediction", "n")
             return None, request

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.cli import main, settings_as_toml
@@ -82,6 +82,7 @@ def test_printed_settings_are_a_config_file(tmp_path_factory: pytest.TempPathFac
     assert resolve({}, {}, file).settings == printed.settings
 
 
+@settings(max_examples=30)  # each builds the parsers of all commands
 @given(st.data())
 def test_any_setting_can_be_typed_as_a_flag(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([name for name in FIELDS if name not in ("model", "served_model_name")]))

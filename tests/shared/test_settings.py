@@ -59,6 +59,7 @@ digests = st.binary(min_size=32, max_size=32).map(lambda digest: f"sha256:{diges
 values |= {name: st.lists(digests, max_size=3).map(",".join) for name in SECRETS}
 values |= {name: st.text("abc/-", max_size=9) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
 values["worker_endpoint"] = st.sampled_from(["", "tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://[::1]:5600"])
+values["fetch_hosts"] = st.sampled_from(["", "docs.example.com, *.example.org", "10.0.0.0/8,::1,wiki"])
 values["curve_keys"] = st.text("abc/-", max_size=9)
 # A file of keys is read where it is named: tests/shared/test_access_keys.py.
 values["api_key_file"] = st.just("")
@@ -124,6 +125,10 @@ def test_the_run_directorys_file_brings_the_same_settings(
         ({"devices": "cuda:²"}, ["devices"]),
         ({"kv_memory": "lots"}, ["kv_memory", "'lots'", "512MB", "command line"]),
         ({"host": ""}, ["host", "127.0.0.1"]),
+        (
+            {"fetch_hosts": "a.example,http://b"},
+            ["fetch_hosts must be", "http://b", "docs.example.com", "command line"],
+        ),
         ({"worker_endpoint": "ipc:///tmp/x"}, ["worker_endpoint", "tcp://ADDRESS:PORT"]),
     ],
 )

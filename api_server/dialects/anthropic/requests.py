@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from api_server import body, refusals
+from api_server import body, documents, refusals
 from api_server.chat_tools import tool_use
 from api_server.constraints.given import response_format
+from api_server.dialects.anthropic.documents import document_block
 from api_server.dialects.anthropic.schema import Conversation, MessagesBody, OutputConfig, Tool, ToolChoice
 from api_server.dialects.anthropic.turns import system_parts, turns
 from api_server.endpoint import Call
@@ -54,8 +55,9 @@ def read(call: Call, model: type[B]) -> B:
     return parsed
 
 
-def request(call: Call, given: Conversation) -> TextGenerationRequest:
+async def request(call: Call, given: Conversation) -> TextGenerationRequest:
     """The conversation as one internal request; its length and sampling if it is to be answered."""
+    await documents.load(call.server, given.messages, "messages", document_block)
     messages = turns(given.messages)
     system = []
     if given.system:

@@ -57,7 +57,7 @@ def routes() -> list[BaseRoute]:
 async def messages(call: Call) -> Response:
     body = requests.read(call, MessagesBody)
     model = call.server.model_name
-    generation = await generate(call.server, requests.request(call, body))
+    generation = await generate(call.server, await requests.request(call, body))
     if body.stream:
         frames = rendering.frames(model, generation)
         stream = EventStream(frames, generation.close, partial(error_frame, request_id=call.request_id))
@@ -68,7 +68,7 @@ async def messages(call: Call) -> Response:
 
 async def count_tokens(call: Call) -> Response:
     given = requests.read(call, Conversation)
-    prompt = await call.server.tokenizer.prompt(requests.request(call, given), None)
+    prompt = await call.server.tokenizer.prompt(await requests.request(call, given), None)
     return _json({"input_tokens": len(prompt.tokens)}, call)
 
 

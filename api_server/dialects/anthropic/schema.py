@@ -52,8 +52,8 @@ class Conversation(_Body):
 
     model: str | None = Field(None, description="The served model's name, or nothing")
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
-        description="Turns: role (user, assistant, system) and content (a text, or blocks of type text, tool_use, "
-        "tool_result and thinking). The answer continues a last turn of the assistant"
+        description="Turns: role (user, assistant, system) and content (a text, or blocks of type text, document, "
+        "tool_use, tool_result and thinking). The answer continues a last turn of the assistant"
     )
     system: str | list[dict[str, Any]] | None = Field(None, description="System prompt: a text, or blocks of type text")
     thinking: Thinking | None = None

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 from api_server.dialects.openai.logprobs import Echo, LogprobWriter, joined
@@ -46,9 +45,7 @@ class Envelope:
 
 
 def envelope(server: ServerState, prefix: str) -> Envelope:
-    """The fingerprint changes with the settings, which is when answers to one seed may change."""
-    digest = blake2b(server.settings.to_json().encode(), digest_size=5).hexdigest()
-    return Envelope(prefix, server.model_name, f"fp_{digest}")
+    return Envelope(prefix, server.model_name, server.fingerprint)
 
 
 def finish_reason(finish: Finish | None, calls: bool = False) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from api_server import body, refusals
+from api_server import body, documents, refusals
 from api_server.chat_messages import chat_messages
 from api_server.chat_tools import tool_use
 from api_server.constraints import given as given_constraints
@@ -89,7 +89,7 @@ def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -
     return parsed
 
 
-def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
+async def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     """The conversation as one internal request."""
     if given.continue_final_message and given.add_generation_prompt:
         raise invalid("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
@@ -100,6 +100,7 @@ def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     if given.top_logprobs and not given.logprobs:
         raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
     wanted = given.top_logprobs or 0 if given.logprobs else None
+    await documents.load(call.server, given.messages, "messages", documents.file_part)
     return TextGenerationRequest(
         **_extended(call, given, _common(call, given, asked, wanted)),
         messages=chat_messages(given.messages),

@@ -36,6 +36,7 @@ async def responses(call: Call) -> Response:
     body = requests.read(call, ResponsesBody, responses_input.REFUSED)
     responses_input.check(call.json)
     form = Form(call.request_id, call.server.model_name, body)
+    await responses_input.load_documents(call.server, body)
     generation = await generate(call.server, requests.responses_request(call, body, responses_input.messages(body)))
     if body.stream:
         events = Events(form, generation)

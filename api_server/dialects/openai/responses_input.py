@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from api_server import documents
 from api_server.chat_messages import chat_messages, text_content
 from api_server.dialects.openai.responses_schema import ResponsesBody
+from api_server.documents import Document
 from api_server.errors import invalid, unsupported
 from api_server.refusals import Refusals
+from api_server.state import ServerState
 from interfaces.chat import TextGenerationRequestMessage
 
 REFUSED: Refusals = {
@@ -39,6 +42,16 @@ def check(raw: Mapping[str, Any]) -> None:
     reasoning = raw.get("reasoning")
     if isinstance(reasoning, Mapping) and any(reasoning.get(name) for name in ("summary", "generate_summary")):
         raise unsupported("reasoning.summary", "reasoning apart from the answer")
+
+
+async def load_documents(server: ServerState, given: ResponsesBody) -> None:
+    """Makes texts of the files in the input. Raises RequestFailed."""
+    if not isinstance(given.input, str):
+        await documents.load(server, given.input, "input", _input_file)
+
+
+def _input_file(part: Mapping[str, Any], path: str) -> Document | None:
+    return documents.file_fields(part, path) if part.get("type") == "input_file" else None
 
 
 def messages(given: ResponsesBody) -> list[TextGenerationRequestMessage]:

@@ -19,8 +19,8 @@ class ResponsesBody(TextBody):
     """One answer to one conversation; the server keeps nothing of it."""
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
-        description="What the user says, or items: messages (role and content: a text, or parts of type input_text), "
-        "function_call, function_call_output and reasoning, as an answer had them"
+        description="What the user says, or items: messages (role and content: a text, or parts of type input_text and "
+        "input_file), function_call, function_call_output and reasoning, as an answer had them"
     )
     instructions: str | None = Field(None, description="A system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")

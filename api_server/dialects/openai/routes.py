@@ -66,7 +66,7 @@ def routes() -> list[BaseRoute]:
 async def chat_completions(call: Call) -> Response:
     body = requests.read(call, ChatBody)
     envelope = rendering.envelope(call.server, "chatcmpl")
-    generation = await generate(call.server, requests.chat_request(call, body))
+    generation = await generate(call.server, await requests.chat_request(call, body))
     writer = _writer(call, body, body.top_logprobs or 0) if body.logprobs else None
     if body.stream:
         frames = rendering.chat_frames(envelope, generation, body.stream_options, writer)

@@ -112,7 +112,7 @@ class Message(BaseModel):
 
 class ChatBody(ExtendedBody):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
-        description="The conversation: role and content (a text, or parts of type text)"
+        description="The conversation: role and content (a text, or parts of type text and file)"
     )
     max_completion_tokens: int | None = Field(None, description="Newer name of max_tokens")
     logprobs: bool | None = Field(None, description="Return the log probability of each token of the answer")

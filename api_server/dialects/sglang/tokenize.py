@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
+from api_server import documents
 from api_server.body import Mismatch, parse
 from api_server.chat_messages import chat_messages
 from api_server.dialects.sglang.errors import render_error
@@ -105,6 +106,7 @@ async def tokenize(call: Call) -> Response:
     if len(prompts) > MAX_PROMPTS:
         raise invalid(f"prompt has {len(prompts)} texts; at most {MAX_PROMPTS} are possible in one request", "prompt")
     refuse_long(sum(len(prompt or "") for prompt in prompts), "prompt")
+    await documents.load(call.server, body.messages or (), "messages", documents.file_part)
     ids = [await _ids(prompt, body, call) for prompt in prompts]
     listed = isinstance(body.prompt, list)
     answer = TokenizeResponse(
