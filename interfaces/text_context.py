@@ -259,25 +259,27 @@ class TextContext(IndexFace, EqualByValue):
 
     def to_generation_output(self) -> TextGenerationOutput:
         """Undelivered tokens, the one that ended the text included. ValueError while a future token is pending."""
-        pairs = self.take_outstanding()
-        found = [entry for _, entry in pairs if entry is not None]
-        return TextGenerationOutput(
-            request_id=self.request_id,
-            tokens=[token for token, _ in pairs],
-            final_status=self.status,
-            log_probabilities=found or None,
-            num_cached_tokens=self.cached_prefix_length,
-        )
+        first, tokens = self._take_tokens()
+        stored, found = self.progress.log_probabilities, None
+        if stored:
+            found = [stored.pop(i) for i in range(first, first + len(tokens)) if i in stored] or None
+        return TextGenerationOutput(self.request_id, tokens, self.status, found, self.cached_prefix_length)
 
     def take_outstanding(self) -> list[tuple[int, LogProbabilities | None]]:
         """Undelivered tokens and their log probabilities; they are delivered now."""
-        self._refuse_pending("it cannot be delivered")
-        first = self.tokens.delivered_length
-        if not self.tokens.has_outstanding_generated_tokens:
-            return []
-        tokens = self.tokens.consume_recently_generated_tokens().tolist()
+        first, tokens = self._take_tokens()
         stored = self.progress.log_probabilities
         return [(token, stored.pop(i, None)) for i, token in enumerate(tokens, first)]
+
+    def _take_tokens(self) -> tuple[int, list[int]]:
+        """The position of the first undelivered token, and all of them; they are delivered now."""
+        buffer = self.tokens
+        first = buffer.delivered_length
+        if first == len(buffer):
+            return first, []
+        self._refuse_pending("it cannot be delivered")
+        tokens: list[int] = buffer.consume_recently_generated_tokens().tolist()
+        return first, tokens
 
     # Grammar
 
@@ -350,7 +352,7 @@ class TextContext(IndexFace, EqualByValue):
 
     @property
     def _pending(self) -> bool:
-        return self.tokens.generated_length > 0 and self.tokens[-1] == FUTURE_TOKEN
+        return self.tokens.last == FUTURE_TOKEN and self.tokens.generated_length > 0
 
     def _refuse_pending(self, why: str) -> None:
         if self._pending:

@@ -110,6 +110,11 @@ class TokenBuffer:
         return self.array[self._prompt_length : self._length]
 
     @property
+    def last(self) -> int:
+        """The last token of all."""
+        return int(self.array[self._length - 1])
+
+    @property
     def prompt_length(self) -> int:
         return self._prompt_length
 

@@ -22,7 +22,6 @@ from shared.settings import Settings, parse_memory
 if TYPE_CHECKING:
     from model_worker.engine import Engine
 
-BLOCK_SIZE = 16
 CANNOT_WORK = 78
 """Exit code (EX_CONFIG of sysexits.h) when a restart would not help."""
 
@@ -76,28 +75,29 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     )
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory)
-    capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, BLOCK_SIZE)
-    runner = ModelRunner(loaded, capacity.num_blocks, BLOCK_SIZE)
+    capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, loaded.block_size)
+    runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size)
     phases.phase("compile kernels")
     processors = load_processors(settings.processor_paths)
     sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors)
     runner.warm_up()
+    runner.record_decode(settings.max_running, capacity.max_model_len)
     sampler.warm_up()
-    rows = WorkerRows(settings.max_running, capacity.max_model_len, BLOCK_SIZE, capacity.num_blocks)
+    rows = WorkerRows(settings.max_running, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
     masks = Masks(settings.model, settings.max_running, loaded.vocab_size)
     for dtype in {torch.float32, loaded.dtype}:
         forbid.warm_up(dtype)
     masks.start()
     hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
-    identity = WorkerIdentity(index, epoch)
-    engine = Engine(runner.forward, rows, sampler, loaded.device, identity, hidden_forward, masks)
+    identity, pick, ahead = WorkerIdentity(index, epoch), runner.pick, loaded.device.type == "cuda"
+    engine = Engine(runner.forward, rows, sampler, loaded.device, identity, hidden_forward, masks, pick, ahead)
     hello = WorkerHello(
         device=device,
         index=index,
         epoch=epoch,
         pid=os.getpid(),
         num_blocks=capacity.num_blocks,
-        block_size=BLOCK_SIZE,
+        block_size=loaded.block_size,
         max_rows=settings.max_running,
         max_model_len=capacity.max_model_len,
         vocab_size=loaded.vocab_size,

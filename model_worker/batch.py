@@ -6,6 +6,7 @@ decode: a decode row is a sequence with one query token, a prefill chunk is one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+
+from model_worker.transfer import upload_together
 
 IntColumn = NDArray[np.integer[Any]]
 
@@ -35,6 +38,8 @@ class ForwardBatch:
     max_kv: int
     embeddings: tuple[Tensor, Tensor] | None = None
     """Indices into the T tokens, and the vectors f32[K, hidden] that stand for those tokens' embeddings."""
+    wanted: IntColumn | None = None
+    """`logit_positions` as the host knows them."""
 
     @property
     def num_sequences(self) -> int:
@@ -52,6 +57,18 @@ class ForwardBatch:
     def slot_offset(self) -> Tensor:
         return self.slots % self.block_size
 
+    @cached_property
+    def kv_start(self) -> Tensor:
+        """i32[S+1]: where each sequence's keys would begin if they lay one after the other."""
+        return nn.functional.pad(self.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence has one token, and the logits of all are wanted, in order."""
+        if self.max_query > 1 or self.wanted is None:
+            return False
+        return np.array_equal(self.wanted, np.arange(self.num_tokens))
+
     @classmethod
     def build(
         cls,
@@ -68,29 +85,42 @@ class ForwardBatch:
         query_start = np.zeros(len(query_lens) + 1, np.int32)
         np.cumsum(query_lens, out=query_start[1:])
         _check_columns(tokens, query_lens, kv_lens, block_tables, block_size, query_start)
-        sequence = np.repeat(np.arange(len(query_lens)), query_lens)
-        first_position = kv_lens.astype(np.int64) - query_lens
-        positions = first_position[sequence] + np.arange(len(tokens)) - query_start[sequence]
+        if len(tokens) == len(query_lens):  # one token each, as in most steps
+            sequence, positions = np.arange(len(tokens)), kv_lens.astype(np.int64) - 1
+        else:
+            sequence = np.repeat(np.arange(len(query_lens)), query_lens)
+            first_position = kv_lens.astype(np.int64) - query_lens
+            positions = first_position[sequence] + np.arange(len(tokens)) - query_start[sequence]
         block = block_tables[sequence, positions // block_size].astype(np.int64)
 
-        def column(values: IntColumn, dtype: type[np.integer[Any]]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(values, dtype)).to(device, non_blocking=True)
-
+        slots = block * block_size + positions % block_size
+        wide = _columns((tokens, positions, slots, logit_positions), np.int64, device)
+        narrow = _columns((query_start, kv_lens, block_tables), np.int32, device)
         return cls(
-            tokens=column(tokens, np.int64),
-            positions=column(positions, np.int64),
-            query_start=column(query_start, np.int32),
-            kv_len=column(kv_lens, np.int32),
-            block_tables=column(block_tables, np.int32),
-            slots=column(block * block_size + positions % block_size, np.int64),
-            logit_positions=column(logit_positions, np.int64),
+            tokens=wide[0],
+            positions=wide[1],
+            query_start=narrow[0],
+            kv_len=narrow[1],
+            block_tables=narrow[2],
+            slots=wide[2],
+            logit_positions=wide[3],
             block_size=block_size,
             max_query=int(query_lens.max()),
             max_kv=int(kv_lens.max()),
             embeddings=None
             if embeddings is None
-            else (column(embeddings[0], np.int64), torch.tensor(embeddings[1], device=device)),
+            else (torch.from_numpy(embeddings[0]).to(device), torch.tensor(embeddings[1], device=device)),
+            wanted=logit_positions,
         )
+
+
+def _columns(
+    columns: Sequence[IntColumn], dtype: type[np.integer[Any]], device: torch.device | str
+) -> Sequence[Tensor]:
+    device = torch.device(device)
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(column, dtype)) for column in columns]
+    return upload_together(columns, dtype, device)
 
 
 def _check_columns(

@@ -109,29 +109,29 @@ def _edge(scaled: torch.Tensor, choices: Choices) -> Edge:
     return Edge(value, ties)
 
 
-class _CutColumns(NamedTuple):
+class CutColumns(NamedTuple):
     top_k: torch.Tensor
     top_p: torch.Tensor
     log_min_p: torch.Tensor
 
 
-def _device_columns(choices: Choices, cut: NDArray[np.intp], device: torch.device) -> _CutColumns:
+def _device_columns(choices: Choices, cut: NDArray[np.intp], device: torch.device) -> CutColumns:
     columns = (choices.top_k[cut].astype(np.int64), choices.top_p[cut], choices.log_min_p[cut])
-    return _CutColumns(*(torch.from_numpy(column).to(device) for column in columns))
+    return CutColumns(*(torch.from_numpy(column).to(device) for column in columns))
 
 
-def _edge_of_cut_rows(scaled: torch.Tensor, columns: _CutColumns) -> Edge:
+def _edge_of_cut_rows(scaled: torch.Tensor, columns: CutColumns) -> Edge:
     width = scaled.shape[1]
     limited = columns.top_k[columns.top_k < width]
     narrow = max(NARROW, int(limited.max())) if len(limited) else NARROW
     if narrow < width:
-        edge, found = _edge_in_prefix(scaled, torch.topk(scaled, narrow).values, columns)
+        edge, found = edge_in_prefix(scaled, torch.topk(scaled, narrow).values, columns)
         if bool(found.all()):
             return edge
-    return _edge_in_prefix(scaled, torch.sort(scaled, descending=True).values, columns)[0]
+    return edge_in_prefix(scaled, torch.sort(scaled, descending=True).values, columns)[0]
 
 
-def _edge_in_prefix(scaled: torch.Tensor, ordered: torch.Tensor, columns: _CutColumns) -> tuple[Edge, torch.Tensor]:
+def edge_in_prefix(scaled: torch.Tensor, ordered: torch.Tensor, columns: CutColumns) -> tuple[Edge, torch.Tensor]:
     """The edge, as far as the first logits of the order show it, and whether they show it."""
     width = ordered.shape[1]
     whole = width == scaled.shape[1]

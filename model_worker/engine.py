@@ -23,9 +23,11 @@ from model_worker.batch import ForwardBatch
 from model_worker.masks import Masks
 from model_worker.reports import ReportBuilder
 from model_worker.rows import HiddenPart, PackedStep, WorkerRows
-from model_worker.sampler import Sampled, SamplerRows
+from model_worker.sampler import Sampled, SamplerRows, with_largest
+from model_worker.transfer import Download, Mark, upload, upload_together
 
 Forward = Callable[[ForwardBatch], torch.Tensor]
+Pick = Callable[[ForwardBatch, NDArray[np.bool_]], tuple[NDArray[np.int64], torch.Tensor]]
 HiddenForward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -37,10 +39,38 @@ class WorkerIdentity:
     epoch: int
 
 
+class Flight:
+    """A step that was begun. Its result is made once, when somebody asks for it."""
+
+    def __init__(self, read: Callable[[], StepResult]) -> None:
+        self._read = read
+        self._result: StepResult | None = None
+
+    @classmethod
+    def landed(cls, result: StepResult) -> Flight:
+        """One that has its result already."""
+        flight = cls(lambda: result)
+        flight.result()
+        return flight
+
+    @property
+    def over(self) -> bool:
+        """Whether the result is there, so that asking for it waits for nothing."""
+        return self._result is not None
+
+    def result(self) -> StepResult:
+        """Waits for the device if need be."""
+        if self._result is None:
+            self._result = self._read()
+        return self._result
+
+
 class Engine:
     """`forward` maps a packed batch to logits [L, vocab], `hidden_forward` to logits and hidden states [L, hidden].
 
-    Rows and sampler keep what must outlive a step.
+    `pick` is `ModelRunner.pick`; without it greedy rows take the largest of their logits. Rows and sampler keep what
+    must outlive a step. With `ahead` a step may begin before the tokens of the last one are read: they stay on the
+    device, where the next step finds them.
     """
 
     def __init__(
@@ -52,14 +82,22 @@ class Engine:
         identity: WorkerIdentity,
         hidden_forward: HiddenForward | None = None,
         masks: Masks | None = None,
+        pick: Pick | None = None,
+        ahead: bool = False,
     ) -> None:
         self._forward = forward
+        self._pick = pick
         self._hidden_forward = hidden_forward
         self._rows = rows
         self._sampler = sampler
         self._device = device
         self._identity = identity
         self._masks = masks
+        self.ahead = ahead
+        self._flights: list[Flight] = []
+        self._begun = 0
+        self._last_tokens = torch.zeros(rows.max_rows if ahead else 0, dtype=torch.int64, device=device)
+        """Of rows whose last token the host has not read."""
         self._incarnation: int | None = None
         self._held: set[int] = set()
         self._alone: set[int] = set()
@@ -69,6 +107,58 @@ class Engine:
         """Runs a step. Raises StepError when the step does not fit the rows; nothing else is expected to fail."""
         self._follow(step.incarnation)
         self._change_rows(step)
+        return self._passes(step)
+
+    def begin(self, step: Step) -> Flight:
+        """Gives a step to the device and does not wait for it, unless one of its rows needs the host to sample.
+
+        Raises as `step` does. Results must be asked for in the order of their steps.
+        """
+        self._follow(step.incarnation)
+        self._change_rows(step)
+        self._flights = [flight for flight in self._flights if not flight.over]
+        packed = self._rows.pack(step)
+        if self.ahead and not self._needs_host(packed):
+            flight = self._launch(step, packed)
+            self._flights.append(flight)
+            return flight
+        for flight in self._flights:
+            flight.result()
+        return Flight.landed(self._passes(step))
+
+    def _needs_host(self, packed: PackedStep) -> bool:
+        if self._alone or packed.prompts or packed.hidden or packed.embeddings is not None:
+            return True
+        rows = packed.rows[packed.sampling]
+        return self._sampler.needs_host(rows) or (self._masks is not None and bool(self._masks.constrain(rows).any()))
+
+    def _launch(self, step: Step, packed: PackedStep) -> Flight:
+        self._begun += 1
+        number, began, rows = self._begun, Mark(self._device), packed.rows[packed.sampling]
+        with torch.inference_mode():
+            logits = self._forward(self._batch_ahead(packed))
+            tokens = self._sampler.sample_ahead(logits[: len(rows)], rows, packed.positions)
+            self._last_tokens.index_copy_(0, upload(rows.astype(np.int64), self._device), tokens.clamp(min=0))
+            copied = Download(tokens)
+        self._rows.begun_step(packed, number)
+        errors = self._refusals(rows)
+
+        def read() -> StepResult:
+            sampled = Sampled.of(copied.wait())
+            self._rows.read_step(rows, sampled.tokens, number)
+            return self._result(step, rows, sampled, errors, copied.done.us_since(began))
+
+        return Flight(read)
+
+    def _batch_ahead(self, packed: PackedStep) -> ForwardBatch:
+        batch = self._batch(packed)
+        places, rows = self._rows.unread(packed)
+        if not len(places):
+            return batch
+        where, owners = upload_together((places, rows), np.int64, self._device)
+        return replace(batch, tokens=batch.tokens.index_copy(0, where, self._last_tokens[owners]))
+
+    def _passes(self, step: Step) -> StepResult:
         if not self._alone:
             return self._pass(step)
         results = [self._pass(part) for part in alone.parts(step, self._alone)]
@@ -77,14 +167,21 @@ class Engine:
     def _pass(self, step: Step) -> StepResult:
         started = time.perf_counter_ns()
         packed = self._rows.pack(step)
-        logits, hidden = self._run(packed)
-        sampled, forced = self._sample(packed, logits)
-        reports = self._reports(packed, logits, sampled)
+        worked = self._worked(packed)
+        if worked.all():
+            logits, hidden = self._run(packed)
+            sampled, forced = self._sample(packed, logits)
+            reports = self._reports(packed, logits, sampled)
+        else:
+            sampled, forced = self._pick_and_sample(packed, worked)
+            hidden, reports = None, sampled.reports
         self._rows.computed_step(packed, sampled.tokens)
         for row, tokens in forced.items():
             self._rows.follow(row, tokens)
             self._sampler.follow(row, tokens)
-        result = self._result(step, packed, sampled, (time.perf_counter_ns() - started) // 1000)
+        rows = packed.rows[packed.sampling]
+        device_us = (time.perf_counter_ns() - started) // 1000
+        result = self._result(step, rows, sampled, self._refusals(rows), device_us)
         if forced:
             result = _with_forced(result, forced)
         if reports is None and hidden is None:
@@ -172,11 +269,31 @@ class Engine:
         if not len(packed.sampling):
             return Sampled(np.empty(0, np.int32), None, None), {}
         rows, logits = packed.rows[packed.sampling], logits[: len(packed.sampling)]
-        if self._masks is None:
-            return self._sampler.sample(logits, rows, packed.positions), {}
-        self._refused |= self._masks.apply(logits, rows)
-        sampled = self._sampler.sample(logits, rows, packed.positions)
-        return sampled, self._masks.sampled(rows, sampled.tokens)
+        sampled = self._draw(logits, rows, packed.positions)
+        return sampled, {} if self._masks is None else self._masks.sampled(rows, sampled.tokens)
+
+    def _worked(self, packed: PackedStep) -> NDArray[np.bool_]:
+        """Which of the rows that sample need their logits; all, where more than tokens is told of any."""
+        rows = packed.rows[packed.sampling]
+        if self._pick is None or packed.prompts or packed.hidden:
+            return np.ones(len(rows), np.bool_)
+        worked = self._sampler.needs_logits(rows, packed.positions)
+        return worked if self._masks is None else worked | self._masks.constrain(rows)
+
+    def _pick_and_sample(self, packed: PackedStep, worked: NDArray[np.bool_]) -> tuple[Sampled, dict[int, list[int]]]:
+        """As `_run` and `_sample`, where the largest logit is all that some rows need."""
+        assert self._pick is not None
+        largest, logits = self._pick(self._batch(packed), worked)
+        rows = packed.rows[packed.sampling]
+        drawn = self._draw(logits, rows[worked], packed.positions[worked]) if worked.any() else None
+        sampled = with_largest(largest, worked, drawn)
+        return sampled, {} if self._masks is None else self._masks.sampled(rows, sampled.tokens)
+
+    def _draw(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
+        """One token for each row; what its grammar forbids is no choice."""
+        if self._masks is not None:
+            self._refused |= self._masks.apply(logits, rows)
+        return self._sampler.sample(logits, rows, positions)
 
     def _reports(self, packed: PackedStep, logits: torch.Tensor, sampled: Sampled) -> LogprobReports | None:
         """What the prompts' parts and the sampled rows tell."""
@@ -190,11 +307,14 @@ class Engine:
         found = [reports for reports in (builder.columns(), sampled.reports) if reports is not None]
         return LogprobReports.joined(found)
 
-    def _result(self, step: Step, packed: PackedStep, sampled: Sampled, device_us: int) -> StepResult:
-        rows = packed.rows[packed.sampling]
-        errors = {row: self._refused[row] for row in rows.tolist() if row in self._refused} if self._refused else {}
+    def _refusals(self, rows: NDArray[np.int32]) -> dict[int, str]:
+        return {row: self._refused[row] for row in rows.tolist() if row in self._refused} if self._refused else {}
+
+    def _result(
+        self, step: Step, rows: NDArray[np.int32], sampled: Sampled, errors: dict[int, str], device_us: int
+    ) -> StepResult:
         if sampled.bad is not None:
-            errors |= {row: self._sampler.why_bad(row) for row in rows[sampled.bad].tolist()}
+            errors = errors | {row: self._sampler.why_bad(row) for row in rows[sampled.bad].tolist()}
         kept = _kept(rows, errors)
         return StepResult(
             incarnation=step.incarnation,

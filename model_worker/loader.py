@@ -7,6 +7,7 @@ will get, nor who asks for it.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,12 +22,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from model_worker import self_check
-from model_worker.attention import PAGED_ATTENTION
+from model_worker.attention import PAGED_ATTENTION, cuda
 from model_worker.fusion.stack import FusedStack, fused_stack
 from model_worker.int8_linear import Rounded
 from model_worker.linears import pack_linears, round_linears
 from model_worker.probe import AttentionLayers, ModelRefused, probe_attention
 from model_worker.rope import pin_longrope
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 16
+"""Tokens of a KV block where the attention backend does not mind."""
 
 Progress = Callable[[str, int, int], None]  # what is being done, how much is done, out of how much
 
@@ -55,6 +61,12 @@ class LoadedModel:
     parameter_count: int
     parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
     stack: FusedStack | None = None  # the same model in one compiled call, for CPUs
+    backend: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block, as the backend likes them."""
+        return cuda.BLOCK_SIZE if self.backend == "cuda" else BLOCK_SIZE
 
 
 def load_model(
@@ -80,6 +92,9 @@ def load_model(
         model = _load_weights(source, config, architecture, wanted_dtype)
     if target.type == "cpu":
         _half_as_bfloat16(model)
+    elif target.index is not None and target.type == "cuda":
+        # Streams and graphs are made on the current device.
+        torch.cuda.set_device(target)
     nn.Module.to(model, target)
     max_position = _max_position(config)
     if max_position is not None:
@@ -229,9 +244,25 @@ def _prove(model: PreTrainedModel, device: torch.device, quantization: str, prog
         size = _parameters(model)[1] + sum(linear.num_bytes for linear in packed)
         loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded))
     self_check.check_paged(loaded, tokens, expected)
+    if device.type == "cuda":
+        return replace(loaded, backend=_cuda_backend(loaded, tokens, expected))
     if loaded.stack is None or self_check.stack_differs(loaded, tokens, expected):
         return replace(loaded, stack=None)
     return loaded
+
+
+def _cuda_backend(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> str:
+    """The kernel of the device if it can attend for this model and has proven it; else plain torch, and why."""
+    layers = loaded.attention
+    reason = cuda.unsupported(layers.layout, layers.params, loaded.device)
+    if reason is None:
+        try:
+            self_check.check_paged(loaded, tokens, expected, "cuda", cuda.BLOCK_SIZE)
+            return "cuda"
+        except (RuntimeError, ModelRefused) as error:
+            reason = first_line(error)
+    log.warning("%s attends in plain torch, which is slow: %s", loaded.architecture, reason)
+    return "reference"
 
 
 def _parameters(model: PreTrainedModel) -> tuple[int, int]:

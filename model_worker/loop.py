@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from interfaces import Retire, Step, WireError, WorkerGoodbye, WorkerHello, decode, encode
-from model_worker.engine import Engine
+from model_worker.engine import Engine, Flight
 from shared.endpoints import worker_identity
 from shared.sockets import connect_dealer, same_host
 
@@ -37,6 +38,7 @@ class Loop:
         self._same_host = same_host(endpoint)
         self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
+        self._flights: deque[Flight] = deque()
         self._stopping = False
 
     def stop(self) -> None:
@@ -51,13 +53,23 @@ class Loop:
                 if now >= next_hello:
                     self._send(self._hello)
                     next_hello = now + HELLO_SECONDS
-                step = self._receive(timeout_ms=int((next_hello - now) * 1000) + 1)
-                if step is not None:
+                # What the device has been given is waited for only when there is nothing more to give it.
+                step = self._receive(timeout_ms=0 if self._flights else int((next_hello - now) * 1000) + 1)
+                if step is not None and not self._engine.ahead:
                     self._send(encode(self._engine.step(step)))
+                elif step is not None:
+                    self._flights.append(self._engine.begin(step))
+                self._answer(leave=0 if step is None else 1)
+            self._answer(leave=0)
             self._send(encode(self._goodbye))
         finally:
             # The goodbye may leave; after an exception nothing waits to be sent.
             self._context.destroy(linger=LAST_WORDS_MS)
+
+    def _answer(self, leave: int) -> None:
+        """Sends the results of steps that were begun, oldest first: those that are there, and all but the last few."""
+        while self._flights and (len(self._flights) > leave or self._flights[0].over):
+            self._send(encode(self._flights.popleft().result()))
 
     def _receive(self, timeout_ms: int) -> Step | None:
         if not self._socket.poll(timeout_ms):

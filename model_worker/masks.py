@@ -124,6 +124,12 @@ class Masks:
         if self._joins or self._drops:
             self._request([])
 
+    def constrain(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of these rows have a grammar."""
+        if not self._rows:
+            return np.zeros(len(rows), np.bool_)
+        return np.isin(rows, list(self._rows))
+
     def apply(self, logits: torch.Tensor, rows: NDArray[np.int32]) -> dict[int, str]:
         """Puts -inf on what the grammars forbid, in place; `logits[i]` belongs to `rows[i]`. Failed rows and why."""
         index = [i for i, row in enumerate(rows.tolist()) if row in self._rows]

@@ -68,11 +68,14 @@ class WorkerRows:
     """`max_rows` rows of sequences up to `max_model_len` tokens."""
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+        self.max_rows = max_rows
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.computed = np.zeros(max_rows, np.int32)
         self.known = np.zeros(max_rows, np.int32)
         self.last_token = np.zeros(max_rows, np.int32)
+        self._unread = np.zeros(max_rows, np.int64)
+        """Rows whose last token is on the device only: the number of the begun step that draws it; 0 for the others."""
         self.block_tables = np.zeros((max_rows, -(-max_model_len // block_size)), np.int32)
         self._ahead: dict[int, tuple[int, NDArray[np.int32]]] = {}
         """Rows with tokens that are still to be computed: those tokens, and the index of the first."""
@@ -131,6 +134,22 @@ class WorkerRows:
         for row in rows.tolist() if self._ahead else ():
             self._forget_prompt(row)
 
+    def begun_step(self, packed: PackedStep, number: int) -> None:
+        """As `computed_step`, before the tokens are known: `read_step` brings them."""
+        self.computed_step(packed, np.zeros(len(packed.sampling), np.int32))
+        self._unread[packed.rows[packed.sampling]] = number
+
+    def read_step(self, rows: NDArray[np.int32], tokens: NDArray[np.int32], number: int) -> None:
+        """The tokens of `begun_step`; rows that have gone on since, or to another sequence, stay as they are."""
+        waiting = self._unread[rows] == number
+        self.last_token[rows[waiting]] = tokens[waiting]
+        self._unread[rows[waiting]] = 0
+
+    def unread(self, packed: PackedStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Which packed tokens are on the device only, and the rows that they are the last tokens of."""
+        index = np.flatnonzero(self._unread[packed.rows])
+        return np.cumsum(packed.ntok, dtype=np.int64)[index] - 1, packed.rows[index].astype(np.int64)
+
     def follow(self, row: int, tokens: Sequence[int]) -> None:
         """`row`, which was just sampled, goes on by tokens that need no sampling."""
         start, run = int(self.known[row]) - 1, [int(self.last_token[row]), *tokens]
@@ -144,7 +163,7 @@ class WorkerRows:
         self._reported.clear()
         self._hidden.clear()
         self._embeddings.clear()
-        self.known[:] = self.computed[:] = 0
+        self.known[:] = self.computed[:] = self._unread[:] = 0
 
     def _join(self, join: Join) -> None:
         self._check_rows(np.array([join.row]))
@@ -153,6 +172,7 @@ class WorkerRows:
         self.computed[join.row] = join.start
         self.known[join.row] = len(join.tokens)
         self.last_token[join.row] = join.tokens[-1]
+        self._unread[join.row] = 0
         self._ahead[join.row] = 0, join.tokens
         if join.report_from is not None:
             self._reported[join.row] = join.report_from, join.prompt_len

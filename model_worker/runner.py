@@ -6,19 +6,25 @@ what the logits are for.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from model_worker.attention import PAGED_ATTENTION, PagedForward, attention_backend, cpu, paged_forward
+from model_worker.attention import PAGED_ATTENTION, PagedForward, attention_backend, cpu, cuda, paged_forward
 from model_worker.batch import ForwardBatch
+from model_worker.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
 from model_worker.kv_cache import KVCache
+from model_worker.sampler import largest
 from model_worker.taps import given_embeddings, taken_inputs
 
 if TYPE_CHECKING:
     from model_worker.loader import LoadedModel
+
+log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -26,9 +32,13 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int = 16, backend: str = "auto") -> None:
         self.loaded = loaded
-        self.backend = attention_backend(backend, loaded.device)
+        self.backend = attention_backend(loaded.backend if backend == "auto" else backend, loaded.device)
         self.backend_name = self.backend.__module__.rpartition(".")[2]
-        self.cache = KVCache(loaded.attention.layout, num_blocks, block_size, loaded.device)
+        self.num_blocks = num_blocks
+        self._graphs: DecodeGraphs | None = None
+        # One more, where padding rows of recorded decode steps may write.
+        spare = 1 if self.backend is cuda.attend else 0
+        self.cache = KVCache(loaded.attention.layout, num_blocks + spare, block_size, loaded.device)
         # The stack is the fast way of the cpu backend; with another one the model's own modules run.
         fits = loaded.stack is not None and self.backend_name == "cpu" and loaded.stack.fits(block_size)
         self._stack = loaded.stack if fits else None
@@ -37,7 +47,7 @@ class ModelRunner:
     @property
     def token_capacity(self) -> int:
         """Tokens that the KV cache holds."""
-        return self.cache.num_blocks * self.cache.block_size
+        return self.num_blocks * self.cache.block_size
 
     def warm_up(self) -> None:
         """Run a decode step and a prefill chunk on block 0, so that no request waits for kernels to compile.
@@ -62,11 +72,45 @@ class ModelRunner:
                 )
             )
 
+    def record_decode(self, max_rows: int, max_model_len: int) -> None:
+        """From now on decode steps of sequences up to `max_model_len` tokens run as graphs, where the device has them.
+
+        A model whose forward pass waits for the device (for routing tokens to experts, say) runs without.
+        """
+        if self.backend is not cuda.attend:
+            return
+        blocks = -(-max_model_len // self.cache.block_size)
+        buffers = DecodeBuffers(max_rows, blocks, self.cache.block_size, self.num_blocks, self.loaded.device)
+        try:
+            with torch.inference_mode():
+                self._graphs = DecodeGraphs(self._logits, buffers, CudaRecorder())
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            log.warning("%s decodes without graphs, which is slow: %s", self.loaded.architecture, reason)
+
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Write the batch's tokens into the cache and return logits [L, vocab] at `batch.logit_positions`."""
+        """Write the batch's tokens into the cache and return logits [L, vocab] at `batch.logit_positions`.
+
+        On CUDA the next call may overwrite them.
+        """
         self._check(batch)
+        if self._graphs is not None and self._graphs.fits(batch):
+            with torch.inference_mode():
+                return self._graphs.run(batch)
         with torch.inference_mode(), given_embeddings(self._embedding, batch):
             return self._logits(batch) if self._stack is None else self._stack.forward(batch, self.cache)
+
+    def pick(self, batch: ForwardBatch, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Tensor]:
+        """As `forward`, but of the L rows the token of the largest logit (-1: not finite), and the logits of `wanted`.
+
+        The stack finds the largest while it multiplies, and logits that nobody wants never come to memory.
+        """
+        if self._stack is None:
+            logits = self.forward(batch)
+            return largest(logits[:, : self.loaded.vocab_size]), logits[torch.from_numpy(wanted)]
+        self._check(batch)
+        with torch.inference_mode(), given_embeddings(self._embedding, batch):
+            return self._stack.pick(batch, self.cache, wanted)
 
     @property
     def hidden_size(self) -> int:

@@ -42,12 +42,13 @@ from numpy.typing import NDArray
 
 from interfaces.logprob_reports import LogprobReports
 from interfaces.sampling import LogprobMode, SamplingParams
-from model_worker import rng
+from model_worker import draw_ahead, rng
 from model_worker.bad_words import BadWords
 from model_worker.draw import Choices, choose, only_kept
 from model_worker.penalties import Penalties, SeenTokens
 from model_worker.processors import ProcessedRows, Processor
 from model_worker.reports import CHOSEN_ONLY, ReportBuilder, Wanted
+from model_worker.transfer import upload
 from model_worker.typical import only_typical
 from model_worker.watermark import favour_green
 
@@ -61,6 +62,7 @@ _ROW = np.dtype(
         ("worked", np.bool_),  # needs more than the largest logit
         ("biased", np.bool_),
         ("restricted", np.bool_),
+        ("hosted", np.bool_),  # needs what was drawn before, or tells more than a token
         ("penalized", np.bool_),
         ("whole_sequence", np.bool_),
         ("logprobs", np.int8),
@@ -92,6 +94,14 @@ class Sampled:
     bad: NDArray[np.bool_] | None
     reports: LogprobReports | None = None
 
+    @staticmethod
+    def of(
+        tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None = None, reports: LogprobReports | None = None
+    ) -> Sampled:
+        """From tokens that are -1 where a row is bad."""
+        bad = tokens < 0
+        return Sampled(np.where(bad, 0, tokens).astype(np.int32), logprobs, bad if bad.any() else None, reports)
+
 
 class SamplerRows:
     """Sampling values of up to `max_rows` running sequences, by row.
@@ -120,7 +130,10 @@ class SamplerRows:
         neutral = SamplerRows(1, 8, self._device)
         nothing = np.empty(0, np.int32)
         neutral.join(0, SamplingParams(top_k=4, top_p=0.9, logprobs=LogprobMode.WARPED), [], nothing, nothing)
-        neutral.sample(torch.zeros((1, 8), device=self._device), np.zeros(1, np.int32), np.zeros(1, np.int64))
+        arguments = (torch.zeros((1, 8), device=self._device), np.zeros(1, np.int32), np.zeros(1, np.int64))
+        neutral.sample(*arguments)
+        if self._device.type == "cuda":
+            neutral.sample_ahead(*arguments)
 
     def join(
         self,
@@ -181,6 +194,13 @@ class SamplerRows:
         for token in tokens:
             self._processed.chosen(np.array([row], np.int32), np.array([token]))
 
+    def needs_logits(self, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """For which of these rows the largest logit's token alone does not say what `sample` would."""
+        self._check_rows(rows)
+        values = self._table[rows]
+        needed: NDArray[np.bool_] = values["worked"] | (positions < values["may_stop_at"])
+        return needed
+
     def sample(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
         """Chooses one token for each row; `logits[i]` and `positions[i]` belong to the distinct `rows[i]`.
 
@@ -188,20 +208,41 @@ class SamplerRows:
         """
         values = self._gather(logits, rows, positions)
         logits = logits[:, : self._vocab_size]
-        worked = values["worked"] | (positions < values["may_stop_at"])
+        worked = self.needs_logits(rows, positions)
         tokens = np.empty(len(rows), np.int64)
         plain = np.flatnonzero(~worked)
         if len(plain):
-            tokens[plain] = _largest(_take(logits, plain))
+            tokens[plain] = largest(_take(logits, plain))
         if len(plain) == len(rows):
-            return _sampled(tokens, None)
+            return Sampled.of(tokens)
         index = np.flatnonzero(worked)
         copied = _take(logits, index).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         logprobs = np.full(len(rows), np.nan, np.float32)
         columns = (rows[index], values[index], positions[index])
         tokens[index], logprobs[index], drawn = self._choose(copied, *columns)
         reports = self._report(copied, drawn, *columns, tokens[index])
-        return _sampled(tokens, logprobs if values["logprobs"].any() else None, reports)
+        return Sampled.of(tokens, logprobs if values["logprobs"].any() else None, reports)
+
+    def needs_host(self, rows: NDArray[np.int32]) -> bool:
+        """Whether a choice for these rows takes or gives more than `sample_ahead` knows."""
+        return bool(self._table["hosted"][rows].any())
+
+    def sample_ahead(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> torch.Tensor:
+        """As `sample`, for rows that do not need the host: tokens i64 that stay on the device, -1 for a bad row.
+
+        Nothing waits for the device.
+        """
+        values = self._gather(logits, rows, positions)
+        logits = logits[:, : self._vocab_size]
+        top, tokens = logits.max(dim=-1)
+        drawn = np.flatnonzero(values["worked"])
+        if len(drawn):
+            index, part = upload(drawn, logits.device), values[drawn]
+            scaled = logits[index].float() - top[index, None].float()
+            if (part["temperature"] != 1).any():
+                scaled.div_(upload(part["temperature"].copy(), logits.device)[:, None])
+            tokens = tokens.index_copy(0, index, draw_ahead.draw(scaled, _choices(part, positions[drawn])))
+        return torch.where(torch.isfinite(top), tokens, -1)
 
     def report_prompt(
         self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]
@@ -372,12 +413,14 @@ class SamplerRows:
         biased = params.needs_penalties or params.logit_bias or params.watermark or params.logit_processor
         restricted = params.allowed_token_ids or params.bad_words
         worked = not params.greedy or biased or restricted or params.logprobs
+        told = params.logprobs or params.reports or params.typical_p < 1 or params.min_new_tokens
         return (
             True,
             params.greedy,
             bool(worked),
             bool(params.logit_bias),
             bool(restricted),
+            bool(biased or restricted or told),
             params.needs_penalties,
             params.penalize_prompt,
             params.logprobs,
@@ -427,15 +470,20 @@ def _take(logits: torch.Tensor, index: NDArray[np.intp]) -> torch.Tensor:
     return logits[torch.from_numpy(index).to(logits.device)]
 
 
-def _largest(logits: torch.Tensor) -> NDArray[np.int64]:
+def largest(logits: torch.Tensor) -> NDArray[np.int64]:
     """The largest logit's token, or -1 where that logit is not finite: `max` carries a NaN through."""
     top, token = logits.max(dim=-1)
     return np.asarray(torch.where(torch.isfinite(top), token, -1).cpu().numpy())
 
 
-def _sampled(
-    tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None, reports: LogprobReports | None = None
-) -> Sampled:
-    bad = tokens < 0
-    tokens[bad] = 0
-    return Sampled(tokens.astype(np.int32), logprobs, bad if bad.any() else None, reports)
+def with_largest(tokens: NDArray[np.int64], worked: NDArray[np.bool_], sampled: Sampled | None) -> Sampled:
+    """What a step chose whose rows have `tokens` (-1: bad), but for those `worked`, if any, which `sampled` tells."""
+    if sampled is None:
+        return Sampled.of(tokens)
+    logprobs = None
+    if sampled.logprobs is not None:
+        logprobs = np.full(len(tokens), np.nan, np.float32)
+        logprobs[worked] = sampled.logprobs
+    drawn = sampled.tokens.astype(np.int64)
+    tokens[worked] = drawn if sampled.bad is None else np.where(sampled.bad, -1, drawn)
+    return Sampled.of(tokens, logprobs, sampled.reports)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_worker.attention import cpu, reference
+from model_worker.attention import cpu, cuda, reference
 from model_worker.attention.params import AttentionParams
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import KVCache
@@ -26,11 +26,15 @@ AttentionBackend = Callable[[Tensor, Tensor, Tensor, ForwardBatch, AttentionPara
 
 PAGED_ATTENTION = "tokenyard_paged"
 
-_BACKENDS: Mapping[str, AttentionBackend] = {"reference": reference.attend, "cpu": cpu.attend}
+_BACKENDS: Mapping[str, AttentionBackend] = {
+    "reference": reference.attend,
+    "cpu": cpu.attend,
+    "cuda": cuda.attend,
+}
 
 
 def attention_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`; "auto" is the fastest one that the device has."""
+    """The backend called `name`; "auto" is the fastest one that can do any model's attention on the device."""
     if name == "auto":
         name = "cpu" if device.type == "cpu" else "reference"
     try:

@@ -7,7 +7,6 @@ batch differ widely. Does not know the arithmetic, which is cpu_kernel.py's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from model_worker.attention.cpu_kernel import run_core, run_cores
 from model_worker.attention.params import AttentionParams
+from model_worker.attention.plan import Plan, share_out, tiles_of, total_cost
 from model_worker.batch import ForwardBatch
 
 _numba_config: Any = numba.config
@@ -30,8 +30,6 @@ _numba_config.THREADING_LAYER = "workqueue"
 _pool = Lock()
 _NO_WINDOW = 1 << 40
 _NO_SINKS = np.empty(0, np.float32)
-# Rows (query token x query head) of a tile: enough to reuse a block from the first-level cache, few enough to fit.
-_TILE_ROWS = 32
 # Tiles with at most this many rows wait for memory, so one unit takes all KV heads and reads blocks from end to end.
 _STREAMING_ROWS = 8
 # Waking another core costs tens of microseconds, so each is given at least about as much work.
@@ -86,19 +84,6 @@ def memory_of(cache: Tensor) -> NDArray[Any]:
     return blocks.view(torch.uint16).numpy() if cache.dtype == torch.bfloat16 else blocks.numpy()
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """How a batch is cut up: tiles of queries, units of work (a tile and a range of KV heads), units per core."""
-
-    tiles: NDArray[np.int64]  # [n, 4]: sequence, first token, number of tokens, position of the first token
-    units: NDArray[np.int64]  # [m, 3]: tile, first KV head, end of KV heads
-    bounds: NDArray[np.int64]  # [cores + 1]: core c runs units bounds[c] to bounds[c+1]
-
-    @property
-    def cores(self) -> int:
-        return len(self.bounds) - 1
-
-
 # All layers of a forward pass share their plans; the batch itself stays free of any backend's matters.
 _plans: WeakKeyDictionary[ForwardBatch, dict[tuple[int | None, ...], Plan]] = WeakKeyDictionary()
 
@@ -107,55 +92,16 @@ def _plan(batch: ForwardBatch, kv_heads: int, group: int, flops: int, window: in
     """Cut a batch up. `flops` are those of one query head and one key."""
     plans, key = _plans.setdefault(batch, {}), (kv_heads, group, flops, window)
     if key not in plans:
-        tiles = _tiles(batch, max(1, _TILE_ROWS // group))
+        tiles = tiles_of(batch.query_start.numpy(), batch.kv_len.numpy(), group)
         available = min(torch.get_num_threads(), _numba_config.NUMBA_NUM_THREADS)
-        worth = _cost(tiles, window).sum() * kv_heads * group * flops // _FLOPS_PER_CORE
-        plans[key] = _share_out(tiles, kv_heads, group, window, int(np.clip(worth, 1, available)))
+        reach = _NO_WINDOW if window is None else window
+        worth = total_cost(tiles, reach) * kv_heads * group * flops // _FLOPS_PER_CORE
+        cores = int(np.clip(worth, 1, available))
+        plans[key] = Plan(tiles, *share_out(tiles, kv_heads, group, reach, cores, _STREAMING_ROWS))
     return plans[key]
 
 
 def plan_for(batch: ForwardBatch, kv_heads: int, group: int, cores: int) -> Plan:
     """Cut a batch up for so many cores, which are awake already. `group` query heads share a KV head."""
-    return _share_out(_tiles(batch, max(1, _TILE_ROWS // group)), kv_heads, group, None, cores)
-
-
-def _share_out(tiles: NDArray[np.int64], kv_heads: int, group: int, window: int | None, cores: int) -> Plan:
-    units = _units(tiles, kv_heads, group, cores)
-    return Plan(tiles, units, _bounds(_cost(tiles, window), units, cores))
-
-
-def _cost(tiles: NDArray[np.int64], window: int | None) -> NDArray[np.int64]:
-    """Products of a query and a key, for each tile."""
-    tokens, past = tiles[:, 2], tiles[:, 3]
-    pairs: NDArray[np.int64] = tokens * (tokens + (past if window is None else np.minimum(past, window)))
-    return pairs
-
-
-def _tiles(batch: ForwardBatch, tile_tokens: int) -> NDArray[np.int64]:
-    query_start = batch.query_start.numpy().astype(np.int64)
-    query_lens = np.diff(query_start)
-    tiles_of = -(-query_lens // tile_tokens)
-    sequence = np.repeat(np.arange(len(query_lens)), tiles_of)
-    skipped = (np.arange(len(sequence)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of)) * tile_tokens
-    tokens = np.minimum(tile_tokens, query_lens[sequence] - skipped)
-    first_position = batch.kv_len.numpy().astype(np.int64) - query_lens
-    columns = [sequence, query_start[sequence] + skipped, tokens, first_position[sequence] + skipped]
-    return np.stack(columns, axis=1).astype(np.int64)
-
-
-def _units(tiles: NDArray[np.int64], kv_heads: int, group: int, cores: int) -> NDArray[np.int64]:
-    # A streaming tile's heads are split only where there would be too few units to keep all cores busy.
-    split = min(kv_heads, -(-2 * cores // len(tiles)))
-    ranges = np.where(tiles[:, 2] * group <= _STREAMING_ROWS, split, kv_heads)
-    tile = np.repeat(np.arange(len(tiles)), ranges)
-    part = np.arange(len(tile)) - np.repeat(np.cumsum(ranges) - ranges, ranges)
-    columns = [tile, part * kv_heads // ranges[tile], (part + 1) * kv_heads // ranges[tile]]
-    return np.stack(columns, axis=1).astype(np.int64)
-
-
-def _bounds(tile_cost: NDArray[np.int64], units: NDArray[np.int64], cores: int) -> NDArray[np.int64]:
-    """Cut the units into one run per core, each of about the same cost."""
-    cost = np.cumsum(tile_cost[units[:, 0]] * (units[:, 2] - units[:, 1]))
-    bounds: NDArray[np.int64] = np.searchsorted(cost, cost[-1] * np.arange(cores + 1) / cores).astype(np.int64)
-    bounds[-1] = len(units)
-    return bounds
+    tiles = tiles_of(batch.query_start.numpy(), batch.kv_len.numpy(), group)
+    return Plan(tiles, *share_out(tiles, kv_heads, group, _NO_WINDOW, cores, _STREAMING_ROWS))

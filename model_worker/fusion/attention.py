@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from model_worker.attention.cpu_kernel import _exp
 from model_worker.fusion.cache_tile import GROUP, PANEL_GROUPS, gather, score
 from model_worker.fusion.elements import element
+from model_worker.fusion.team import claim, claimed_after
 from model_worker.fusion.tile import TILE_ROWS
 
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
@@ -46,7 +47,6 @@ class Attention(NamedTuple):
     tables: NDArray[np.int32]
     tiles: NDArray[np.int64]
     units: NDArray[np.int64]
-    bounds: NDArray[np.int64]
     scales: NDArray[np.float32]  # [L]
     windows: NDArray[np.int64]  # [L]
 
@@ -155,14 +155,14 @@ def _run_tile(
 
 
 @njit(nogil=True, cache=True)
-def attend(core: int, layer: int, q: Any, cache: Any, attention: Any, out: Any) -> None:
-    """One core's units: the heads of `out` [T, >= heads * v_dim] from `q` [T, heads, k_dim], both operands."""
-    if core >= len(attention.bounds) - 1:
-        return
-    group, most = q.shape[1] // cache.kv_heads, 0
-    begin, end = attention.bounds[core], attention.bounds[core + 1]
-    for u in range(begin, end):
-        most = max(most, attention.tiles[attention.units[u, 0], 2] * group)
+def attend(counter: Any, claimed: int, cores: int, layer: int, q: Any, cache: Any, attention: Any, out: Any) -> int:
+    """The heads of `out` [T, >= heads * v_dim] from `q` [T, heads, k_dim], both operands. Cores claim units.
+
+    Returns the claims when all is done.
+    """
+    group, most, count = q.shape[1] // cache.kv_heads, 0, len(attention.units)
+    for t in range(len(attention.tiles)):
+        most = max(most, attention.tiles[t, 2] * group)
     own = (
         np.empty((most, cache.k_dim), cache.like.dtype),
         np.empty((most, PANEL_KEYS), np.float32),
@@ -173,7 +173,8 @@ def attend(core: int, layer: int, q: Any, cache: Any, attention: Any, out: Any) 
         np.empty(PANEL_GROUPS, np.int64),
         np.empty(PANEL_GROUPS, np.int64),
     )
-    for u in range(begin, end):
+    u = claim(counter, claimed)
+    while u < count:
         unit = attention.units[u]
         tile = attention.tiles[unit[0]]
         table = attention.tables[tile[0]]
@@ -181,3 +182,5 @@ def attend(core: int, layer: int, q: Any, cache: Any, attention: Any, out: Any) 
             _begin(q, tile, head, group, own[0], own[3], own[4], own[5])
             _run_tile(layer, table, tile, head, group, cache, attention.scales[layer], attention.windows[layer], own)
             _end(out, tile, head, group, own[3], own[5])
+        u = claim(counter, claimed)
+    return claimed_after(claimed, count, cores)

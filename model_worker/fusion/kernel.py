@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from model_worker.fusion.attention import attend, key_group, value_group
 from model_worker.fusion.elements import element, pointer
-from model_worker.fusion.products import LANE_BYTES, PANEL, add_product, gated, product, room_of
+from model_worker.fusion.products import LANE_BYTES, PANEL, add_product, gated, pick_product, room_of
 from model_worker.fusion.team import meet
 from model_worker.fusion.tile import TILE_ROWS
 
@@ -149,13 +149,17 @@ def run_stack(
     buffers: Any,
     rooms: Any,
     logit_rows: Any,
+    wanted: Any,
     logits: Any,
+    keys: Any,
+    places: Any,
 ) -> None:
     """One core's part of a forward pass: x [T, hidden] holds the embeddings, and the residual afterwards.
 
+    `logit_rows` are the tokens whose logits count; `wanted` to `places` are what `pick_product` makes of them.
     `rooms` is None, or for int8 weights uint32 [cores, 2, steps of the widest operand, PANEL].
     """
-    rows, meeting = x.shape[0], 0
+    rows, meeting, claimed = x.shape[0], 0, 0
     first, end = rows * core // cores, rows * (core + 1) // cores
     tile, other = np.empty((TILE_ROWS, PANEL), np.float32), np.empty((TILE_ROWS, PANEL), np.float32)
     hidden, qkv, q, inner = buffers.hidden, buffers.qkv, buffers.q, buffers.inner
@@ -174,19 +178,20 @@ def run_stack(
         for row in range(first, end):
             _place(layer, row, qkv, rotary, weights.head_norms[layer], weights.epsilon, q, cache)
         meeting = meet(counter, cores, meeting)
-        attend(core, layer, q, cache, attention, buffers.heads)
+        claimed = attend(counter, claimed, cores, layer, q, cache, attention, buffers.heads)
         meeting = meet(counter, cores, meeting)
         add_product(core, cores, buffers.heads, panels[O], x.shape[1], x, 0, no_bias, room, tile)
         meeting = meet(counter, cores, meeting)
         for row in range(first, end):
             _normalise(x, row, weights.norms[layer, BEFORE_MLP], weights.epsilon, hidden, row)
         meeting = meet(counter, cores, meeting)
-        gated(core, cores, hidden, panels[GATE], panels[UP], weights.mlp_width, inner, own, tile, other)
+        width = weights.mlp_width
+        claimed = gated(counter, claimed, cores, hidden, panels[GATE], panels[UP], width, inner, own, tile, other)
         meeting = meet(counter, cores, meeting)
         add_product(core, cores, inner, panels[DOWN], x.shape[1], x, 0, no_bias, room, tile)
         meeting = meet(counter, cores, meeting)
-    wanted = len(logit_rows)
-    for i in range(wanted * core // cores, wanted * (core + 1) // cores):
+    count = len(logit_rows)
+    for i in range(count * core // cores, count * (core + 1) // cores):
         _normalise(x, logit_rows[i], weights.final_norm, weights.epsilon, hidden, i)
     meeting = meet(counter, cores, meeting)
-    product(core, cores, hidden, weights.head, no_bias, logits, room, tile)
+    pick_product(counter, claimed, hidden, weights.head, wanted, logits, keys[core], places[core], room, tile)

@@ -18,6 +18,8 @@ from numba import njit, types
 from model_worker.attention.cpu_kernel import _exp
 from model_worker.fusion.elements import element, pointer
 from model_worker.fusion.int8_tile import INT8_ROWS, multiply_and_keep, multiply_int8_half_panel, multiply_int8_panel
+from model_worker.fusion.largest import take_largest
+from model_worker.fusion.team import claim, claimed_after
 from model_worker.fusion.tile import TILE_ROWS, multiply_half_panel, multiply_panel
 
 _numba: Any = numba
@@ -28,6 +30,8 @@ _MATH = {"reassoc", "contract", "arcp", "nsz"}
 PANEL, HALF, LANE_BYTES = 64, 32, 4
 SCALE_BYTES = PANEL * LANE_BYTES
 """What an int8 panel begins with: a float32 for each output."""
+CLAIMED_PANELS = 8
+"""Panels that a core takes at a time of a product whose work is claimed: tens of microseconds for one row."""
 MOST_NARROW_ROWS = 12
 """With more rows than these, a product widens each int8 panel once."""
 _INT8_HALF_BYTES = 2 * HALF
@@ -178,31 +182,84 @@ def product(core: int, cores: int, operand: Any, panels: int, bias: Any, out: An
         unit += 2 if whole else 1
 
 
+@njit(error_model="numpy", nogil=True, cache=True)
+def pick_product(
+    counter: Any,
+    claimed: int,
+    operand: Any,
+    panels: int,
+    wanted: Any,
+    out: Any,
+    keys: Any,
+    places: Any,
+    room: Any,
+    tile: Any,
+) -> None:
+    """The largest of each row of operand . weights, as `take_largest` keeps it; wanted rows whole, in out[wanted[row]].
+
+    `wanted` int64 [rows] is negative for rows of which nothing but the largest matters. Cores claim a few panels at a
+    time: this is the longest of all products, and a core that another process takes away must not hold up the rest.
+    """
+    rows, width = len(wanted), out.shape[1]
+    panel_count, bits = -(-width // PANEL), tile.view(np.int32)
+    pieces, widens = _pieces(rows, room), _widens(rows, room)
+    unit = claim(counter, claimed) * CLAIMED_PANELS
+    while unit < panel_count:
+        for number in range(unit, min(unit + CLAIMED_PANELS, panel_count)):
+            at = number * PANEL
+            lanes = min(PANEL, width - at)
+            panel = _panel(operand, panels, 2 * number, room)
+            for piece in range(pieces):
+                first, count = _piece(rows, pieces, piece, room)
+                _multiply(operand, first, count, widens, panel, True, room, lanes, tile)
+                take_largest(tile, bits, count, lanes, at, keys, places, first)
+                for r in range(count):
+                    row = wanted[first + r]
+                    if row >= 0:
+                        to, sums = out[row, at : at + lanes], tile[r]
+                        for lane in range(len(to)):
+                            to[lane] = sums[lane]
+        unit = claim(counter, claimed) * CLAIMED_PANELS
+
+
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def gated(
-    core: int, cores: int, operand: Any, gate: int, up: int, width: int, out: Any, rooms: Any, tile: Any, other: Any
-) -> None:
-    """out = silu(operand . gate) * (operand . up), as the operand of the next product."""
-    halves, rows = -(-width // HALF), out.shape[0]
-    unit, end = halves * core // cores, halves * (core + 1) // cores
+    counter: Any,
+    claimed: int,
+    cores: int,
+    operand: Any,
+    gate: int,
+    up: int,
+    width: int,
+    out: Any,
+    rooms: Any,
+    tile: Any,
+    other: Any,
+) -> int:
+    """out = silu(operand . gate) * (operand . up), as the operand of the next product. Cores claim panels.
+
+    Returns the claims when all is done.
+    """
+    panels, rows = -(-width // PANEL), out.shape[0]
     one, room, up_room = np.float32(1.0), room_of(rooms, 0), room_of(rooms, 1)
     pieces, widens = _pieces(rows, room), _widens(rows, room)
-    while unit < end:
-        whole = unit % 2 == 0 and unit + 1 < end
-        at = unit * HALF
-        lanes = min(PANEL if whole else HALF, width - at)
-        gate_panel = _panel(operand, gate, unit, room)
-        up_panel = _panel(operand, up, unit, up_room)
+    number = claim(counter, claimed)
+    while number < panels:
+        at = number * PANEL
+        lanes = min(PANEL, width - at)
+        gate_panel = _panel(operand, gate, 2 * number, room)
+        up_panel = _panel(operand, up, 2 * number, up_room)
         for piece in range(pieces):
             first, count = _piece(rows, pieces, piece, room)
-            _multiply(operand, first, count, widens, gate_panel, whole, room, lanes, tile)
-            _multiply(operand, first, count, widens, up_panel, whole, up_room, lanes, other)
+            _multiply(operand, first, count, widens, gate_panel, True, room, lanes, tile)
+            _multiply(operand, first, count, widens, up_panel, True, up_room, lanes, other)
             for r in range(count):
                 to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
                 for lane in range(len(to)):
                     x = gates[lane]
                     to[lane] = element(x / (one + _exp(-x)) * values[lane], out)
-        unit += 2 if whole else 1
+        number = claim(counter, claimed)
+    return claimed_after(claimed, panels, cores)
 
 
 @njit(nogil=True, cache=True)

@@ -20,6 +20,7 @@ from model_worker.fusion.attention import Attention, Cache
 from model_worker.fusion.cache_tile import GROUP
 from model_worker.fusion.form import OtherForm, Parts
 from model_worker.fusion.kernel import Buffers, Rotary, run_stack
+from model_worker.fusion.largest import Largest
 from model_worker.fusion.products import LANE_BYTES, PANEL
 from model_worker.fusion.team import team
 from model_worker.huge_pages import keep_in_huge_pages
@@ -70,19 +71,26 @@ class FusedStack:
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Write the batch's tokens into the cache and return float32 logits [L, vocab] at `batch.logit_positions`."""
-        return self._run(batch, cache)[0]
+        return self._run(batch, cache, _every(batch))[0]
+
+    def pick(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Tensor]:
+        """Likewise, but the largest token of each of the L rows (-1: not finite), and the logits of those `wanted`."""
+        rows = np.where(wanted, np.cumsum(wanted) - 1, -1)
+        logits, _, largest = self._run(batch, cache, rows)
+        return largest.tokens(), logits
 
     def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Also what the logits were made of, float32 [L, hidden]."""
-        logits, residual = self._run(batch, cache)
+        logits, residual, _ = self._run(batch, cache, _every(batch))
         wanted, weights = residual[batch.logit_positions], self._weights
         shares = torch.rsqrt(wanted.square().mean(-1, keepdim=True) + float(weights.epsilon))
         return logits, wanted * shares * torch.from_numpy(weights.final_norm)
 
-    def _run(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Logits, and the residual [T, hidden] after the last layer."""
+    def _run(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor, Largest]:
+        """Logits of rows that have a place in `wanted`, the residual [T, hidden] after all layers, largest tokens."""
         x = self._embedding(batch.tokens).to(torch.float32)
-        logits = torch.empty(len(batch.logit_positions), self._vocab_size)
+        logits = torch.empty(int(wanted.max(initial=-1)) + 1, self._vocab_size)
+        largest = Largest(self._cores, len(wanted))
         team(self._cores).run(
             run_stack,
             x.numpy(),
@@ -93,9 +101,12 @@ class FusedStack:
             self._buffers(batch.num_tokens),
             self._rooms,
             batch.logit_positions.numpy(),
+            wanted,
             logits.numpy(),
+            largest.keys,
+            largest.places,
         )
-        return logits, x
+        return logits, x, largest
 
     def _angles_of(self, batch: ForwardBatch) -> Rotary:
         positions = batch.positions.numpy()
@@ -127,15 +138,14 @@ class FusedStack:
                 offsets=nothing,
                 unused=nothing,
             )
-        return self._caches[cache]._replace(
-            blocks=batch.slot_block.numpy(), offsets=batch.slot_offset.numpy(), unused=_unused(batch)
-        )
+        blocks, offsets = np.divmod(batch.slots.numpy(), batch.block_size)
+        return self._caches[cache]._replace(blocks=blocks, offsets=offsets, unused=_unused(batch, offsets))
 
     def _attention(self, batch: ForwardBatch) -> Attention:
         layer = self._layout
         plan = cpu.plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
         tables = batch.block_tables.numpy()
-        return Attention(tables, plan.tiles, plan.units, plan.bounds, self._scales, self._windows)
+        return Attention(tables, plan.tiles, plan.units, self._scales, self._windows)
 
     def _buffers(self, tokens: int) -> Buffers:
         if tokens > len(self._room.q):
@@ -153,11 +163,17 @@ class FusedStack:
         )
 
 
-def _unused(batch: ForwardBatch) -> NDArray[np.int64]:
+def _every(batch: ForwardBatch) -> NDArray[np.int64]:
+    return np.arange(len(batch.logit_positions))
+
+
+def _unused(batch: ForwardBatch, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each token how many zeros must follow it in its group: see Cache."""
+    if batch.max_query == 1:
+        return np.where(offsets % GROUP == 0, GROUP - 1, 0)
     last = batch.query_start.numpy()[1:].astype(np.int64) - 1
     queries = np.diff(batch.query_start.numpy())
-    within = batch.slot_offset.numpy()[last] % GROUP
+    within = offsets[last] % GROUP
     unused = np.zeros(batch.num_tokens, np.int64)
     unused[last] = np.where(within < queries, GROUP - 1 - within, 0)
     return unused

@@ -90,8 +90,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         is in bytes, and `max_batch_tokens` are what one forward pass takes: longer prompts take several.
         """
         loaded = load_model(model, dtype, device, lambda *_: None, max_length, quantization)
-        capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, block_size=16)
-        return cls(ModelRunner(loaded, capacity.num_blocks, 16), capacity, max_batch_tokens, batch_processors)
+        capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, loaded.block_size)
+        runner = ModelRunner(loaded, capacity.num_blocks, capacity.block_size)
+        runner.record_decode(capacity.max_rows, capacity.max_model_len)
+        return cls(runner, capacity, max_batch_tokens, batch_processors)
 
     @property
     def max_batch_size(self) -> int:

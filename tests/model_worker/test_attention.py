@@ -144,7 +144,7 @@ def test_large_logits_neither_overflow_nor_vanish() -> None:
 
 
 def test_unknown_backend_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'flash' is unknown: use one of auto, reference, cpu"):
+    with pytest.raises(ValueError, match=r"'flash' is unknown: use one of auto, reference, cpu, cuda"):
         attention_backend("flash", torch.device("cpu"))
 
 

@@ -17,7 +17,7 @@ from numba import njit
 from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
-from model_worker.fusion.team import Team, meet
+from model_worker.fusion.team import Team, claim, claimed_after, meet
 from model_worker.fusion.tile import TILE_ROWS, multiply_half_panel, multiply_panel
 from model_worker.linears import PANEL, PackedLinear
 from model_worker.loader import LoadedModel, load_model
@@ -141,6 +141,20 @@ def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: Any) -> None:
     assert [text.tolist() for text in texts] == expected
 
 
+@pytest.mark.parametrize("arch", [*FUSED, "gpt2"])
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
+def test_picked_tokens_are_the_largest_logits(arch: str, dtype: str, quantization: str, tmp_path_factory: Any) -> None:
+    rng = np.random.default_rng()
+    loaded = load(arch, dtype, tmp_path_factory.getbasetemp(), quantization)
+    whole, picking = ModelRunner(loaded, 32, 16), ModelRunner(loaded, 32, 16)
+    for step in batches(rng, 16, 32):
+        wanted = rng.random(len(step.logit_positions)) < rng.choice([0, 0.3, 1])
+        every = whole.forward(step)
+        tokens, some = picking.pick(step, wanted)
+        assert tokens.tolist() == every.argmax(-1).tolist()
+        assert torch.equal(some, every[torch.from_numpy(wanted)])
+
+
 def test_what_an_earlier_sequence_left_in_a_block_does_not_matter(tmp_path_factory: Any) -> None:
     """Not even numbers that are none: their weight is zero, but zero times NaN is NaN."""
     loaded = load("llama", "bfloat16", tmp_path_factory.getbasetemp())
@@ -222,3 +236,24 @@ def test_a_team_meets(cores: int) -> None:
     for _ in range(3):
         team.run(_count_together, 20, counts)
     assert counts.tolist() == [60] * cores + [0]
+
+
+@njit(nogil=True)
+def _claim_all(core: int, cores: int, counter: Any, owners: Any) -> None:
+    claimed = meeting = 0
+    for work in range(len(owners)):
+        piece = claim(counter, claimed)
+        while piece < owners.shape[1]:
+            owners[work, piece] += core + 1
+            piece = claim(counter, claimed)
+        claimed = claimed_after(claimed, owners.shape[1], cores)
+        meeting = meet(counter, cores, meeting)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 5])
+def test_every_piece_is_claimed_once(cores: int) -> None:
+    team = Team(cores)
+    for _ in range(3):
+        owners = np.zeros((100, 100), np.int64)
+        team.run(_claim_all, owners)
+        assert set(owners.ravel().tolist()) <= set(range(1, cores + 1))

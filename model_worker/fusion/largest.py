@@ -1,0 +1,67 @@
+"""The largest of a row of sums, found while they are still in a tile: greedy rows need no logits in memory.
+
+Knows float32 by its bits. Floats are compared as whole numbers of the same order, which compilers turn into vectors,
+unlike comparisons that must mind NaNs. A NaN counts as the largest of all. Does not know what the sums are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+_MATH = {"reassoc", "contract", "nsz"}
+_SIGN, _REST = np.int32(31), np.int32(0x7FFFFFFF)
+_INFINITY = np.int32(0x7F800000)
+_LEAST, _NO_NUMBER = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
+_NOWHERE = np.iinfo(np.int64).max
+_LOWEST, _HIGHEST = int(_INFINITY ^ _REST) - (1 << 31), int(_INFINITY)
+"""Keys of the two infinities: every finite number lies between them."""
+
+
+@njit(error_model="numpy", inline="always")
+def _key(bits: Any) -> Any:
+    """A whole number that is larger for a larger float; those of NaNs lie beyond the infinities' on both sides."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> _SIGN) & _REST))
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+def take_largest(tile: Any, bits: Any, rows: int, lanes: int, at: int, keys: Any, places: Any, first: int) -> None:
+    """Keep for each row the key of its largest sum here and before, and its place; the first among equals.
+
+    tile[r, :lanes] are the sums of row `first + r` for the places `at`, `at + 1`...; `bits` is the tile as int32.
+    Indices instead of slices: a slice holds a reference, whose count takes longer than all the rest.
+    """
+    for r in range(rows):
+        total, most, row = np.float32(0.0), _LEAST, first + r
+        for lane in range(lanes):
+            total += tile[r, lane]
+        if abs(total) < np.float32(np.inf):
+            for lane in range(lanes):
+                most = max(most, _key(bits[r, lane]))
+        else:  # infinities or NaNs are among them, which is rare: this loop need not be fast
+            for lane in range(lanes):
+                is_number = np.int32(bits[r, lane] & _REST) <= _INFINITY
+                most = max(most, _key(bits[r, lane]) if is_number else _NO_NUMBER)
+        if most > keys[row]:
+            keys[row] = most
+            for lane in range(lanes):
+                if _key(bits[r, lane]) == most:
+                    places[row] = at + lane
+                    break
+
+
+class Largest:
+    """Room for what each core finds in its share of `rows` rows."""
+
+    def __init__(self, cores: int, rows: int) -> None:
+        self.keys: NDArray[np.int32] = np.full((cores, rows), _LEAST, np.int32)
+        self.places: NDArray[np.int64] = np.zeros((cores, rows), np.int64)
+
+    def tokens(self) -> NDArray[np.int64]:
+        """The place of each row's largest sum, the first among equals; -1 where that is not finite."""
+        keys = self.keys.max(0)
+        places = np.where(self.keys == keys, self.places, _NOWHERE).min(0)
+        return np.where((keys > _LOWEST) & (keys < _HIGHEST), places, -1)

@@ -1,0 +1,145 @@
+"""Decode steps as recorded graphs: one for each of a few batch sizes, replayed with the step's values in its buffers.
+
+Launching a small model's kernels one by one takes longer than running them; a graph launches them at once. It runs the
+same kernels on the same memory each time, so a step is copied into fixed buffers, and rows that it lacks for the next
+recorded size are padded: they read and write a block that belongs to no sequence. Recording itself is given by the
+caller (`record` for CUDA), so the rest does not know devices. Knows batches; it does not know models or sampling.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from model_worker.batch import ForwardBatch
+
+Forward = Callable[[ForwardBatch], Tensor]
+Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
+"""Runs or records a function, and returns what runs it again on the same memory, with its result."""
+
+
+def bucket_sizes(max_rows: int) -> list[int]:
+    """1, 2, 4, 8 and so on, and `max_rows` itself."""
+    return [*(1 << bit for bit in range((max_rows - 1).bit_length())), max_rows]
+
+
+class DecodeBuffers:
+    """A decode step of up to `max_rows` rows in memory that stays where it is."""
+
+    def __init__(
+        self, max_rows: int, blocks_per_row: int, block_size: int, spare_block: int, device: torch.device
+    ) -> None:
+        self.max_rows, self.blocks_per_row, self.block_size = max_rows, blocks_per_row, block_size
+        self._spare_block = spare_block
+
+        def column(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
+
+        self._tokens, self._positions, self._slots = (column(torch.int64) for _ in range(3))
+        self._kv_len, self._block_tables = column(torch.int32), column(torch.int32, blocks_per_row)
+        self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._logit_positions = torch.arange(max_rows, device=device)
+
+    def fill(self, batch: ForwardBatch, size: int) -> None:
+        """The first `size` rows become those of the batch, and padding after them."""
+        rows = batch.num_tokens
+        table = self._block_tables[:, : batch.block_tables.shape[1]]
+        for column, values in (
+            (self._tokens, batch.tokens),
+            (self._positions, batch.positions),
+            (self._slots, batch.slots),
+            (self._kv_len, batch.kv_len),
+            (table, batch.block_tables),
+        ):
+            column[:rows].copy_(values)
+        if rows < size:
+            # Each pads with a sequence of one token in the spare block.
+            for column, value in (
+                (self._tokens, 0),
+                (self._positions, 0),
+                (self._slots, self._spare_block * self.block_size),
+                (self._kv_len, 1),
+                (self._block_tables[:, :1], self._spare_block),
+            ):
+                column[rows:size].fill_(value)
+
+    def batch(self, size: int) -> ForwardBatch:
+        """The first `size` rows. Always a new one: what it derives from the buffers is to be derived in the graph."""
+        return ForwardBatch(
+            tokens=self._tokens[:size],
+            positions=self._positions[:size],
+            query_start=self._query_start[: size + 1],
+            kv_len=self._kv_len[:size],
+            block_tables=self._block_tables[:size],
+            slots=self._slots[:size],
+            logit_positions=self._logit_positions[:size],
+            block_size=self.block_size,
+            max_query=1,
+            # A bound of all steps to come: it is part of what is recorded.
+            max_kv=self.blocks_per_row * self.block_size,
+        )
+
+
+class DecodeGraphs:
+    """`forward` recorded for every bucket size."""
+
+    def __init__(self, forward: Forward, buffers: DecodeBuffers, recorded: Recorder) -> None:
+        self._buffers = buffers
+        self.sizes = bucket_sizes(buffers.max_rows)
+
+        def step(size: int) -> Callable[[], Tensor]:
+            return lambda: forward(buffers.batch(size))
+
+        # The largest first: the others find room in the memory that it has taken.
+        graphs = {}
+        for size in reversed(self.sizes):
+            buffers.fill(buffers.batch(0), size)
+            graphs[size] = recorded(step(size))
+        self._graphs = graphs
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether `run` can do the batch."""
+        buffers = self._buffers
+        return (
+            batch.embeddings is None
+            and batch.num_tokens <= buffers.max_rows
+            and batch.block_tables.shape[1] <= buffers.blocks_per_row
+            and batch.decodes
+        )
+
+    def run(self, batch: ForwardBatch) -> Tensor:
+        """Logits of the batch's rows. The next run may overwrite them."""
+        size = self.sizes[bisect_left(self.sizes, batch.num_tokens)]
+        self._buffers.fill(batch, size)
+        return self._graphs[size]()[: batch.num_tokens]
+
+
+class CudaRecorder:
+    """Records what a function launches on the current CUDA device; all records share their memory for temporaries."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        # Once beforehand, on a stream of its own: libraries set themselves up in a first call, which is no part of it.
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            function()
+        current.wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = function()
+        finally:
+            # A capture that fails leaves its stream as the current one.
+            torch.cuda.set_stream(current)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay

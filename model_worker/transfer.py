@@ -1,0 +1,69 @@
+"""Copies between the host and a device that the host does not wait for.
+
+On CUDA the host's end of such a copy must be pinned memory; torch keeps a pinned buffer from being used again while a
+copy of it is under way. On a CPU nothing is copied. Knows tensors only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def upload(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device, for work that is given to the device afterwards."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu" or not array.size:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_together(arrays: Sequence[NDArray[Any]], dtype: type[np.generic], device: torch.device) -> list[Tensor]:
+    """The arrays as `dtype` on the device, in one copy: they are pieces of one tensor there."""
+    packed = upload(np.concatenate([array.ravel() for array in arrays], dtype=dtype, casting="same_kind"), device)
+    pieces = packed.split([array.size for array in arrays])
+    return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+
+
+class Mark:
+    """A place in what a device was given to do, and the time at which it came there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._time = time.perf_counter_ns()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Until the device has come there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def us_since(self, earlier: Mark) -> int:
+        """Microseconds of the device's time; both must have been reached."""
+        if self._event is None or earlier._event is None:
+            return (self._time - earlier._time) // 1000
+        return int(earlier._event.elapsed_time(self._event) * 1000)
+
+
+class Download:
+    """A copy from a device to the host, under way; `done` is its end."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+        self.done = Mark(tensor.device)
+
+    def wait(self) -> NDArray[Any]:
+        """The values, once they are here."""
+        self.done.wait()
+        return np.asarray(self._host.numpy())

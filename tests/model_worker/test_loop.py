@@ -1,0 +1,98 @@
+"""The worker's loop gives a step to the device before it waits for the one before it, and answers in order."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import zmq
+
+from interfaces import Step, StepResult, WorkerGoodbye, WorkerHello, decode, encode
+from model_worker.engine import Engine, Flight
+from model_worker.loop import Loop
+from shared.sockets import bind_router, receive_from
+
+NOTHING = np.empty(0, np.int32)
+
+
+class Device:
+    """An engine that runs ahead and writes down what is asked of it. Step 4 needs the host."""
+
+    ahead = True
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.go = threading.Event()
+
+    def begin(self, step: Step) -> Flight:
+        assert self.go.wait(10)
+        self.heard.append(f"begin {step.step}")
+        result = StepResult(1, 0, 0, step.step, NOTHING, NOTHING, None, {}, 0)
+
+        def read() -> StepResult:
+            self.heard.append(f"read {step.step}")
+            return result
+
+        return Flight.landed(result) if step.step == 4 else Flight(read)
+
+
+class Scheduler:
+    """The other end of the loop's socket."""
+
+    def __init__(self, path: Path) -> None:
+        self.endpoint = f"ipc://{path}/w.sock"
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._router = bind_router(self._context, self.endpoint)
+        self.worker = b""
+
+    def send(self, number: int) -> None:
+        step = Step(1, 0, number, NOTHING, None, NOTHING.reshape(0, 3), NOTHING, [])
+        self._router.send_multipart([self.worker, encode(step)])
+
+    def next(self, kind: type) -> Any:
+        """The next message of that kind."""
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            if self._router.poll(100) and (received := receive_from(self._router)) is not None:
+                self.worker = received[0]
+                message = decode(received[1][0])
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"the worker sends no {kind.__name__}")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[Scheduler]:
+    made = Scheduler(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_step_begins_before_the_last_one_is_read(scheduler: Scheduler) -> None:
+    device = Device()
+    hello = WorkerHello("cuda:0", 0, 0, os.getpid(), 10, 256, 4, 100, 100, "none", "bfloat16", "cuda")
+    loop = Loop(cast(Engine, device), hello, scheduler.endpoint)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    scheduler.next(WorkerHello)
+    for number in (1, 2, 3, 4, 5):
+        scheduler.send(number)
+    time.sleep(0.3)  # until they are where the loop looks
+    device.go.set()
+    assert [scheduler.next(StepResult).step for _ in range(5)] == [1, 2, 3, 4, 5]
+    loop.stop()
+    scheduler.next(WorkerGoodbye)
+    thread.join(10)
+    assert device.heard == [
+        *("begin 1", "begin 2", "read 1", "begin 3", "read 2", "begin 4", "read 3"),
+        *("begin 5", "read 5"),
+    ]
