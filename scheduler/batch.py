@@ -1,8 +1,9 @@
 """Which rows run in a worker's next step, and how many tokens of each.
 
 Every sequence in decode gets its token in every step; what is left of the token budget goes to prompts, oldest first,
-in chunks. When blocks run out, the youngest sequences make room for older ones and start again later from the tokens
-they have (preemption by recompute), so the oldest can always finish.
+in chunks, and beside rows in decode no more than `pace.py` allows. When blocks run out, the youngest sequences make
+room for older ones and start again later from the tokens they have (preemption by recompute), so the oldest can always
+finish.
 """
 
 from __future__ import annotations
@@ -95,6 +96,9 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
     # A prompt that gets no more than its one guaranteed token would only waste a row of the forward.
     ntok[prefill] = 0
     left += len(prefill)
+    decoding = len(rows) - len(prefill)
+    paced = worker.pace.prompt_tokens(decoding, len(prefill)) if decoding else None
+    left = left if paced is None else min(left, paced)
     reportable = REPORTED_TOKENS
     for i in prefill[np.argsort(table.order[rows[prefill]])].tolist():
         reports = table.computed[rows[i]] < table.unreported[rows[i]]

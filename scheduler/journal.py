@@ -13,13 +13,16 @@ MOST_ENTRIES = 64
 """Of one request: its beginning and its latest; what was between them is counted."""
 MOST_INCIDENTS = 50
 
+_Entry = tuple[float, str]
+"""Unix time and a sentence. The time is put into words when somebody reads it, which is seldom."""
+
 
 class Journal:
     """The oldest request is forgotten first."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, _Entries] = OrderedDict()
-        self._incidents: deque[str] = deque(maxlen=MOST_INCIDENTS)
+        self._incidents: deque[_Entry] = deque(maxlen=MOST_INCIDENTS)
 
     def note(self, request_id: str, text: str) -> None:
         entries = self._requests.get(request_id)
@@ -27,11 +30,11 @@ class Journal:
             entries = self._requests[request_id] = _Entries()
             if len(self._requests) > MOST_REQUESTS:
                 self._requests.popitem(last=False)
-        entries.add(f"{_now()} {text}")
+        entries.add((time.time(), text))
 
     def incident(self, text: str) -> None:
         """A worker or replica came or went."""
-        self._incidents.append(f"{_now()} {text}")
+        self._incidents.append((time.time(), text))
 
     def of(self, request_id: str) -> list[str]:
         """Everything known of requests whose id begins so, oldest first; nothing when there is none."""
@@ -44,29 +47,29 @@ class Journal:
 
     @property
     def incidents(self) -> list[str]:
-        return list(self._incidents)
+        return [_line(entry) for entry in self._incidents]
 
 
 class _Entries:
     __slots__ = ("_first", "_last", "_left_out")
 
     def __init__(self) -> None:
-        self._first: list[str] = []
-        self._last: deque[str] = deque(maxlen=MOST_ENTRIES // 2)
+        self._first: list[_Entry] = []
+        self._last: deque[_Entry] = deque(maxlen=MOST_ENTRIES // 2)
         self._left_out = 0
 
-    def add(self, line: str) -> None:
+    def add(self, entry: _Entry) -> None:
         if len(self._first) < MOST_ENTRIES // 2:
-            self._first.append(line)
+            self._first.append(entry)
             return
         self._left_out += len(self._last) == self._last.maxlen
-        self._last.append(line)
+        self._last.append(entry)
 
     def lines(self) -> list[str]:
         between = [f"... {self._left_out} more"] if self._left_out else []
-        return [*self._first, *between, *self._last]
+        return [*map(_line, self._first), *between, *map(_line, self._last)]
 
 
-def _now() -> str:
-    seconds = time.time()
-    return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{int(seconds * 1000) % 1000:03d}"
+def _line(entry: _Entry) -> str:
+    seconds, text = entry
+    return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{int(seconds * 1000) % 1000:03d} {text}"

@@ -82,6 +82,8 @@ class Loop:
                 self._keep_time()
         finally:
             if self._guard is not None:
+                # No handshake may be under way that asks a guard who has gone.
+                self._workers.close(linger=0)
                 self._guard.stop()
             self._context.destroy(linger=0)
 

@@ -40,7 +40,8 @@ class Sequence:
     terms: Terms = field(default_factory=Terms)
     row: int = -1
     blocks: list[int] = field(default_factory=list)
-    hashes: list[bytes] = field(default_factory=list)
+    hashes: dict[int, list[bytes]] = field(default_factory=dict)
+    """By block size, which workers on different devices need not share."""
     cached_tokens: int = 0
     preemptions: int = 0
     arrived: float = field(default_factory=time.monotonic)
@@ -116,7 +117,8 @@ class Sequence:
 
     def prefix_hashes(self, block_size: int) -> list[bytes]:
         """Digests of all full blocks of the tokens known so far."""
-        if len(self.tokens) // block_size > len(self.hashes):
+        hashes = self.hashes.setdefault(block_size, [])
+        if len(self.tokens) // block_size > len(hashes):
             salt = self.context.cache_salt + ("\0deterministic" if self.terms.deterministic else "")
-            extend_hashes(self.hashes, self.tokens.all, block_size, salt, self.images)
-        return self.hashes
+            extend_hashes(hashes, self.tokens.all, block_size, salt, self.images)
+        return hashes

@@ -19,6 +19,7 @@ from interfaces.forced_tokens import ForcedTokens
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from scheduler.blocks import BlockPool
+from scheduler.pace import Pace
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
 from scheduler.step_clock import StepClock
@@ -34,7 +35,7 @@ class StepInFlight:
     """Rows that will sample in a step, and whose they were when it was sent.
 
     `reporting` maps rows that may report log-probabilities or hidden states to their generations. `computing` are all
-    rows of the step and `owners` their generations.
+    rows of the step and `owners` their generations. Of its `tokens`, `decoding` are those of rows that have just one.
     """
 
     step: int
@@ -42,6 +43,7 @@ class StepInFlight:
     generations: NDArray[np.int64]
     reporting: dict[int, int]
     tokens: int
+    decoding: int
     computing: NDArray[np.int32]
     owners: NDArray[np.int64]
     sent: float
@@ -68,6 +70,7 @@ class Worker:
     def __init__(self, hello: WorkerHello, max_running: int, prefix_cache: bool, stall_seconds: float) -> None:
         self.hello = hello
         self.clock = StepClock(stall_seconds)
+        self.pace = Pace()
         self.prefix_cache = prefix_cache
         self.pool = BlockPool(hello.num_blocks)
         self.rows = RowTable(min(hello.max_rows, max_running))
@@ -136,11 +139,13 @@ class Worker:
         if table.any_reports:
             asking = rows[table.reports[rows]]
             reporting = dict(zip(asking.tolist(), table.generation[asking].tolist(), strict=True))
-        tokens = len(rows) if ntok is None else int(ntok.sum())
+        tokens, decoding = (len(rows), len(rows)) if ntok is None else (int(ntok.sum()), int((ntok == 1).sum()))
         owners = table.generation[rows]
         generations = owners[at_the_end]
         now = time.monotonic()
-        self.in_flight.append(StepInFlight(self.steps, sampling, generations, reporting, tokens, rows, owners, now))
+        self.in_flight.append(
+            StepInFlight(self.steps, sampling, generations, reporting, tokens, decoding, rows, owners, now)
+        )
         self.dropped, self.joined, self.new_blocks = [], [], []
         for row in rows[ntok > 1].tolist() if ntok is not None else ():
             self._sequence(row).chunks += 1
@@ -157,6 +162,7 @@ class Worker:
         step = self.in_flight.popleft()
         begun, self.last_step = max(step.sent, self.last_step), time.monotonic()
         self.clock.learn(step.tokens, self.last_step - begun)
+        self.pace.learn(step.decoding, step.tokens - step.decoding, self.last_step - begun)
         generations = step.generations
         if len(result.rows) != len(step.rows):
             generations = generations[np.isin(step.rows, result.rows)]

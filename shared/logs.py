@@ -13,6 +13,6 @@ def configure(role: str, level: str) -> logging.Logger:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for chatty in ("httpx", "numba", "urllib3", "filelock", "huggingface_hub"):
+    for chatty in ("httpx", "httpx2", "httpcore2", "numba", "urllib3", "filelock", "huggingface_hub"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     return logging.getLogger("tokenyard")

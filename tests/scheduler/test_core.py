@@ -192,6 +192,22 @@ def test_a_repeated_prompt_is_served_from_the_cache_up_to_its_last_block() -> No
     assert yard.cached == {1: 20, 2: 16}, "one token must always be computed"
 
 
+def test_workers_with_blocks_of_their_own_size_share_no_names() -> None:
+    seed = random.randrange(2**32)
+    yard = Yard(workers=1, seed=seed)
+    yard.shape |= {"block_size": 8, "num_blocks": 20}
+    yard.start_worker(1, epoch=0)
+    asked = prompts(16, seed)
+    for turn in range(3):
+        for handle, prompt in enumerate(asked):
+            yard.submit(100 * turn + handle, prompt, 40, [])
+        yard.drain()
+        for handle, prompt in enumerate(asked):
+            handle += 100 * turn
+            assert yard.tokens[handle] == naive_generate(prompt, handle, [], min(len(prompt) + 40, 80)), f"seed {seed}"
+    assert yard.scheduler.counters["preemptions"] > 0, "sequences were meant to move from worker to worker"
+
+
 def test_salted_prompts_share_nothing_with_others() -> None:
     yard = Yard()
     yard.submit(0, list(range(21)), 3, [])

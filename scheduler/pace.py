@@ -1,0 +1,55 @@
+"""How many tokens of prompts a step may compute beside rows in decode, so that these keep their rhythm.
+
+A step takes as long as everything in it, and every row in decode waits for its end. So prompts get as much of a step's
+time as the rows in decode need anyway: whoever reads along sees half the speed, never a standstill. That holds while
+prompts are few beside the rows. Of many prompts, each is waited for as a row is, and the sooner they all decode
+together the sooner everybody is done: then, and where nothing decodes, steps are as large as the operator allows.
+
+Knows times and counts of one worker's recent steps. Does not know whose they are.
+"""
+
+from __future__ import annotations
+
+LEAST_TOKENS = 16
+"""Of prompts in a step, however slow they are: they must come to an end."""
+FEW = 0.5
+"""Prompts for each row in decode, at most, which must not hold up the rows."""
+_WEIGHT = 0.1
+_OUTLIER = 2.0
+"""A time beyond so many times what was expected counts as that: something else had the machine."""
+
+
+class Pace:
+    """Seconds of decode steps by the number of rows (in powers of two), and seconds of a prompt's token."""
+
+    def __init__(self) -> None:
+        self._decode: dict[int, float] = {}
+        self._token: float | None = None
+
+    def learn(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
+        """A step with so many rows in decode and tokens of prompts took so long."""
+        if not prompt_tokens:
+            size = decoding.bit_length()
+            self._decode[size] = _followed(self._decode.get(size), seconds)
+            return
+        alone = self._alone(decoding) or 0.0
+        if not decoding or alone:
+            self._token = _followed(self._token, max(seconds - alone, 0.1 * seconds) / prompt_tokens)
+
+    def prompt_tokens(self, decoding: int, prompts: int) -> int | None:
+        """The most tokens of so many prompts beside so many rows in decode; None where nothing speaks for a limit."""
+        alone = self._alone(decoding)
+        if alone is None or self._token is None or prompts > FEW * decoding:
+            return None
+        return max(LEAST_TOKENS, int(alone / self._token))
+
+    def _alone(self, decoding: int) -> float | None:
+        """What a step of so many rows in decode takes, by the nearest number of rows that is known."""
+        if not decoding or not self._decode:
+            return None
+        size = decoding.bit_length()
+        return self._decode[min(self._decode, key=lambda known: abs(known - size))]
+
+
+def _followed(known: float | None, seen: float) -> float:
+    return seen if known is None else known + _WEIGHT * (min(seen, _OUTLIER * known) - known)
