@@ -34,9 +34,10 @@ def test_configuring_again_replaces(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].endswith("two: once")
 
 
-def test_chatty_libraries_are_quiet_and_ours_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("library", ["httpx", "httpx2", "httpcore2.connection"])
+def test_chatty_libraries_are_quiet_and_ours_are_not(capsys: pytest.CaptureFixture[str], library: str) -> None:
     logs.configure("api_server:0", "debug")
-    logging.getLogger("httpx").info("HTTP request")
-    logging.getLogger("httpx").warning("pool is full")
+    logging.getLogger(library).info("HTTP request")
+    logging.getLogger(library).warning("pool is full")
     assert "HTTP request" not in (err := capsys.readouterr().err)
     assert "pool is full" in err

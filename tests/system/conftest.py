@@ -29,5 +29,5 @@ def target(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ["--dtype", "float32", "--max-batch-tokens", "48", "--max-running", "16", "--kv-memory", "2MB"]
-    with Server(model, flags, log) as running:
+    with Server(model, [*flags, "--fetch-hosts", "127.0.0.1"], log) as running:
         yield running

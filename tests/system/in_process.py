@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces import Finish, SamplingParams, Step, Submit, Terms, TextContext, WorkerHello, decode, encode
+from interfaces import Finish, SamplingParams, Step, StepResult, Submit, Terms, TextContext, WorkerHello, decode, encode
 from interfaces.log_probabilities import LogProbabilities
-from model_worker.engine import Engine, WorkerIdentity
+from model_worker.engine import Engine, Flight, WorkerIdentity
 from model_worker.loader import LoadedModel, load_model
 from model_worker.masks import Masks
 from model_worker.processors import Processor
@@ -42,6 +42,7 @@ class Shape:
     workers: int = 1
     prefix_cache: bool = True
     backend: str = "auto"
+    ahead: bool = False
     processors: Mapping[str, Processor] = field(default_factory=dict)
 
 
@@ -78,6 +79,7 @@ class InProcessServer:
         self.answers: dict[int, Answer] = defaultdict(Answer)
         self.engines: dict[int, Engine] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
+        self.flights: dict[int, deque[Flight]] = defaultdict(deque)
         for made in masks:
             for row in range(shape.max_rows):  # what another server has left there
                 made.drop(row)
@@ -109,10 +111,24 @@ class InProcessServer:
             self.in_flight[index].append(message)
         busy = [index for index, steps in self.in_flight.items() if steps]
         for index in busy:
-            result = self.engines[index].step(self.in_flight[index].popleft())
-            self.scheduler.step_result(decode(encode(result)))
+            result = self._next_result(index)
+            if result is not None:
+                self.scheduler.step_result(decode(encode(result)))
         self._read_news()
         return bool(busy)
+
+    def _next_result(self, index: int) -> StepResult | None:
+        engine, steps = self.engines[index], self.in_flight[index]
+        if not engine.ahead:
+            return engine.step(steps.popleft())
+        # As in the worker's loop, a step's result is read when the next one has begun, or when there is none.
+        flights = self.flights[index]
+        fresh = [engine.begin(step) for step in list(steps)[len(flights) :]]
+        flights.extend(fresh)
+        if fresh and len(flights) == 1:
+            return None
+        steps.popleft()
+        return flights.popleft().result()
 
     def _read_news(self) -> None:
         for _, results in self.scheduler.take_results():
@@ -143,7 +159,8 @@ def _engine(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | None) 
     rows = WorkerRows(shape.max_rows, shape.max_model_len, shape.block_size, shape.num_blocks)
     sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device, shape.processors)
     identity = WorkerIdentity(index, 0)
-    return Engine(runner.forward, rows, sampler, torch.device("cpu"), identity, runner.forward_with_hidden, masks)
+    cpu, hidden = torch.device("cpu"), runner.forward_with_hidden
+    return Engine(runner.forward, rows, sampler, cpu, identity, hidden, masks, runner.pick, shape.ahead)
 
 
 def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:

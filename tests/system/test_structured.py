@@ -119,7 +119,11 @@ def test_sglang(server: Server) -> None:
     ]
     sampling = [params | constraint | {"sampling_seed": i} for i, (constraint, _) in enumerate(bodies)]
     # Free and constrained rows mix in one batch.
-    body = {"text": ["x"] * 4, "sampling_params": [*sampling, params | {"max_new_tokens": 30}], "return_logprob": True}
+    body = {
+        "text": ["x"] * 4,
+        "sampling_params": [*sampling, params | {"max_new_tokens": 30, "ignore_eos": True}],
+        "return_logprob": True,
+    }
     answers = server.post("/generate", body)
     assert answers[3]["meta_info"]["completion_tokens"] == 30
     for answer, (_, check) in zip(answers[:3], bodies, strict=True):

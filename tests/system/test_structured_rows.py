@@ -104,7 +104,7 @@ def test_the_crowd_does_not_matter(loaded: LoadedModel, masks: Masks, overlap: b
         server = InProcessServer(loaded, small, [masks])
         server.submit(prompt, values, **fields)
         alone.append(server.run()[0])
-    crowd = InProcessServer(loaded, small, [masks])
+    crowd = InProcessServer(loaded, dataclasses.replace(small, ahead=overlap), [masks])
     for prompt, values, fields in asked:
         crowd.submit(prompt, values, **fields)
     together = crowd.run()
@@ -149,7 +149,8 @@ def test_forced_tokens_come_in_fewer_steps(loaded: LoadedModel, masks: Masks, ki
     room = dataclasses.replace(ROOM, overlap=overlap)
     jumping, fast = served(room)
     told, slow = served(room, logprobs=LogprobMode.TEMPERED)
-    small = dataclasses.replace(room, num_blocks=18 if kind == "regex" else 24, block_size=8, max_batch_tokens=24)
+    blocks = 18 if kind == "regex" else 24
+    small = dataclasses.replace(room, num_blocks=blocks, block_size=8, max_batch_tokens=24, ahead=overlap)
     crowded, crowd = served(small)
     for answer, one_by_one, again in zip(jumping, told, crowded, strict=True):
         assert answer.tokens == one_by_one.tokens == again.tokens, f"seed {seed}"
