@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
@@ -27,7 +26,8 @@ def make_model(folder: Path) -> Path:
 def _never_end(path: Path, end: int) -> None:
     """Make the logit of `end` low after every text.
 
-    One channel of the residual stream is the same for every token and no layer writes to it; the head of `end` reads it with a large negative weight and nobody else does.
+    One channel of the residual stream is the same for every token and no layer writes to it; the head of `end` reads
+    it with a large negative weight and nobody else does.
     """
     weights = load_file(path / "model.safetensors")
     for name, weight in weights.items():
