@@ -37,5 +37,5 @@ def _never_end(path: Path, end: int) -> None:
             weight[0] = 0
         elif name == "lm_head.weight":
             weight[:, 0] = 0
-            weight[end, 0] = -20 * weight.norm(dim=1).mean()
+            weight[end, 0] = -80 * weight.norm(dim=1).mean()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
