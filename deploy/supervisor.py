@@ -42,14 +42,14 @@ class RestartPolicy:
     """When a dead child is started again, in seconds, and when no more.
 
     The delay doubles from `first_delay` to `longest_delay` and falls back after the child served for `settled_after`.
-    The supervisor gives up after `deaths` deaths within `window`, or as many in a row before the child was ready.
+    The supervisor gives up after `deaths` deaths in a row, each before the child had served that long, unless another
+    child of the same role serves: then what is left goes on, and the dead one is tried again and again.
     """
 
     first_delay: float = 0.25
     longest_delay: float = 8.0
     settled_after: float = 10.0
     deaths: int = 5
-    window: float = 60.0
 
 
 @dataclass
@@ -62,9 +62,7 @@ class _Slot:
     epoch: int = field(init=False)
     wanted: bool = True
     due: float = 0.0
-    deaths: deque[float] = field(default_factory=deque)
     deaths_in_a_row: int = 0
-    deaths_while_starting: int = 0
     kill_at: float | None = None
     """Set while the child is being replaced in order: its end is no death."""
 
@@ -74,22 +72,19 @@ class _Slot:
     def record_death(self, child: Child, now: float) -> None:
         served = 0.0 if child.ready_at is None else now - child.ready_at
         self.deaths_in_a_row = 1 if served >= self.policy.settled_after else self.deaths_in_a_row + 1
-        self.deaths_while_starting = self.deaths_while_starting + 1 if child.ready_at is None else 0
-        self.deaths.append(now)
-        while now - self.deaths[0] > self.policy.window:
-            self.deaths.popleft()
-
-    @property
-    def deaths_that_count(self) -> int:
-        return max(len(self.deaths), self.deaths_while_starting)
 
     @property
     def hopeless(self) -> bool:
-        return self.deaths_that_count >= self.policy.deaths
+        return self.deaths_in_a_row >= self.policy.deaths
 
     @property
     def delay(self) -> float:
-        return float(min(self.policy.longest_delay, self.policy.first_delay * 2 ** (self.deaths_in_a_row - 1)))
+        doublings = min(self.deaths_in_a_row - 1, 32)
+        return float(min(self.policy.longest_delay, self.policy.first_delay * 2**doublings))
+
+    @property
+    def serves(self) -> bool:
+        return self.child is not None and self.child.ready_at is not None
 
 
 class Supervisor:
@@ -202,7 +197,7 @@ class Supervisor:
             case "ready":
                 child.ready_at = time.monotonic()
         self._observer.event(slot.spec, event)
-        if not self._all_ready and all(s.child is not None and s.child.ready_at is not None for s in self._slots):
+        if not self._all_ready and all(s.serves for s in self._slots):
             self._all_ready = True
             self._observer.all_ready()
 
@@ -229,8 +224,9 @@ class Supervisor:
         age = f"{now - child.started_at:.1f} s"
         story = f"{slot.spec.title} died after {age} with {describe_exit(status)}"
         story += f"; last error: {child.last_error}" if child.last_error else "; it left no message"
-        if slot.hopeless and self._exit_status is None:
-            self._give_up(f"{story}; that is {slot.deaths_that_count} deaths, so another start would not help")
+        siblings = (other for other in self._slots if other.spec.role == slot.spec.role)
+        if slot.hopeless and self._exit_status is None and not any(other.serves for other in siblings):
+            self._give_up(f"{story}; that is {slot.deaths_in_a_row} deaths in a row, so another start would not help")
         else:
             self._observer.say("ERROR", f"{story}; starting it again in {slot.delay:g} s")
 

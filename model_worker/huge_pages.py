@@ -1,5 +1,9 @@
 """Asks the kernel to keep memory in large pages, so that streaming through it does not stall at every 4 KiB.
 
+A large page comes with its first use, all of it cleared: a step that begins one in each of sixty arrays would wait for
+a quarter of a second where memory is slow to come. So memory that is used from its beginning to its end is asked for
+ahead of its use.
+
 Knows addresses. Everything here is a wish: where the kernel has no large pages, or none left, nothing changes.
 """
 
@@ -7,14 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-_PAGE = 1 << 21
-# linux/mman.h: make large pages of what is touched from now on, and of what is there already (since Linux 6.1).
-_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+_libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+_PAGE, _SMALL_PAGE = 1 << 21, 1 << 12
+# linux/mman.h: make large pages of what is touched from now on, of what is there already (since Linux 6.1), and let
+# pages come as if they were written to (since 5.14).
+_MADV_HUGEPAGE, _MADV_COLLAPSE, _MADV_POPULATE_WRITE = 14, 25, 23
 
 
 def keep_in_huge_pages(arrays: Iterable[NDArray[np.generic]], *, written: bool) -> None:
@@ -22,16 +29,44 @@ def keep_in_huge_pages(arrays: Iterable[NDArray[np.generic]], *, written: bool) 
 
     The pages reach over the edges of arrays: many small ones that lie side by side become one large page.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    advise = ctypes.CDLL(None).madvise
     pages = {
         page
         for array in arrays
         for page in range(array.ctypes.data // _PAGE, -(-(array.ctypes.data + array.nbytes) // _PAGE))
     }
     for page in sorted(pages):
-        place, size = ctypes.c_void_p(page * _PAGE), ctypes.c_size_t(_PAGE)
-        advise(place, size, _MADV_HUGEPAGE)
+        _advise(page * _PAGE, _PAGE, _MADV_HUGEPAGE)
         if written:
-            advise(place, size, _MADV_COLLAPSE)
+            _advise(page * _PAGE, _PAGE, _MADV_COLLAPSE)
+
+
+class PagesAhead:
+    """Has the pages of arrays provided before they are used.
+
+    Arrays begin with the same number of items, which are first used in about their order. A stretch is as many items as
+    fill a large page in the largest of the arrays; when the first item of a stretch is used, the next stretch comes, in
+    a thread of its own. So no more memory is taken than one stretch beyond what is used.
+    """
+
+    def __init__(self, arrays: Sequence[NDArray[np.generic]]) -> None:
+        self._arrays = arrays
+        self._stretch = max(1, _PAGE // max(array[0].nbytes for array in arrays))
+        self._first_missing = self._stretch
+
+    def use(self, item: int) -> None:
+        """Items up to this one are being used."""
+        following = (item // self._stretch + 1) * self._stretch
+        if self._first_missing <= following < len(self._arrays[0]):
+            self._first_missing = following + self._stretch
+            threading.Thread(target=self._provide, args=(following,), name="pages-ahead", daemon=True).start()
+
+    def _provide(self, first: int) -> None:
+        for array in self._arrays:
+            part = array[first : first + self._stretch]
+            start = part.ctypes.data // _SMALL_PAGE * _SMALL_PAGE
+            _advise(start, part.ctypes.data + part.nbytes - start, _MADV_POPULATE_WRITE)
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    if _libc is not None:
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 LEAST_TOKENS = 16
 """Of prompts in a step, however slow they are: they must come to an end."""
-FEW = 0.5
-"""Prompts for each row in decode, at most, which must not hold up the rows."""
+FEW = 0.25
+"""Prompts for each row in decode, at most, which must not hold up the rows; a single one never may."""
 _WEIGHT = 0.1
 _OUTLIER = 2.0
 """A time beyond so many times what was expected counts as that: something else had the machine."""
@@ -39,7 +39,7 @@ class Pace:
     def prompt_tokens(self, decoding: int, prompts: int) -> int | None:
         """The most tokens of so many prompts beside so many rows in decode; None where nothing speaks for a limit."""
         alone = self._alone(decoding)
-        if alone is None or self._token is None or prompts > FEW * decoding:
+        if alone is None or self._token is None or prompts > max(1, FEW * decoding):
             return None
         return max(LEAST_TOKENS, int(alone / self._token))
 

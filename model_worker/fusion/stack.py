@@ -23,7 +23,7 @@ from model_worker.fusion.kernel import Buffers, Rotary, run_stack
 from model_worker.fusion.largest import Largest
 from model_worker.fusion.products import LANE_BYTES, PANEL
 from model_worker.fusion.team import team
-from model_worker.huge_pages import keep_in_huge_pages
+from model_worker.huge_pages import PagesAhead, keep_in_huge_pages
 from model_worker.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class FusedStack:
         steps = max(self._widths) * np.dtype(self._element).itemsize // LANE_BYTES
         self._rooms = np.empty((self._cores, 2, steps, PANEL), np.uint32) if parts.int8 else None
         self._angles = self._compute_angles(torch.arange(1))
-        self._caches: WeakKeyDictionary[KVCache, Cache] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
 
     def fits(self, block_size: int) -> bool:
         """Whether blocks of this size can be laid out as the kernels read them."""
@@ -126,7 +126,7 @@ class FusedStack:
             k, v = ([cpu.memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
             keep_in_huge_pages([*k, *v], written=False)
             shape, nothing = self._layout, np.empty(0, np.int64)
-            self._caches[cache] = Cache(
+            known = Cache(
                 k=np.array([array.ctypes.data for array in k]),
                 v=np.array([array.ctypes.data for array in v]),
                 like=np.empty(1, self._element),
@@ -138,8 +138,11 @@ class FusedStack:
                 offsets=nothing,
                 unused=nothing,
             )
+            self._caches[cache] = known, PagesAhead([*k, *v])
+        known, ahead = self._caches[cache]
         blocks, offsets = np.divmod(batch.slots.numpy(), batch.block_size)
-        return self._caches[cache]._replace(blocks=blocks, offsets=offsets, unused=_unused(batch, offsets))
+        ahead.use(int(blocks.max()))
+        return known._replace(blocks=blocks, offsets=offsets, unused=_unused(batch, offsets))
 
     def _attention(self, batch: ForwardBatch) -> Attention:
         layer = self._layout

@@ -41,7 +41,12 @@ def main() -> int:
         options.random = random.Random(options.seed)
         for form in forms:
             print(f"== {form}", flush=True)
-            figures[form] = FORMS[form](options)
+            try:
+                figures[form] = FORMS[form](options)
+            except Exception:
+                for log in options.folder.glob("*.log"):
+                    print(f"the end of {log.name}:", *log.read_text().splitlines()[-40:], sep="\n", flush=True)
+                raise
             print(json.dumps(figures[form], indent=2), flush=True)
     if options.report is not None:
         options.report.write_text(json.dumps(figures, indent=2))

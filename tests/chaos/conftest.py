@@ -25,7 +25,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="session")
 def second(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """For more deaths: of five in a minute a supervisor gives up."""
+    """For more deaths: after five in a row that come too soon a supervisor gives up."""
     yield from _serve(model, tmp_path_factory)
 
 

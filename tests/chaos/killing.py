@@ -19,12 +19,12 @@ FLAGS = ["--dtype", "float32", "--kv-memory", "64MB", "--stall-timeout", "1", "-
 FLAGS += ["--tool-parser", "hermes"]
 WORKERS = 4
 DEATHS_A_MINUTE = 4
-"""Of one process: at five the supervisor rightly gives up."""
+"""Of one process: the supervisor gives up after five in a row that come too soon, if nobody else does its work."""
 STREAMS = 32
 
 
 class _Reaper:
-    """Kills or stops a random process, none so often that its supervisor gives up."""
+    """Kills or stops a random process, none so often that its supervisor has to give up."""
 
     def __init__(self, options: argparse.Namespace, server: Server) -> None:
         self._random, self._server = options.random, server

@@ -53,7 +53,7 @@ def test_only_few_prompts_are_held_back(costs: tuple[float, float, float, int], 
     machine, pace = Machine(*costs), Pace()
     pace.learn(0, 512, machine.seconds(0, 512))
     pace.learn(decoding, 0, machine.seconds(decoding, 0))
-    assert (pace.prompt_tokens(decoding, prompts) is None) == (2 * prompts > decoding)
+    assert (pace.prompt_tokens(decoding, prompts) is None) == (prompts > 1 and 4 * prompts > decoding)
 
 
 def test_what_is_not_known_limits_nothing() -> None:
