@@ -99,9 +99,3 @@ def _plan(batch: ForwardBatch, kv_heads: int, group: int, flops: int, window: in
         cores = int(np.clip(worth, 1, available))
         plans[key] = Plan(tiles, *share_out(tiles, kv_heads, group, reach, cores, _STREAMING_ROWS))
     return plans[key]
-
-
-def plan_for(batch: ForwardBatch, kv_heads: int, group: int, cores: int) -> Plan:
-    """Cut a batch up for so many cores, which are awake already. `group` query heads share a KV head."""
-    tiles = tiles_of(batch.query_start.numpy(), batch.kv_len.numpy(), group)
-    return Plan(tiles, *share_out(tiles, kv_heads, group, _NO_WINDOW, cores, _STREAMING_ROWS))

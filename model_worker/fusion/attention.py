@@ -1,6 +1,6 @@
 """Paged attention of the fused stack: an online softmax between the two products of cache_tile.py.
 
-Knows sequences as cpu.py cuts them up, and how a block lies in memory (cache_tile.py). What a product takes is rounded
+Knows sequences as plan.py cuts them up, and how a block lies in memory (cache_tile.py). What a product takes is rounded
 to the cache's dtype, as elsewhere in the model; scores and sums are float32. Indices are not checked.
 """
 
@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 from model_worker.attention.cpu_kernel import _exp
 from model_worker.fusion.cache_tile import GROUP, PANEL_GROUPS, gather, score
 from model_worker.fusion.elements import element
+from model_worker.fusion.plan import PANEL_KEYS
 from model_worker.fusion.team import claim, claimed_after
 from model_worker.fusion.tile import TILE_ROWS
 
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
 _LOWEST = np.float32(-1e30)  # of a softmax that has seen no key
 _WORD_BYTES = 4
-PANEL_KEYS = GROUP * PANEL_GROUPS
+assert PANEL_KEYS == GROUP * PANEL_GROUPS
 
 
 class Cache(NamedTuple):
@@ -42,10 +43,11 @@ class Cache(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """How the batch attends: the plan of cpu.py, and each layer's scale and window."""
+    """How the batch attends: the plan of plan.py, and each layer's scale and window."""
 
     tables: NDArray[np.int32]
     tiles: NDArray[np.int64]
+    members: NDArray[np.int64]
     units: NDArray[np.int64]
     scales: NDArray[np.float32]  # [L]
     windows: NDArray[np.int64]  # [L]
@@ -87,10 +89,19 @@ def _soften(scores: Any, scale: Any, begin: int, end: int, width: int, weights: 
     return shrink
 
 
+@njit(nogil=True, cache=True)
+def _token(attention: Any, tile: Any, number: int) -> int:
+    """Where in the batch a tile's token is."""
+    token: int = attention.members[tile[0] + number, 1] if tile[4] else tile[1] + number
+    return token
+
+
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _begin(q: Any, tile: Any, head: int, group: int, queries: Any, acc: Any, peak: Any, total: Any) -> None:
+def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, own: Any) -> None:
+    queries, acc, peak, total = own[0], own[3], own[4], own[5]
     for row in range(tile[2] * group):
-        query, to, sums = q[tile[1] + row // group, head * group + row % group], queries[row], acc[row]
+        token = _token(attention, tile, row // group)
+        query, to, sums = q[token, head * group + row % group], queries[row], acc[row]
         for d in range(len(query)):
             to[d] = query[d]
         for d in range(len(sums)):
@@ -99,26 +110,41 @@ def _begin(q: Any, tile: Any, head: int, group: int, queries: Any, acc: Any, pea
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _end(out: Any, tile: Any, head: int, group: int, acc: Any, total: Any) -> None:
+def _end(out: Any, attention: Any, tile: Any, head: int, group: int, own: Any) -> None:
+    acc, total = own[3], own[5]
     width = acc.shape[1]
     for row in range(tile[2] * group):
         at = (head * group + row % group) * width
-        to, sums = out[tile[1] + row // group, at : at + width], acc[row]
+        to, sums = out[_token(attention, tile, row // group), at : at + width], acc[row]
         share = np.float32(1.0) / total[row]
         for d in range(width):
             to[d] = element(sums[d] * share, out)
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _run_tile(
-    layer: int, table: Any, tile: Any, head: int, group: int, cache: Any, scale: Any, window: int, own: Any
+def _walk(
+    layer: int,
+    table: Any,
+    head: int,
+    rows: Any,
+    keys_walked: Any,
+    positions: Any,
+    cache: Any,
+    scale: Any,
+    window: int,
+    own: Any,
 ) -> None:
-    """Walk a tile's keys, a panel at a time, from the first that any of its queries sees to the last."""
+    """Rows first to end of a tile take the keys first to end of one sequence, a panel at a time.
+
+    `positions` are that of the first row, how many rows have the same, and by how much it grows after these.
+    """
     queries, scores, weights, acc, peak, total, k_groups, v_groups = own
-    rows, first_position, end = tile[2] * group, tile[3], tile[3] + tile[2]
-    pieces = -(-rows // TILE_ROWS)
-    first = max(0, first_position - window + 1) // GROUP * GROUP
-    for start in range(first, end, PANEL_KEYS):
+    first_row, end_row = rows
+    position_of_first, group, growth = positions
+    count_rows = end_row - first_row
+    pieces = -(-count_rows // TILE_ROWS)
+    first_key, end = keys_walked
+    for start in range(first_key, end, PANEL_KEYS):
         keys = min(PANEL_KEYS, end - start)
         count = -(-keys // GROUP)
         for g in range(PANEL_GROUPS):
@@ -128,10 +154,10 @@ def _run_tile(
             k_groups[g] = key_group(cache, layer, head, block, offset)
             v_groups[g] = value_group(cache, layer, head, block, offset)
         for piece in range(pieces):
-            at = rows * piece // pieces
-            score(queries, at, rows * (piece + 1) // pieces - at, k_groups, cache.block_size, scores)
-        for row in range(rows):
-            position = first_position + row // group - start
+            at, following = count_rows * piece // pieces, count_rows * (piece + 1) // pieces
+            score(queries, first_row + at, following - at, k_groups, cache.block_size, scores)
+        for row in range(first_row, end_row):
+            position = position_of_first + (row - first_row) // group * growth - start
             visible = max(0, min(keys, position + 1))
             hidden = min(max(0, position - window + 1), visible)
             kept = row, row + 1
@@ -150,8 +176,31 @@ def _run_tile(
                 for d in range(len(sums)):
                     sums[d] *= shrink
         for piece in range(pieces):
-            at = rows * piece // pieces
-            gather(weights, at, rows * (piece + 1) // pieces - at, count, v_groups, cache.v_dim, acc)
+            at, following = count_rows * piece // pieces, count_rows * (piece + 1) // pieces
+            gather(weights, first_row + at, following - at, count, v_groups, cache.v_dim, acc)
+
+
+@njit(nogil=True, cache=True)
+def _run_tile(layer: int, attention: Any, tile: Any, head: int, group: int, cache: Any, own: Any) -> None:
+    """All keys that any of a tile's queries sees: first those that its sequences share, then those of each."""
+    scale, window, tables = attention.scales[layer], attention.windows[layer], attention.tables
+    rows, position, shared = tile[2] * group, tile[3], tile[5]
+    if tile[4] == 0:
+        keys = max(0, position - window + 1) // GROUP * GROUP, position + tile[2]
+        _walk(layer, tables[tile[0]], head, (0, rows), keys, (position, group, 1), cache, scale, window, own)
+        return
+    members = attention.members[tile[0] : tile[0] + tile[4]]
+    for m in range(len(members)):
+        if members[m, 2] >= window:
+            shared = 0  # it does not see the beginning, so its panels begin elsewhere
+    if shared > 0:
+        same = (shared - 1, group, 0)
+        _walk(layer, tables[members[0, 0]], head, (0, rows), (0, shared), same, cache, scale, window, own)
+    for m in range(len(members)):
+        position = members[m, 2]
+        keys = max(shared, (position - window + 1) // GROUP * GROUP), position + 1
+        of_m = m * group, (m + 1) * group
+        _walk(layer, tables[members[m, 0]], head, of_m, keys, (position, group, 1), cache, scale, window, own)
 
 
 @njit(nogil=True, cache=True)
@@ -177,10 +226,9 @@ def attend(counter: Any, claimed: int, cores: int, layer: int, q: Any, cache: An
     while u < count:
         unit = attention.units[u]
         tile = attention.tiles[unit[0]]
-        table = attention.tables[tile[0]]
         for head in range(unit[1], unit[2]):
-            _begin(q, tile, head, group, own[0], own[3], own[4], own[5])
-            _run_tile(layer, table, tile, head, group, cache, attention.scales[layer], attention.windows[layer], own)
-            _end(out, tile, head, group, own[3], own[5])
+            _begin(q, attention, tile, head, group, own)
+            _run_tile(layer, attention, tile, head, group, cache, own)
+            _end(out, attention, tile, head, group, own)
         u = claim(counter, claimed)
     return claimed_after(claimed, count, cores)

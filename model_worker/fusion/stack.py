@@ -21,6 +21,7 @@ from model_worker.fusion.cache_tile import GROUP
 from model_worker.fusion.form import OtherForm, Parts
 from model_worker.fusion.kernel import Buffers, Rotary, run_stack
 from model_worker.fusion.largest import Largest
+from model_worker.fusion.plan import plan_for
 from model_worker.fusion.products import LANE_BYTES, PANEL
 from model_worker.fusion.team import team
 from model_worker.huge_pages import PagesAhead, keep_in_huge_pages
@@ -146,9 +147,9 @@ class FusedStack:
 
     def _attention(self, batch: ForwardBatch) -> Attention:
         layer = self._layout
-        plan = cpu.plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
+        plan = plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
         tables = batch.block_tables.numpy()
-        return Attention(tables, plan.tiles, plan.units, self._scales, self._windows)
+        return Attention(tables, plan.tiles, plan.members, plan.units, self._scales, self._windows)
 
     def _buffers(self, tokens: int) -> Buffers:
         if tokens > len(self._room.q):
