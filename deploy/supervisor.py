@@ -42,8 +42,8 @@ class RestartPolicy:
     """When a dead child is started again, in seconds, and when no more.
 
     The delay doubles from `first_delay` to `longest_delay` and falls back after the child served for `settled_after`.
-    The supervisor gives up after `deaths` deaths in a row, each before the child had served that long, unless another
-    child of the same role serves: then what is left goes on, and the dead one is tried again and again.
+    A child is hopeless after `deaths` deaths in a row, each before it had served that long. The supervisor gives up when
+    all children of a role are; until then the others go on, and the hopeless one is tried again and again.
     """
 
     first_delay: float = 0.25
@@ -75,7 +75,7 @@ class _Slot:
 
     @property
     def hopeless(self) -> bool:
-        return self.deaths_in_a_row >= self.policy.deaths
+        return self.deaths_in_a_row >= self.policy.deaths and not self.serves
 
     @property
     def delay(self) -> float:
@@ -224,8 +224,8 @@ class Supervisor:
         age = f"{now - child.started_at:.1f} s"
         story = f"{slot.spec.title} died after {age} with {describe_exit(status)}"
         story += f"; last error: {child.last_error}" if child.last_error else "; it left no message"
-        siblings = (other for other in self._slots if other.spec.role == slot.spec.role)
-        if slot.hopeless and self._exit_status is None and not any(other.serves for other in siblings):
+        of_role = (other for other in self._slots if other.spec.role == slot.spec.role)
+        if self._exit_status is None and all(other.hopeless for other in of_role):
             self._give_up(f"{story}; that is {slot.deaths_in_a_row} deaths in a row, so another start would not help")
         else:
             self._observer.say("ERROR", f"{story}; starting it again in {slot.delay:g} s")
