@@ -184,6 +184,7 @@ def main() -> None:
 def load(model: str) -> Vocabulary:
     """The tokens of a Hugging Face directory or hub name."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # a third of the time that transformers takes
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
