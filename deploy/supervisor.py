@@ -42,8 +42,8 @@ class RestartPolicy:
     """When a dead child is started again, in seconds, and when no more.
 
     The delay doubles from `first_delay` to `longest_delay` and falls back after the child served for `settled_after`.
-    A child is hopeless after `deaths` deaths in a row, each before it had served that long. The supervisor gives up when
-    all children of a role are; until then the others go on, and the hopeless one is tried again and again.
+    A child is hopeless after `deaths` deaths in a row, each before it had served that long. The supervisor gives up
+    when all children of a role are; until then the others go on, and the hopeless one is tried again and again.
     """
 
     first_delay: float = 0.25

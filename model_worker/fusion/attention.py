@@ -12,15 +12,15 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from model_worker.attention.cpu_kernel import _exp
 from model_worker.fusion.cache_tile import GROUP, PANEL_GROUPS, gather, score
 from model_worker.fusion.elements import element
 from model_worker.fusion.plan import PANEL_KEYS
+from model_worker.fusion.softmax import LOWEST, soften
 from model_worker.fusion.team import claim, claimed_after
 from model_worker.fusion.tile import TILE_ROWS
 
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
-_LOWEST = np.float32(-1e30)  # of a softmax that has seen no key
+_LOWEST = np.float32(LOWEST)
 _WORD_BYTES = 4
 assert PANEL_KEYS == GROUP * PANEL_GROUPS
 
@@ -49,7 +49,7 @@ class Attention(NamedTuple):
     tiles: NDArray[np.int64]
     members: NDArray[np.int64]
     units: NDArray[np.int64]
-    scales: NDArray[np.float32]  # [L]
+    scales: NDArray[np.float32]  # [L], for powers of two
     windows: NDArray[np.int64]  # [L]
 
 
@@ -69,24 +69,6 @@ def key_group(cache: Any, layer: int, head: int, block: int, offset: int) -> Any
 def value_group(cache: Any, layer: int, head: int, block: int, offset: int) -> Any:
     begin = (block * cache.kv_heads + head) * _head_bytes(cache, cache.v_dim)
     return cache.v[layer] + begin + offset * cache.like.itemsize * cache.v_dim
-
-
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _soften(scores: Any, scale: Any, begin: int, end: int, width: int, weights: Any, peak: Any, total: Any) -> Any:
-    """A row's scores of keys begin to end become weights; returns by how much earlier results shrink."""
-    highest = peak[0]
-    for j in range(begin, end):
-        highest = max(highest, scores[j] * scale)
-    shrink = _exp(peak[0] - highest)
-    added = np.float32(0.0)
-    # What is hidden has the weight 0 whatever is in the cache there, even if it is not a number.
-    for j in range(width):
-        weight = _exp(scores[j] * scale - highest) if begin <= j < end else np.float32(0.0)
-        added += weight
-        weights[j] = element(weight, weights)
-    peak[0] = highest
-    total[0] = total[0] * shrink + added
-    return shrink
 
 
 @njit(nogil=True, cache=True)
@@ -156,25 +138,16 @@ def _walk(
         for piece in range(pieces):
             at, following = count_rows * piece // pieces, count_rows * (piece + 1) // pieces
             score(queries, first_row + at, following - at, k_groups, cache.block_size, scores)
-        for row in range(first_row, end_row):
-            position = position_of_first + (row - first_row) // group * growth - start
+        for query in range(count_rows // group):
+            position = position_of_first + query * growth - start
             visible = max(0, min(keys, position + 1))
             hidden = min(max(0, position - window + 1), visible)
-            kept = row, row + 1
-            shrink = _soften(
-                scores[row],
-                scale,
-                hidden,
-                visible,
-                count * GROUP,
-                weights[row],
-                peak[kept[0] : kept[1]],
-                total[kept[0] : kept[1]],
-            )
-            if shrink < np.float32(1.0):  # the maximum settles after a few panels
-                sums = acc[row]
-                for d in range(len(sums)):
-                    sums[d] *= shrink
+            for row in range(first_row + query * group, first_row + (query + 1) * group):
+                shrink = soften(scores, row, hidden, visible, scale, weights, peak, total)
+                if shrink < np.float32(1.0):  # the maximum settles after a few panels
+                    sums = acc[row]
+                    for d in range(len(sums)):
+                        sums[d] *= shrink
         for piece in range(pieces):
             at, following = count_rows * piece // pieces, count_rows * (piece + 1) // pieces
             gather(weights, first_row + at, following - at, count, v_groups, cache.v_dim, acc)

@@ -23,6 +23,7 @@ from model_worker.fusion.kernel import Buffers, Rotary, run_stack
 from model_worker.fusion.largest import Largest
 from model_worker.fusion.plan import plan_for
 from model_worker.fusion.products import LANE_BYTES, PANEL
+from model_worker.fusion.softmax import LOG2_E
 from model_worker.fusion.team import team
 from model_worker.huge_pages import PagesAhead, keep_in_huge_pages
 from model_worker.kv_cache import KVCache
@@ -55,7 +56,7 @@ class FusedStack:
         self._q_heads = parts.q_heads
         self._cores = torch.get_num_threads()
         params = [loaded.attention.params[layer] for layer in parts.order]
-        self._scales = np.array([layer.scale for layer in params], np.float32)
+        self._scales = np.array([layer.scale * LOG2_E for layer in params], np.float32)
         self._windows = np.array([layer.sliding_window or _NO_WINDOW for layer in params], np.int64)
         self._weights, self._widths = parts.weights(), parts.operand_widths()
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32

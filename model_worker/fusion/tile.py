@@ -27,27 +27,28 @@ FLOATS, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(WORD, LANES)
 _numba_config: Any = numba.config
 # Where numba was told to compile for another CPU than this one, nothing is known of its instructions.
 _FEATURES = {} if _numba_config.CPU_NAME else llvm.get_host_cpu_features()
-_HAS_BF16_DOT: bool = _FEATURES.get("avx512bf16", False)
+HAS_BF16_DOT: bool = _FEATURES.get("avx512bf16", False)
+"""Whether there are instructions for bfloat16."""
 HAS_BYTE_TABLES: bool = _FEATURES.get("avx512vbmi", False)
 """Whether bytes can be looked up in tables of 128."""
 # Panels are read once and from end to end, but memory is far away: ask for lines this much early.
 _PREFETCH_BYTES = 8192
 
 
-class _BFloat(ir.Type):
+class BFloat(ir.Type):
     """LLVM's bfloat, which llvmlite does not name."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
-        return hash(_BFloat)
+        return hash(BFloat)
 
 
-_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+_BFLOATS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 def splat(builder: Any, scalar: Any) -> Any:
@@ -70,7 +71,7 @@ def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
 
 
 def _step_bfloat16(builder: Any, total: Any, x: Any, w: Any) -> Any:
-    if _HAS_BF16_DOT:
+    if HAS_BF16_DOT:
         kind = ir.FunctionType(FLOATS, (FLOATS, _BFLOATS, _BFLOATS))
         function = builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", (), kind)
         return builder.call(function, (total, builder.bitcast(x, _BFLOATS), builder.bitcast(w, _BFLOATS)))
