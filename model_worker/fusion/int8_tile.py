@@ -15,6 +15,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
 from model_worker.fusion.tile import (
+    EARLY_BYTES,
     FLOATS,
     HAS_BYTE_TABLES,
     INDEX,
@@ -100,7 +101,7 @@ def _step(builder: Any, address: Any, at: Any, bfloat16: bool, halves: int) -> l
     vectors = []
     for half in range(halves):
         place = builder.gep(begin, [ir.Constant(INDEX, half * _LINE_BYTES)])
-        prefetch(builder, place)
+        prefetch(builder, builder.gep(place, [ir.Constant(INDEX, EARLY_BYTES)]))
         line = builder.load(builder.bitcast(place, _BYTES.as_pointer()), align=1)
         if not bfloat16:
             vectors += _floats(builder, line, at)

@@ -20,7 +20,7 @@ from model_worker.fusion.elements import element, pointer
 from model_worker.fusion.int8_tile import INT8_ROWS, multiply_and_keep, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.fusion.largest import take_largest
 from model_worker.fusion.team import claim, claimed_after
-from model_worker.fusion.tile import TILE_ROWS, multiply_half_panel, multiply_panel
+from model_worker.fusion.tile import EARLY_BYTES, STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
 
 _numba: Any = numba
 carray = _numba.carray
@@ -92,25 +92,49 @@ def _room_of(rooms: Any, index: int) -> Any:
     return none if rooms is types.none else one
 
 
+@njit(error_model="numpy", nogil=True, cache=True)
+def _early(operand: Any, place: Any, following: Any, pieces: int, piece: int, room: Any) -> Any:
+    """What to ask memory for while a piece is multiplied: an address, and by how much it moves with each step.
+
+    One piece or two wait for memory, and ask for what is a little further on in their panel. Of more, all but the first
+    find it in a cache: so that memory does not wait meanwhile, each asks for its share of the panel at `following`.
+    """
+    if pieces <= 2:
+        return place + EARLY_BYTES, STEP_BYTES
+    steps = operand.shape[1] * operand.itemsize // LANE_BYTES
+    step_bytes = STEP_BYTES if room is None else PANEL * operand.shape[1] // steps
+    stride = step_bytes // pieces + 1
+    return following + piece * steps * stride, stride
+
+
 @njit(nogil=True, cache=True)
-def _multiply_words(operand: Any, first: int, rows: int, place: Any, whole: bool, tile: Any) -> None:
+def _multiply_words(operand: Any, first: int, rows: int, place: Any, whole: bool, early: Any, tile: Any) -> None:
     if whole:
-        multiply_panel(operand, first, rows, place, tile)
+        multiply_panel(operand, first, rows, place, early[0], early[1], tile)
     else:
-        multiply_half_panel(operand, first, rows, place, tile)
+        multiply_half_panel(operand, first, rows, place, early[0], early[1], tile)
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def _multiply(
-    operand: Any, first: int, rows: int, widens: bool, panel: Any, whole: bool, room: Any, lanes: int, tile: Any
+    operand: Any,
+    first: int,
+    rows: int,
+    widens: bool,
+    panel: Any,
+    whole: bool,
+    early: Any,
+    room: Any,
+    lanes: int,
+    tile: Any,
 ) -> None:
     """tile[r, :lanes] = operand[first + r] . what `_panel` has found. The first piece is the one that `widens`."""
     place, scales = panel
     if room is None:
-        _multiply_words(operand, first, rows, place, whole, tile)
+        _multiply_words(operand, first, rows, place, whole, early, tile)
     else:
         if widens and first > 0:
-            _multiply_words(operand, first, rows, np.int64(room.ctypes.data), whole, tile)
+            _multiply_words(operand, first, rows, np.int64(room.ctypes.data), whole, early, tile)
         elif widens:
             multiply_and_keep(operand, place, whole, room, tile)
         elif whole:
@@ -137,12 +161,13 @@ def add_product(
     pieces, widens = _pieces(rows, room), _widens(rows, room)
     while unit < end:
         whole = unit % 2 == 0 and unit + 1 < end
-        panel = _panel(operand, panels, unit, room)
+        panel, following = _panel(operand, panels, unit, room), _panel(operand, panels, unit // 2 * 2 + 2, room)[0]
         lanes = min(PANEL if whole else HALF, width - unit * HALF)
         at = column + unit * HALF
         for piece in range(pieces):
             first, count = _piece(rows, pieces, piece, room)
-            _multiply(operand, first, count, widens, panel, whole, room, lanes, tile)
+            early = _early(operand, panel[0], following, pieces, piece, room)
+            _multiply(operand, first, count, widens, panel, whole, early, room, lanes, tile)
             for r in range(count):
                 to, sums = out[first + r, at : at + lanes], tile[r]
                 if len(bias):
@@ -164,12 +189,13 @@ def product(core: int, cores: int, operand: Any, panels: int, bias: Any, out: An
     pieces, widens = _pieces(rows, room), _widens(rows, room)
     while unit < end:
         whole = unit % 2 == 0 and unit + 1 < end
-        panel = _panel(operand, panels, unit, room)
+        panel, following = _panel(operand, panels, unit, room), _panel(operand, panels, unit // 2 * 2 + 2, room)[0]
         at = unit * HALF
         lanes = min(PANEL if whole else HALF, width - at)
         for piece in range(pieces):
             first, count = _piece(rows, pieces, piece, room)
-            _multiply(operand, first, count, widens, panel, whole, room, lanes, tile)
+            early = _early(operand, panel[0], following, pieces, piece, room)
+            _multiply(operand, first, count, widens, panel, whole, early, room, lanes, tile)
             for r in range(count):
                 to, sums = out[first + r, at : at + lanes], tile[r]
                 if len(bias):
@@ -209,9 +235,11 @@ def pick_product(
             at = number * PANEL
             lanes = min(PANEL, width - at)
             panel = _panel(operand, panels, 2 * number, room)
+            following = _panel(operand, panels, 2 * number + 2, room)[0]
             for piece in range(pieces):
                 first, count = _piece(rows, pieces, piece, room)
-                _multiply(operand, first, count, widens, panel, True, room, lanes, tile)
+                early = _early(operand, panel[0], following, pieces, piece, room)
+                _multiply(operand, first, count, widens, panel, True, early, room, lanes, tile)
                 take_largest(tile, bits, count, lanes, at, keys, places, first)
                 for r in range(count):
                     row = wanted[first + r]
@@ -245,20 +273,26 @@ def gated(
     pieces, widens = _pieces(rows, room), _widens(rows, room)
     number = claim(counter, claimed)
     while number < panels:
+        # What comes after a panel must be known before it is done, so one claim is made ahead.
+        following = claim(counter, claimed)
         at = number * PANEL
         lanes = min(PANEL, width - at)
         gate_panel = _panel(operand, gate, 2 * number, room)
         up_panel = _panel(operand, up, 2 * number, up_room)
+        gate_following = _panel(operand, gate, 2 * following, room)[0]
+        up_following = _panel(operand, up, 2 * following, up_room)[0]
         for piece in range(pieces):
             first, count = _piece(rows, pieces, piece, room)
-            _multiply(operand, first, count, widens, gate_panel, True, room, lanes, tile)
-            _multiply(operand, first, count, widens, up_panel, True, up_room, lanes, other)
+            early = _early(operand, gate_panel[0], gate_following, pieces, piece, room)
+            _multiply(operand, first, count, widens, gate_panel, True, early, room, lanes, tile)
+            early = _early(operand, up_panel[0], up_following, pieces, piece, up_room)
+            _multiply(operand, first, count, widens, up_panel, True, early, up_room, lanes, other)
             for r in range(count):
                 to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
                 for lane in range(len(to)):
                     x = gates[lane]
                     to[lane] = element(x / (one + _exp(-x)) * values[lane], out)
-        number = claim(counter, claimed)
+        number = following
     return claimed_after(claimed, panels, cores)
 
 

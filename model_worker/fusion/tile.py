@@ -31,8 +31,10 @@ HAS_BF16_DOT: bool = _FEATURES.get("avx512bf16", False)
 """Whether there are instructions for bfloat16."""
 HAS_BYTE_TABLES: bool = _FEATURES.get("avx512vbmi", False)
 """Whether bytes can be looked up in tables of 128."""
-# Panels are read once and from end to end, but memory is far away: ask for lines this much early.
-_PREFETCH_BYTES = 8192
+STEP_BYTES = 256
+"""What a panel takes for each step."""
+EARLY_BYTES = 8192
+"""How far ahead lines of memory are asked for where one tile streams a panel by: memory is far away."""
 
 
 class BFloat(ir.Type):
@@ -156,38 +158,42 @@ def emit_products(
 
 
 def prefetch(builder: Any, line: Any) -> None:
-    """Ask for the line of memory that streaming reaches a while after `line`."""
+    """Ask for a line of memory."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), (byte, WORD, WORD, WORD))
     function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
-    ahead = builder.gep(builder.bitcast(line, byte), [ir.Constant(INDEX, _PREFETCH_BYTES)])
-    builder.call(function, (ahead, *(ir.Constant(WORD, value) for value in (0, 3, 1))))
+    builder.call(function, (builder.bitcast(line, byte), *(ir.Constant(WORD, value) for value in (0, 3, 1))))
 
 
 def _tile(rows: int, vectors: int) -> Any:
-    """An intrinsic `tile(inputs, first_row, panel_address, out)`: out[r, lane] = inputs[first_row + r] . panel."""
+    """An intrinsic `tile(inputs, first_row, panel_address, ahead, stride, out)`.
+
+    out[r, lane] = inputs[first_row + r] . panel, while the lines from address `ahead` on are asked for, `stride` bytes
+    further with each step.
+    """
 
     @intrinsic
-    def tile(typing: Any, inputs: Any, first_row: Any, panel: Any, out: Any) -> Any:
+    def tile(typing: Any, inputs: Any, first_row: Any, panel: Any, ahead: Any, stride: Any, out: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[1])
             address = builder.inttoptr(args[2], WORD.as_pointer())
 
             def fetch(at: Any) -> list[Any]:
                 line = builder.gep(address, [builder.mul(at, ir.Constant(INDEX, 4 * LANES))])
-                places = [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in range(vectors)]
-                for place in places:
-                    prefetch(builder, place)
-                return load_words(builder, places)
+                early = builder.inttoptr(builder.add(args[3], builder.mul(at, args[4])), WORD.as_pointer())
+                offsets = [ir.Constant(INDEX, v * LANES) for v in range(vectors)]
+                for offset in offsets:
+                    prefetch(builder, builder.gep(early, [offset]))
+                return load_words(builder, [builder.gep(line, [offset]) for offset in offsets])
 
             nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * vectors)
             totals = emit_products(
                 builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing
             )
-            store_sums(context, builder, signature.args[3], args[3], ir.Constant(INDEX, 0), rows, totals)
+            store_sums(context, builder, signature.args[5], args[5], ir.Constant(INDEX, 0), rows, totals)
             return context.get_dummy_value()
 
-        return types.void(inputs, types.int64, types.int64, out), codegen
+        return types.void(inputs, *(types.int64,) * 4, out), codegen
 
     return tile
 
@@ -197,38 +203,38 @@ _half_1, _half_2, _half_3, _half_4, _half_5, _half_6 = (_tile(rows, 2) for rows 
 
 
 @njit(nogil=True, cache=True)
-def multiply_panel(inputs: Any, first_row: int, rows: int, panel: int, out: Any) -> None:
+def multiply_panel(inputs: Any, first_row: int, rows: int, panel: int, ahead: int, stride: int, out: Any) -> None:
     """out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows.
 
     `inputs` are C-contiguous uint16 (bfloat16's bits) or float32, as wide as the panel has steps; `panel` is an
-    address.
+    address. With each step STEP_BYTES of memory are asked for, from address `ahead` on, which moves by `stride` bytes.
     """
     if rows == 1:
-        _wide_1(inputs, first_row, panel, out)
+        _wide_1(inputs, first_row, panel, ahead, stride, out)
     elif rows == 2:
-        _wide_2(inputs, first_row, panel, out)
+        _wide_2(inputs, first_row, panel, ahead, stride, out)
     elif rows == 3:
-        _wide_3(inputs, first_row, panel, out)
+        _wide_3(inputs, first_row, panel, ahead, stride, out)
     elif rows == 4:
-        _wide_4(inputs, first_row, panel, out)
+        _wide_4(inputs, first_row, panel, ahead, stride, out)
     elif rows == 5:
-        _wide_5(inputs, first_row, panel, out)
+        _wide_5(inputs, first_row, panel, ahead, stride, out)
     else:
-        _wide_6(inputs, first_row, panel, out)
+        _wide_6(inputs, first_row, panel, ahead, stride, out)
 
 
 @njit(nogil=True, cache=True)
-def multiply_half_panel(inputs: Any, first_row: int, rows: int, panel: int, out: Any) -> None:
+def multiply_half_panel(inputs: Any, first_row: int, rows: int, panel: int, ahead: int, stride: int, out: Any) -> None:
     """The same for the half of a panel that begins at the address `panel`: out[r, : PANEL // 2]."""
     if rows == 1:
-        _half_1(inputs, first_row, panel, out)
+        _half_1(inputs, first_row, panel, ahead, stride, out)
     elif rows == 2:
-        _half_2(inputs, first_row, panel, out)
+        _half_2(inputs, first_row, panel, ahead, stride, out)
     elif rows == 3:
-        _half_3(inputs, first_row, panel, out)
+        _half_3(inputs, first_row, panel, ahead, stride, out)
     elif rows == 4:
-        _half_4(inputs, first_row, panel, out)
+        _half_4(inputs, first_row, panel, ahead, stride, out)
     elif rows == 5:
-        _half_5(inputs, first_row, panel, out)
+        _half_5(inputs, first_row, panel, ahead, stride, out)
     else:
-        _half_6(inputs, first_row, panel, out)
+        _half_6(inputs, first_row, panel, ahead, stride, out)

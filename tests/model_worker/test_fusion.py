@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
 from model_worker.fusion.team import Team, claim, claimed_after, meet
-from model_worker.fusion.tile import TILE_ROWS, multiply_half_panel, multiply_panel
+from model_worker.fusion.tile import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
 from model_worker.linears import PANEL, PackedLinear
 from model_worker.loader import LoadedModel, load_model
 from model_worker.runner import ModelRunner
@@ -92,6 +92,7 @@ def test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules(arch: str,
     rng = np.random.default_rng()
     folder = tmp_path_factory.getbasetemp()
     loaded = load(arch, "bfloat16", folder, seed=3)
+    assert loaded.stack is not None
     # The same rounded weights, in arithmetic that does not round.
     exact_model: Any = AutoModelForCausalLM.from_pretrained(
         loaded.model.config._name_or_path, dtype=torch.bfloat16, attn_implementation="eager"
@@ -184,8 +185,8 @@ def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None:
     want = x[2 : 2 + rows, :inputs].double() @ packed.weight[PANEL:].double().T
     whole, half = np.zeros((TILE_ROWS, PANEL), np.float32), np.zeros((TILE_ROWS, PANEL), np.float32)
     address = panels.ctypes.data + panels[0].nbytes
-    multiply_panel(array, 2, rows, address, whole)
-    multiply_half_panel(array, 2, rows, address + PANEL // 2 * 4, half)
+    multiply_panel(array, 2, rows, address, address, STEP_BYTES, whole)
+    multiply_half_panel(array, 2, rows, address + PANEL // 2 * 4, address, STEP_BYTES, half)
     assert relative(torch.from_numpy(whole[:rows]).double(), want) < 1e-5
     assert np.allclose(half[:rows, : PANEL // 2], whole[:rows, PANEL // 2 :], rtol=1e-5, atol=1e-5)
     assert not whole[rows:].any()

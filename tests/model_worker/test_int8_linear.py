@@ -19,7 +19,7 @@ from model_worker.fusion.int8_tile import (
     multiply_int8_panel,
 )
 from model_worker.fusion.products import SCALE_BYTES
-from model_worker.fusion.tile import TILE_ROWS, multiply_half_panel, multiply_panel
+from model_worker.fusion.tile import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
 from model_worker.int8_linear import Int8Linear, rounded
 from model_worker.linears import PANEL, pack_linears, round_linears
 from tests.model_worker.int8_reference import dequantized
@@ -101,10 +101,10 @@ def test_a_kept_panel_multiplies_other_rows(inputs: int, dtype: torch.dtype) -> 
     want = x.double() @ values.T
     first, rest, room = tile(), tile(), np.empty((array.shape[1] * array.itemsize // 4, PANEL), np.uint32)
     multiply_and_keep(array, place, True, room, first)
-    multiply_panel(array, INT8_ROWS, TILE_ROWS, room.ctypes.data, rest)
+    multiply_panel(array, INT8_ROWS, TILE_ROWS, room.ctypes.data, room.ctypes.data, STEP_BYTES, rest)
     assert relative(torch.from_numpy(np.concatenate([first[:INT8_ROWS], rest])), want) < 1e-5
     multiply_and_keep(array, place + PANEL, False, room, first)
-    multiply_half_panel(array, INT8_ROWS, TILE_ROWS, room.ctypes.data, rest)
+    multiply_half_panel(array, INT8_ROWS, TILE_ROWS, room.ctypes.data, room.ctypes.data, STEP_BYTES, rest)
     halves = np.concatenate([first[:INT8_ROWS], rest])[:, : PANEL // 2]
     assert relative(torch.from_numpy(halves), want[:, PANEL // 2 :]) < 1e-5
 
