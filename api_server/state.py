@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from api_server.answer_formats import AnswerFormats
 from api_server.constraints.compiler import ConstraintCompiler
+from api_server.crowd import Crowd
 from api_server.engine_client import EngineClient
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.observer import Observer
@@ -41,11 +42,14 @@ class ServerState:
     formats: AnswerFormats = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time shown as the model's creation time."""
+    crowd: Crowd = field(default_factory=Crowd)
+    """Who was refused, and when they come again."""
     keys: AccessKeys = field(init=False)
     url_fetcher: UrlFetcher | None = field(init=False)
     """None where the operator has opened no host."""
 
     def __post_init__(self) -> None:
+        self.observers.append(self.crowd)
         self.keys = AccessKeys.of(self.settings)
         self.formats = AnswerFormats.of(self.settings, self.tokenizer)
         self.url_fetcher = _url_fetcher(FetchHosts.parse(self.settings.fetch_hosts))
@@ -70,7 +74,9 @@ class ServerState:
         return self.engine.max_model_len
 
     def tell_failed(self, path: str, error: RequestFailed) -> None:
-        """Whoever answers a request with an error says so here, once."""
+        """Whoever answers a request with an error says so here, once, before it is rendered."""
+        if error.kind is ErrorKind.OVERLOADED:
+            error.retry_after = self.crowd.turned_away()
         for observer in () if error.counted else self.observers:
             observer.failed(path, error)
 

@@ -28,6 +28,8 @@ CAPACITY = 32
 WARMING = 25_000
 """Requests after which every bounded memory of the processes (journals, caches) is full."""
 MOST_MB_AN_HOUR = 1.0
+MOST_MB_OVERLOADED = 50.0
+"""What all processes together may take for ten times as many connections."""
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Client:
             if response.status == http.client.TOO_MANY_REQUESTS:
                 self.refused += 1
                 response.read()
-                time.sleep(0.2)
+                time.sleep(float(response.headers["Retry-After"]))
                 return
             if response.status != http.client.OK:
                 self.other.append(f"{response.status} {response.read(200)!r}")
@@ -154,7 +156,11 @@ def slow(options: argparse.Namespace) -> dict[str, object]:
 
 
 def overload(options: argparse.Namespace) -> dict[str, object]:
-    """As many clients as the server can run, then ten times as many."""
+    """As many clients as the server can run, then ten times as many.
+
+    Clients wait as long as a refusal tells them to. They run on the same machine: with a model that answers hundreds of
+    requests a second, what refusals cost them and the server is taken from those that are served.
+    """
     seconds = 60 * min(options.minutes, 2)
     flags = [*FLAGS, "--max-queued", str(CAPACITY)]
     with Server(options.model, flags, options.folder / "overload.log") as server:
@@ -167,7 +173,7 @@ def overload(options: argparse.Namespace) -> dict[str, object]:
         after = _resident(server)
     others = [text for client in crowd for text in client.other]
     return {
-        "passed": not others,
+        "passed": not others and crowded >= 0.95 * rate and after - memory < MOST_MB_OVERLOADED,
         "requests a second, fitting and tenfold": [round(rate, 1), round(crowded, 1)],
         "time to first token p50, p99, fitting, s": _first(fitting),
         "time to first token p50, p99, tenfold, s": _first(crowd),
