@@ -14,7 +14,7 @@ import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from model_worker.fusion.tile import FLOATS, HAS_BF16_DOT, INDEX, LANES, WORD, WORDS, BFloat, sums_at
+from model_worker.fusion.tile import FLOATS, HAS_BF16_DOT, INDEX, LANES, WORD, WORDS, BFloat, splat, sums_at
 
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
@@ -28,11 +28,6 @@ _FLOAT = ir.FloatType()
 _POWERS = (1.0, 0.693146884, 0.24022238, 0.0555089302, 0.00967169832, 0.00132186722)
 # Below, a weight is 0 but for what float32 cannot hold.
 _LEAST_POWER = -126.0
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    first = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), scalar, ir.Constant(WORD, 0))
-    return builder.shuffle_vector(first, ir.Constant(FLOATS, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
 
 
 def _constant(value: float) -> Any:
@@ -49,8 +44,9 @@ def _call(builder: Any, name: str, *operands: Any) -> Any:
 
 
 def _power_of_two(builder: Any, x: Any) -> Any:
-    """2^x for x up to 0."""
-    x = _larger(builder, x, _constant(_LEAST_POWER))
+    """2^x for x up to 0, and no number for what is none."""
+    least = _constant(_LEAST_POWER)
+    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
     whole = _call(builder, "llvm.nearbyint", x)
     part = builder.fsub(x, whole)
     y = _constant(_POWERS[-1])
@@ -102,17 +98,13 @@ def soften(
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds, bfloat16 = signature.args, signature.args[5].dtype == types.uint16
         places = sums_at(context, builder, kinds[0], args[0], args[1], ir.Constant(INDEX, 0), 1, _VECTORS)
-        scaled = [builder.fmul(builder.load(place, align=4), _splat(builder, args[4])) for place in places]
+        scaled = [builder.fmul(builder.load(place, align=4), splat(builder, args[4])) for place in places]
         # A key is seen if its number less `begin`, as a number without a sign, is below their count.
         first, count = builder.trunc(args[2], WORD), builder.trunc(builder.sub(args[3], args[2]), WORD)
         seen = []
         for v in range(_VECTORS):
             numbers = ir.Constant(WORDS, [v * LANES + lane for lane in range(LANES)])
-            seen.append(
-                builder.icmp_unsigned(
-                    "<", builder.sub(numbers, _splat_words(builder, first)), _splat_words(builder, count)
-                )
-            )
+            seen.append(builder.icmp_unsigned("<", builder.sub(numbers, splat(builder, first)), splat(builder, count)))
         masked = [builder.select(mask, x, _constant(LOWEST)) for mask, x in zip(seen, scaled, strict=True)]
         pairs = [_larger(builder, masked[v], masked[v + 1]) for v in range(0, _VECTORS, 2)]
         here = _over_lanes(builder, _larger(builder, *pairs), _larger)
@@ -121,7 +113,7 @@ def soften(
         )
         before = builder.load(peak_place)
         highest = _larger(builder, before, here)
-        top = _splat(builder, highest)
+        top = splat(builder, highest)
         powers = [
             builder.select(mask, _power_of_two(builder, builder.fsub(x, top)), _constant(0.0))
             for mask, x in zip(seen, scaled, strict=True)
@@ -137,7 +129,7 @@ def soften(
         added = _over_lanes(
             builder, builder.fadd(builder.fadd(powers[0], powers[1]), builder.fadd(powers[2], powers[3])), _add
         )
-        fall = _power_of_two(builder, _splat(builder, builder.fsub(before, highest)))
+        fall = _power_of_two(builder, splat(builder, builder.fsub(before, highest)))
         shrink = builder.extract_element(fall, ir.Constant(WORD, 0))
         builder.store(highest, peak_place)
         builder.store(builder.fadd(builder.fmul(builder.load(total_place), shrink), added), total_place)
@@ -145,8 +137,3 @@ def soften(
 
     numbers = (types.int64, types.int64, types.int64, types.float32)
     return types.float32(scores, *numbers, weights, peak, total), codegen
-
-
-def _splat_words(builder: Any, scalar: Any) -> Any:
-    first = builder.insert_element(ir.Constant(WORDS, ir.Undefined), scalar, ir.Constant(WORD, 0))
-    return builder.shuffle_vector(first, ir.Constant(WORDS, ir.Undefined), ir.Constant(WORDS, [0] * LANES))

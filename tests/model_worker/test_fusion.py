@@ -194,7 +194,7 @@ def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None:
 
 def test_tiles_multiply_on_a_cpu_without_bfloat16_instructions() -> None:
     """The same tests, compiled for a processor that knows no more than AVX2."""
-    int8 = Path(__file__).with_name("test_int8_linear.py")
+    int8, softmax = (Path(__file__).with_name(name) for name in ("test_int8_linear.py", "test_softmax.py"))
     environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
     command = [
         sys.executable,
@@ -205,6 +205,7 @@ def test_tiles_multiply_on_a_cpu_without_bfloat16_instructions() -> None:
         "no:cacheprovider",
         f"{__file__}::{test_tiles_multiply.__name__}",
         *(f"{int8}::{name}" for name in ("test_int8_tiles_multiply", "test_a_kept_panel_multiplies_other_rows")),
+        str(softmax),
     ]
     done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
