@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model_worker.attention.cpu_kernel import run_core, run_cores
 from model_worker.attention.params import AttentionParams
-from model_worker.attention.plan import Plan, share_out, tiles_of, total_cost
+from model_worker.attention.plan import STREAMING_ROWS, Plan, share_out, tiles_of, total_cost
 from model_worker.batch import ForwardBatch
 
 _numba_config: Any = numba.config
@@ -30,8 +30,6 @@ _numba_config.THREADING_LAYER = "workqueue"
 _pool = Lock()
 _NO_WINDOW = 1 << 40
 _NO_SINKS = np.empty(0, np.float32)
-# Tiles with at most this many rows wait for memory, so one unit takes all KV heads and reads blocks from end to end.
-_STREAMING_ROWS = 8
 # Waking another core costs tens of microseconds, so each is given at least about as much work.
 _FLOPS_PER_CORE = 2_000_000
 
@@ -97,5 +95,5 @@ def _plan(batch: ForwardBatch, kv_heads: int, group: int, flops: int, window: in
         reach = _NO_WINDOW if window is None else window
         worth = total_cost(tiles, reach) * kv_heads * group * flops // _FLOPS_PER_CORE
         cores = int(np.clip(worth, 1, available))
-        plans[key] = Plan(tiles, *share_out(tiles, kv_heads, group, reach, cores, _STREAMING_ROWS))
+        plans[key] = Plan(tiles, *share_out(tiles, kv_heads, group, reach, cores, STREAMING_ROWS))
     return plans[key]

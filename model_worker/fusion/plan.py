@@ -14,14 +14,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from model_worker.attention.plan import TILE_ROWS, share_out, tiles_of
+from model_worker.attention.plan import STREAMING_ROWS, TILE_ROWS
 from model_worker.batch import ForwardBatch
 
 # What is shared ends where a panel of keys does, so that each row adds up in the same order with others as alone.
 PANEL_KEYS = 64
-# Tiles with at most this many rows wait for memory, so one unit takes all KV heads and reads blocks from end to end.
-_STREAMING_ROWS = 8
-_NO_WINDOW = 1 << 40
 
 
 class Plan(NamedTuple):
@@ -37,58 +34,83 @@ class Plan(NamedTuple):
 def plan_for(batch: ForwardBatch, kv_heads: int, group: int, cores: int) -> Plan:
     """`group` query heads share a KV head."""
     query_start, kv_len, tables = batch.query_start.numpy(), batch.kv_len.numpy(), batch.block_tables.numpy()
-    tiles, members = _cut(query_start, kv_len, tables, batch.block_size, group, cores)
-    return Plan(tiles, members, share_out(tiles, kv_heads, group, _NO_WINDOW, cores, _STREAMING_ROWS)[0])
+    # A tile takes as many queries as fit, and rows that share a beginning are split so that every core has a tile.
+    most = max(1, TILE_ROWS // group)
+    together = max(2, min(most, -(-len(kv_len) // cores)))
+    count = batch.num_sequences + batch.num_tokens // most
+    tiles, members = np.zeros((count, 6), np.int64), np.empty((len(kv_len), 3), np.int64)
+    count = _cut(query_start, kv_len, tables, batch.block_size, most, together, tiles, members)
+    # Where there are few tiles, the heads of those that stream are split, too, to keep all cores busy.
+    split = min(kv_heads, -(-2 * cores // count))
+    units = np.empty((count * kv_heads, 3), np.int64)
+    return Plan(tiles[:count], members, units[: _share_out(tiles, count, kv_heads, group, split, units)])
 
 
 @njit(nogil=True, cache=True)
-def _shared_keys(tables: Any, one: Any, other: Any, block_size: int) -> int:
+def _shared_keys(tables: Any, members: Any, one: int, other: int, block_size: int) -> int:
     """How many keys two members have in common, in whole panels, and before the token of either."""
-    blocks = min(one[2], other[2]) // block_size
+    blocks = min(members[one, 2], members[other, 2]) // block_size
     same = 0
-    while same < blocks and tables[one[0], same] == tables[other[0], same]:
+    while same < blocks and tables[members[one, 0], same] == tables[members[other, 0], same]:
         same += 1
     return same * block_size // PANEL_KEYS * PANEL_KEYS
 
 
 @njit(nogil=True, cache=True)
-def _members(query_start: Any, kv_len: Any, tables: Any) -> Any:
-    """Rows in decode; those that begin with the same block are neighbours."""
-    members, count = np.empty((len(kv_len), 3), np.int64), 0
+def _decoding(query_start: Any, kv_len: Any, tables: Any, members: Any) -> int:
+    """Fills in rows in decode, and returns how many; those that begin with the same block are neighbours.
+
+    Sorted by insertion: numba takes seconds to compile a sort of its own, and a batch has at most some hundred rows.
+    """
+    count = 0
     for s in range(len(kv_len)):
         if query_start[s + 1] - query_start[s] == 1:
-            members[count, 0], members[count, 1], members[count, 2] = s, query_start[s], kv_len[s] - 1
+            place = count
+            while place > 0 and tables[members[place - 1, 0], 0] > tables[s, 0]:
+                for column in range(3):
+                    members[place, column] = members[place - 1, column]
+                place -= 1
+            members[place, 0], members[place, 1], members[place, 2] = s, query_start[s], kv_len[s] - 1
             count += 1
-    members = members[:count]
-    first_blocks = np.empty(count, np.int64)
-    for i in range(count):
-        first_blocks[i] = tables[members[i, 0], 0]
-    return members[np.argsort(first_blocks, kind="mergesort")]
+    return count
 
 
 @njit(nogil=True, cache=True)
-def _cut(query_start: Any, kv_len: Any, tables: Any, block_size: int, group: int, cores: int) -> Any:
-    members, alone = _members(query_start, kv_len, tables), tiles_of(query_start, kv_len, group)
-    # Fewer than fit, so that every core has a tile.
-    most = max(2, min(TILE_ROWS // group, -(-len(members) // cores)))
-    tiles, count, first = np.zeros((len(alone), 6), np.int64), 0, 0
-    while first < len(members):
+def _cut(
+    query_start: Any, kv_len: Any, tables: Any, block_size: int, most: int, together: int, tiles: Any, members: Any
+) -> int:
+    """Fills in tiles of at most `most` queries of one sequence, or `together` of several; returns how many."""
+    decoding, count, first = _decoding(query_start, kv_len, tables, members), 0, 0
+    while first < decoding:
         size, shared = 1, 0
-        while first + size < len(members) and size < most:
-            keys = _shared_keys(tables, members[first], members[first + size], block_size)
+        while first + size < decoding and size < together:
+            keys = _shared_keys(tables, members, first, first + size, block_size)
             # One that shares much less would take from the others what they share.
             if keys == 0 or 2 * keys < shared:
                 break
             shared, size = keys if size == 1 else min(shared, keys), size + 1
+        tiles[count, 0] = members[first, 0] if size == 1 else first
         tiles[count, 1], tiles[count, 2], tiles[count, 3] = members[first, 1], size, members[first, 2]
-        if size == 1:
-            tiles[count, 0] = members[first, 0]
-        else:
-            tiles[count, 0], tiles[count, 4], tiles[count, 5] = first, size, shared
+        tiles[count, 4], tiles[count, 5] = 0 if size == 1 else size, shared
         first, count = first + size, count + 1
-    for t in range(len(alone)):
-        s = alone[t, 0]
-        if query_start[s + 1] - query_start[s] > 1:
-            tiles[count, :4] = alone[t]
-            count += 1
-    return tiles[:count], members
+    for s in range(len(kv_len)):
+        queries = query_start[s + 1] - query_start[s]
+        if queries > 1:
+            for skipped in range(0, queries, most):
+                tiles[count, 0], tiles[count, 1] = s, query_start[s] + skipped
+                tiles[count, 2], tiles[count, 3] = min(most, queries - skipped), kv_len[s] - queries + skipped
+                count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _share_out(tiles: Any, count: int, kv_heads: int, group: int, split: int, units: Any) -> int:
+    """Fills in units, and returns how many: tiles with more than a few rows have one for each head."""
+    unit = 0
+    for tile in range(count):
+        ranges = split if tiles[tile, 2] * group <= STREAMING_ROWS else kv_heads
+        for part in range(ranges):
+            units[unit, 0] = tile
+            units[unit, 1], units[unit, 2] = part * kv_heads // ranges, (part + 1) * kv_heads // ranges
+            unit += 1
+    return unit

@@ -32,7 +32,10 @@ panels = st.lists(st.tuples(st.integers(0, KEYS), st.integers(0, KEYS)).map(sort
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32), panels, st.sampled_from([0.01, 1.0, 30.0]), st.sampled_from([np.float32, np.uint16]))
 def test_panels_add_up_to_the_softmax(seed: int, bounds: list[Any], size: float, kind: type) -> None:
-    rng, seen, kept = np.random.default_rng(seed), [], []
+    rng = np.random.default_rng(seed)
+    seen: list[NDArray[np.float64]] = []
+    kept: list[NDArray[np.float32]] = []
+    weights: NDArray[Any]
     peak, total = np.full(3, LOWEST, np.float32), np.zeros(3, np.float32)
     for begin, end in bounds:
         scores, weights = np.full((3, KEYS), np.nan, np.float32), np.full((3, KEYS), 7, kind)
