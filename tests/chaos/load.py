@@ -235,6 +235,10 @@ def soak(options: argparse.Namespace) -> dict[str, object]:
         and (options.minutes < 30 or max(slopes.values()) < MOST_MB_AN_HOUR),
         "waves of 14 streams": len(samples),
         "memory, MB an hour after warm-up": slopes,
+        "memory in its course, MB": {
+            name: [samples[i * (len(samples) - 1) // 8][1].get(name, (0.0, 0))[0] for i in range(9)]
+            for name in samples[-1][1]
+        },
         "file descriptors at the start and the end": files,
         "share of a core when idle": idle,
     }
