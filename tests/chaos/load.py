@@ -236,7 +236,7 @@ def soak(options: argparse.Namespace) -> dict[str, object]:
         "waves of 14 streams": len(samples),
         "memory, MB an hour after warm-up": slopes,
         "memory in its course, MB": {
-            name: [samples[i * (len(samples) - 1) // 8][1].get(name, (0.0, 0))[0] for i in range(9)]
+            name: [round(samples[i * (len(samples) - 1) // 8][1].get(name, (0.0, 0))[0], 1) for i in range(9)]
             for name in samples[-1][1]
         },
         "file descriptors at the start and the end": files,
