@@ -14,11 +14,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from api_server.errors import RequestFailed
-    from api_server.generation import Choice
 
 LONGEST_SECONDS = 30
 """Nobody is told to wait longer: what is true now may not be true then."""
@@ -27,7 +22,7 @@ _MEMORY_SECONDS = 10.0
 
 
 class Crowd:
-    """An observer that counts answers; `turned_away` counts those that come again, and says when they should."""
+    """Counts answers and those that come again, and says when one more should."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -60,21 +55,7 @@ class Crowd:
         self._ended *= math.exp((self._last - now) / _MEMORY_SECONDS)
         self._last = now
 
-    def finished(self, choice: Choice) -> None:
+    def served(self) -> None:
+        """An answer has ended, and there is room for one more."""
         self._age(self._clock())
         self._ended += 1
-
-    def received(self, path: str) -> None:
-        pass
-
-    def started(self, choice: Choice) -> None:
-        pass
-
-    def tokens(self, choice: Choice, count: int, since_last: float) -> None:
-        pass
-
-    def abandoned(self, choice: Choice) -> None:
-        pass
-
-    def failed(self, path: str, error: RequestFailed) -> None:
-        pass

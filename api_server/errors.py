@@ -99,9 +99,9 @@ RETRY_AFTER_SECONDS = 1
 
 
 def from_scheduler(error: RequestError) -> RequestFailed:
-    """The scheduler's refusal in the API's terms."""
+    """The scheduler's refusal in the API's terms. When to come again if its line is full, `crowd.py` says."""
     kind = _KIND_OF_CODE.get(error.code, ErrorKind.GENERATION_FAILED)
-    retry = RETRY_AFTER_SECONDS if kind in (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE) else None
+    retry = RETRY_AFTER_SECONDS if kind is ErrorKind.UNAVAILABLE else None
     return RequestFailed(kind, error.message, retry_after=retry)
 
 

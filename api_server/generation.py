@@ -348,6 +348,7 @@ class Generation:
 
     def _finished(self, choice: Choice, finish: Finish) -> TextDelta:
         choice.finish = finish
+        self._server.crowd.served()
         for observer in self._server.observers:
             observer.finished(choice)
         return TextDelta(choice.index, "", 0, [], finish)

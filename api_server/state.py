@@ -49,7 +49,6 @@ class ServerState:
     """None where the operator has opened no host."""
 
     def __post_init__(self) -> None:
-        self.observers.append(self.crowd)
         self.keys = AccessKeys.of(self.settings)
         self.formats = AnswerFormats.of(self.settings, self.tokenizer)
         self.url_fetcher = _url_fetcher(FetchHosts.parse(self.settings.fetch_hosts))
@@ -75,7 +74,7 @@ class ServerState:
 
     def tell_failed(self, path: str, error: RequestFailed) -> None:
         """Whoever answers a request with an error says so here, once, before it is rendered."""
-        if error.kind is ErrorKind.OVERLOADED:
+        if error.kind is ErrorKind.OVERLOADED and error.retry_after is None:
             error.retry_after = self.crowd.turned_away()
         for observer in () if error.counted else self.observers:
             observer.failed(path, error)

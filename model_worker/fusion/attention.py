@@ -22,7 +22,6 @@ from model_worker.fusion.tile import TILE_ROWS
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
 _LOWEST = np.float32(LOWEST)
 _WORD_BYTES = 4
-assert PANEL_KEYS == GROUP * PANEL_GROUPS
 
 
 class Cache(NamedTuple):

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from model_worker.attention.plan import STREAMING_ROWS, TILE_ROWS
 from model_worker.batch import ForwardBatch
+from model_worker.fusion.cache_tile import GROUP, PANEL_GROUPS
 
 # What is shared ends where a panel of keys does, so that each row adds up in the same order with others as alone.
-PANEL_KEYS = 64
+PANEL_KEYS = GROUP * PANEL_GROUPS
 
 
 class Plan(NamedTuple):

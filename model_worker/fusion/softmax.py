@@ -14,6 +14,7 @@ import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
+from model_worker.fusion.cache_tile import PANEL_GROUPS
 from model_worker.fusion.tile import FLOATS, HAS_BF16_DOT, INDEX, LANES, WORD, WORDS, BFloat, splat, sums_at
 
 # Its stub gives what it decorates the wrong signature.
@@ -22,7 +23,6 @@ intrinsic: Any = numba.extending.intrinsic
 LOG2_E = 1.4426950408889634
 LOWEST = -1e30
 """The peak of a row that has seen no key."""
-_VECTORS = 4
 _FLOAT = ir.FloatType()
 # 2^x for x within half of zero, to a relative error of 2e-7: least squares of the relative error at Chebyshev's points.
 _POWERS = (1.0, 0.693146884, 0.24022238, 0.0555089302, 0.00967169832, 0.00132186722)
@@ -97,16 +97,16 @@ def soften(
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds, bfloat16 = signature.args, signature.args[5].dtype == types.uint16
-        places = sums_at(context, builder, kinds[0], args[0], args[1], ir.Constant(INDEX, 0), 1, _VECTORS)
+        places = sums_at(context, builder, kinds[0], args[0], args[1], ir.Constant(INDEX, 0), 1, PANEL_GROUPS)
         scaled = [builder.fmul(builder.load(place, align=4), splat(builder, args[4])) for place in places]
         # A key is seen if its number less `begin`, as a number without a sign, is below their count.
         first, count = builder.trunc(args[2], WORD), builder.trunc(builder.sub(args[3], args[2]), WORD)
         seen = []
-        for v in range(_VECTORS):
+        for v in range(PANEL_GROUPS):
             numbers = ir.Constant(WORDS, [v * LANES + lane for lane in range(LANES)])
             seen.append(builder.icmp_unsigned("<", builder.sub(numbers, splat(builder, first)), splat(builder, count)))
         masked = [builder.select(mask, x, _constant(LOWEST)) for mask, x in zip(seen, scaled, strict=True)]
-        pairs = [_larger(builder, masked[v], masked[v + 1]) for v in range(0, _VECTORS, 2)]
+        pairs = [_larger(builder, masked[v], masked[v + 1]) for v in range(0, PANEL_GROUPS, 2)]
         here = _over_lanes(builder, _larger(builder, *pairs), _larger)
         peak_place, total_place = (
             builder.gep(context.make_array(kinds[i])(context, builder, args[i]).data, [args[1]]) for i in (6, 7)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import heapq
 import random
-from typing import Any
 
 import pytest
 
 from api_server.crowd import LONGEST_SECONDS, Crowd
-
-NOBODY: Any = None
 
 
 class Clock:
@@ -37,7 +34,7 @@ def test_refusals_come_as_seldom_as_answers(places: int, rate: float) -> None:
         at, client = heapq.heappop(events)
         while clock.now + 1 / rate < at:
             clock.now += 1 / rate
-            crowd.finished(NOBODY)
+            crowd.served()
             ended += clock.now > 130
         refusals += at > 130
         heapq.heappush(events, (at + crowd.turned_away(), client))
@@ -47,10 +44,10 @@ def test_refusals_come_as_seldom_as_answers(places: int, rate: float) -> None:
 def test_nobody_waits_for_ever() -> None:
     clock = Clock()
     crowd = Crowd(clock)
-    crowd.finished(NOBODY)
+    crowd.served()
     clock.now += 5
     assert max(crowd.turned_away() for _ in range(30_000)) == LONGEST_SECONDS
     clock.now += LONGEST_SECONDS + 1
     for _ in range(200):
-        crowd.finished(NOBODY)
+        crowd.served()
     assert crowd.turned_away() <= 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import numpy as np
@@ -36,7 +35,6 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "pages-ahead"]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_pages_come_one_stretch_ahead_and_contents_stay() -> None:
     items, size = 1000, 1 << 15  # 64 items are a stretch
     arrays = [np.zeros((items, size), np.uint8) for _ in range(3)]
