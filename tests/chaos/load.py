@@ -14,7 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -211,7 +211,7 @@ def soak(options: argparse.Namespace) -> dict[str, object]:
     with Server(options.model, FLAGS, options.folder / "soak.log") as server:
         _fill(server, WARMING)
         end = time.monotonic() + 60 * options.minutes
-        samples: list[tuple[float, dict[str, tuple[float, int]]]] = []
+        samples: list[tuple[float, dict[str, Use]]] = []
         warm = time.monotonic() + 6 * options.minutes
         with ThreadPoolExecutor(len(asked)) as pool:
             while time.monotonic() < end:
@@ -223,11 +223,15 @@ def soak(options: argparse.Namespace) -> dict[str, object]:
         quiet = _cpu(server)
         time.sleep(5)
         idle = {name: round((seconds - quiet[name]) / 5, 4) for name, seconds in _cpu(server).items()}
-    slopes = {
-        name: round(_slope([(at, found[name][0]) for at, found in samples if at > warm and name in found]), 2)
-        for name in samples[-1][1]
-    }
-    files = {name: (samples[0][1].get(name, (0, 0))[1], found[1]) for name, found in samples[-1][1].items()}
+    last = samples[-1][1]
+    slopes, own = (
+        {
+            name: round(_slope([(at, kind(found[name])) for at, found in samples if at > warm and name in found]), 2)
+            for name in last
+        }
+        for kind in (lambda use: use.resident, lambda use: use.anonymous)
+    )
+    files = {name: (samples[0][1][name].files if name in samples[0][1] else 0, use.files) for name, use in last.items()}
     return {
         "passed": all(share < 0.01 for share in idle.values())
         and all(before == after for before, after in files.values())
@@ -235,9 +239,14 @@ def soak(options: argparse.Namespace) -> dict[str, object]:
         and (options.minutes < 30 or max(slopes.values()) < MOST_MB_AN_HOUR),
         "waves of 14 streams": len(samples),
         "memory, MB an hour after warm-up": slopes,
-        "memory in its course, MB": {
-            name: [round(samples[i * (len(samples) - 1) // 8][1].get(name, (0.0, 0))[0], 1) for i in range(9)]
-            for name in samples[-1][1]
+        "of which not mapped from files": own,
+        "memory in its course, MB, in all and not from files": {
+            name: [
+                (round(use.resident, 1), round(use.anonymous, 1))
+                for use in (samples[i * (len(samples) - 1) // 16][1].get(name) for i in range(17))
+                if use
+            ]
+            for name in last
         },
         "file descriptors at the start and the end": files,
         "share of a core when idle": idle,
@@ -272,10 +281,18 @@ def _resident(server: Server) -> int:
     return int(sum(child.memory_info().rss for child in server.children()) // 2**20)
 
 
-def _by_process(server: Server) -> dict[str, tuple[float, int]]:
-    found: dict[str, tuple[float, int]] = {}
+class Use(NamedTuple):
+    resident: float
+    """In MB, as `anonymous`: without pages of libraries, which the kernel takes and gives back as it likes."""
+    anonymous: float
+    files: int
+
+
+def _by_process(server: Server) -> dict[str, Use]:
+    found: dict[str, Use] = {}
     for child in server.children():
-        found[_name(child)] = (child.memory_info().rss / 2**20, child.num_fds())
+        memory = child.memory_info()
+        found[_name(child)] = Use(memory.rss / 2**20, (memory.rss - memory.shared) / 2**20, child.num_fds())
     return found
 
 
