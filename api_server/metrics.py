@@ -22,10 +22,10 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from api_server.choice import Choice
 from api_server.dialects.openai.errors import render_error
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.generation import Choice
 from api_server.metrics_aliases import aliases
 from interfaces.messages import Status
 

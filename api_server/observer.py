@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from api_server.choice import Choice
     from api_server.errors import RequestFailed
-    from api_server.generation import Choice
 
 
 class Observer(Protocol):

@@ -26,6 +26,7 @@ from interfaces.grammar_state import GrammarState
 from shared.bounds import limit_memory
 from shared.grammar import GrammarError, Matcher, Vocabulary, set_bits
 from shared.liveness import become
+from shared.pipe_messages import message_unpacker
 
 HEADER_BYTES = 64
 """In front of the masks: the row being worked on, so that the worker knows whose work ended this process."""
@@ -194,7 +195,7 @@ def load(model: str) -> Vocabulary:
 
 def _requests() -> Iterator[list[Any]]:
     """Until the worker closes its end."""
-    unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=1 << 30)
+    unpacker = message_unpacker()
     while data := os.read(sys.stdin.fileno(), 1 << 20):
         unpacker.feed(data)
         yield from unpacker

@@ -30,6 +30,7 @@ from interfaces.messages import RowGrammar
 from model_worker.forbid import forbid
 from model_worker.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
 from shared.liveness import SUPERVISOR_PID
+from shared.pipe_messages import message_unpacker
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Masks:
         self._errors: dict[int, str] = {}
         self._forced: dict[int, list[int]] = {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._unpacker = msgpack.Unpacker(strict_map_key=False)
+        self._unpacker = message_unpacker()
         self._sent = self._answered = 0
         self._deaths = 0
         self._spared = NO_ROW
@@ -221,7 +222,7 @@ class Masks:
     def _spawn(self) -> None:
         """A fresh process, told of all rows that live."""
         self._header[0] = NO_ROW
-        self._unpacker = msgpack.Unpacker(strict_map_key=False)
+        self._unpacker = message_unpacker()
         options = {"--model": self._model, "--memory": self._descriptor, "--rows": self._max_rows}
         command = [sys.executable, "-m", "model_worker.mask_process"]
         self._process = subprocess.Popen(

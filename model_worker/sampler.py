@@ -48,37 +48,10 @@ from model_worker.draw import Choices, choose, only_kept
 from model_worker.penalties import Penalties, SeenTokens
 from model_worker.processors import ProcessedRows, Processor
 from model_worker.reports import CHOSEN_ONLY, ReportBuilder, Wanted
+from model_worker.row_values import ROW_VALUES, inside_vocabulary, known_tokens, row_values
 from model_worker.transfer import upload
 from model_worker.typical import only_typical
 from model_worker.watermark import favour_green
-
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
-"""Beyond these, float32 turns logits into infinities, and the choice is the largest logit or any token anyway."""
-
-_ROW = np.dtype(
-    [
-        ("held", np.bool_),
-        ("greedy", np.bool_),
-        ("worked", np.bool_),  # needs more than the largest logit
-        ("biased", np.bool_),
-        ("restricted", np.bool_),
-        ("hosted", np.bool_),  # needs what was drawn before, or tells more than a token
-        ("penalized", np.bool_),
-        ("whole_sequence", np.bool_),
-        ("logprobs", np.int8),
-        ("temperature", np.float32),
-        ("top_k", np.int32),
-        ("top_p", np.float64),
-        ("log_min_p", np.float32),
-        ("typical_p", np.float64),
-        ("frequency", np.float32),
-        ("presence", np.float32),
-        ("repetition", np.float32),
-        ("seed", np.uint64),
-        ("may_stop_at", np.int64),  # first position at which stop ids are allowed
-    ],
-    align=True,  # torch takes a column only if its stride is a multiple of the element
-)
 
 
 @dataclass(frozen=True)
@@ -112,7 +85,7 @@ class SamplerRows:
     def __init__(
         self, max_rows: int, vocab_size: int, device: torch.device, processors: Mapping[str, Processor] | None = None
     ) -> None:
-        self._table = np.zeros(max_rows, _ROW)
+        self._table = np.zeros(max_rows, ROW_VALUES)
         self._vocab_size = vocab_size
         self._device = device
         self._seen: dict[int, SeenTokens] = {}
@@ -147,27 +120,27 @@ class SamplerRows:
         self._check_rows(np.array([row]))
         if self._table["held"][row]:
             raise ValueError(f"row {row} is held by another sequence: drop it first")
-        bias = self._bias(params.logit_bias)
-        allowed = self._inside_vocabulary(params.allowed_token_ids)
+        biased = known_tokens("logit_bias", list(params.logit_bias), self._vocab_size)
+        allowed = inside_vocabulary(params.allowed_token_ids, self._vocab_size)
         if params.allowed_token_ids and not len(allowed):
             raise ValueError(f"allowed_token_ids has no token of this model: valid are 0 to {self._vocab_size - 1}")
-        wanted = self._wanted_by(params)
+        wanted = Wanted(params.top_logprobs, known_tokens("logprob_ids", params.logprob_ids, self._vocab_size))
         if params.logit_processor:
             known = (prompt.tolist(), emitted.tolist())
             self._processed.join(row, params.logit_processor, params.custom_params, *known)
-        self._table[row] = self._values(params, len(prompt))
+        self._table[row] = row_values(params, len(prompt), self._vocab_size)
         if params.reports:
             self._wanted[row] = wanted
         if params.watermark:
             self._last[row] = int((emitted if len(emitted) else prompt)[-1])
         if params.logit_bias:
-            self._biases[row] = bias
+            self._biases[row] = biased, np.fromiter(params.logit_bias.values(), np.float32)
         if params.allowed_token_ids:
             self._allowed[row] = allowed
         if params.bad_words:
             self._bad_words[row] = BadWords(params.bad_words, emitted.tolist())
         if params.min_new_tokens:
-            self._stop_ids[row] = self._inside_vocabulary(stop_token_ids)
+            self._stop_ids[row] = inside_vocabulary(stop_token_ids, self._vocab_size)
         if params.needs_penalties:
             counted = np.concatenate([prompt, emitted]) if params.penalize_prompt else emitted
             self._seen[row] = SeenTokens(counted, self._vocab_size)
@@ -180,7 +153,7 @@ class SamplerRows:
         ):  # fmt: skip
             values.pop(row, None)
         self._processed.drop(row)
-        self._table[row] = np.zeros((), _ROW)
+        self._table[row] = np.zeros((), ROW_VALUES)
 
     def follow(self, row: int, tokens: Sequence[int]) -> None:
         """`row` has gone on by tokens that were not drawn."""
@@ -407,52 +380,6 @@ class SamplerRows:
             raise ValueError(
                 f"rows {rows[outside].tolist()} are outside the table: valid are 0 to {len(self._table) - 1}"
             )
-
-    def _values(self, params: SamplingParams, prompt_length: int) -> tuple[object, ...]:
-        cuts = params.temperature > 0
-        biased = params.needs_penalties or params.logit_bias or params.watermark or params.logit_processor
-        restricted = params.allowed_token_ids or params.bad_words
-        worked = not params.greedy or biased or restricted or params.logprobs
-        told = params.logprobs or params.reports or params.typical_p < 1 or params.min_new_tokens
-        return (
-            True,
-            params.greedy,
-            bool(worked),
-            bool(params.logit_bias),
-            bool(restricted),
-            bool(biased or restricted or told),
-            params.needs_penalties,
-            params.penalize_prompt,
-            params.logprobs,
-            min(max(params.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if cuts else 1.0,
-            min(params.top_k, self._vocab_size) if cuts and params.top_k > 0 else self._vocab_size,
-            params.top_p if cuts else 1.0,
-            np.log(params.min_p) if cuts and params.min_p > 0 else -np.inf,
-            params.typical_p if cuts else 1.0,
-            params.frequency_penalty,
-            params.presence_penalty,
-            params.repetition_penalty,
-            params.seed,
-            prompt_length + params.min_new_tokens if params.min_new_tokens else 0,
-        )
-
-    def _bias(self, logit_bias: dict[int, float]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        ids = np.fromiter(logit_bias.keys(), np.int64)
-        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
-        if len(outside):
-            raise ValueError(f"logit_bias names tokens {outside.tolist()}: valid are 0 to {self._vocab_size - 1}")
-        return ids, np.fromiter(logit_bias.values(), np.float32)
-
-    def _wanted_by(self, params: SamplingParams) -> Wanted:
-        ids = np.array(params.logprob_ids, np.int64)
-        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
-        if len(outside):
-            raise ValueError(f"logprob_ids names tokens {outside.tolist()}: valid are 0 to {self._vocab_size - 1}")
-        return Wanted(params.top_logprobs, ids)
-
-    def _inside_vocabulary(self, tokens: Sequence[int]) -> NDArray[np.int64]:
-        ids = np.array(tokens, np.int64)
-        return ids[(ids >= 0) & (ids < self._vocab_size)]
 
     def _on_device(self, values: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(values.copy()).to(self._device)

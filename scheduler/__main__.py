@@ -9,7 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-from scheduler.core import Limits, Scheduler
+from scheduler.core import Scheduler
+from scheduler.limits import Limits
 from scheduler.loop import Loop
 from shared import logs, phases
 from shared.endpoints import RunDirectory

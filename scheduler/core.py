@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,35 +32,18 @@ from scheduler.admission import WaitingLine, refusal
 from scheduler.batch import build_step
 from scheduler.deadlines import Deadlines
 from scheduler.journal import Journal
+from scheduler.limits import Limits
 from scheduler.outbox import Outbox
 from scheduler.replay import Replays, Stream
 from scheduler.replicas import NOBODY, Replicas
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
+from scheduler.suspects import Suspects
 from scheduler.workers import NewTokens, Worker
 
 log = logging.getLogger(__name__)
 
-CRASHES_BEFORE_ALONE = 2
-"""A sequence that was on a worker at so many crashes runs alone the next time, and fails if that crashes too."""
-
 _ACTIVE, _STOP, _LENGTH = np.int8(Finish.ACTIVE), np.int8(Finish.STOP), np.int8(Finish.LENGTH)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the operator allows; None leaves `max_model_len` to the workers."""
-
-    max_running: int
-    max_batch_tokens: int
-    max_queued: int
-    max_model_len: int | None
-    steps_in_flight: int
-    prefix_cache: bool
-    max_queued_tokens: int = 2**62
-    max_open_per_tenant: int = 2**62
-    stall_seconds: float = 15.0
-    """What a step may take in any case; more is learnt from the steps that were."""
 
 
 class Scheduler:
@@ -77,7 +60,7 @@ class Scheduler:
         self.paused = False
         self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
         self._order = itertools.count()
-        self._crashes: Counter[int] = Counter()
+        self._suspects = Suspects()
         self._lost: dict[int, int] = {}
         self._deadlines = Deadlines()
         self.replays = Replays()
@@ -211,9 +194,10 @@ class Scheduler:
     def _recover(self, sequence: Sequence, story: str, suspects: set[int]) -> None:
         self.counters["recovered"] += 1
         if sequence.order in suspects:
-            self._crashes[sequence.order] += 1
-        if self._crashes[sequence.order] > CRASHES_BEFORE_ALONE:
-            text = f"the model worker crashed {self._crashes[sequence.order]} times while it computed this request"
+            self._suspects.blame(sequence)
+        if self._suspects.is_poison(sequence):
+            crashes = self._suspects.crashes(sequence)
+            text = f"the model worker crashed {crashes} times while it computed this request"
             self._fail(sequence, RequestError(ErrorCode.FAILED, text))
             return
         self._note(sequence, f"{story}; it will be computed again from {len(sequence.tokens)} tokens")
@@ -324,22 +308,9 @@ class Scheduler:
         return "generation is paused; POST /continue_generation resumes it" if self.paused else ""
 
     def _refusal(self, submit: Submit) -> RequestError | None:
-        if len(self.waiting) >= self.limits.max_queued:
-            return RequestError(
-                ErrorCode.OVERLOADED, f"{len(self.waiting)} requests wait already; retry when some have finished"
-            )
-        waiting = self.waiting.tokens + len(submit.context.tokens)
-        if len(self.waiting) and waiting > self.limits.max_queued_tokens:
-            return RequestError(
-                ErrorCode.OVERLOADED,
-                f"requests of {self.waiting.tokens} tokens wait already; retry when some have ended",
-            )
-        tenant, most = submit.terms.tenant, self.limits.max_open_per_tenant
-        if self._open[tenant] >= most:
-            return RequestError(
-                ErrorCode.OVERLOADED,
-                f"{most} requests of this key are open, which is its limit; retry when one has ended",
-            )
+        full = self.limits.refusal(self.waiting, submit.context, self._open[submit.terms.tenant])
+        if full is not None:
+            return RequestError(ErrorCode.OVERLOADED, full)
         # While a worker is restarted requests wait, too; whether they fit is seen when it is there.
         return self._misfit(submit.context) if self.workers else None
 
@@ -363,10 +334,10 @@ class Scheduler:
         if len(sequence.tokens) >= limit:
             self._end(sequence, Finish.LENGTH)
             return True
-        alone = self._crashes[sequence.order] >= CRASHES_BEFORE_ALONE
+        alone = self._suspects.run_alone(sequence)
         number = self.replicas.number_of(sequence)
         for worker in sorted(self.workers.values(), key=lambda worker: worker.rows.running):
-            if self._suspect_runs(worker) or (alone and worker.rows.running):
+            if self._suspects.any_of(worker.rows.sequences) or (alone and worker.rows.running):
                 continue
             if worker.place(sequence, number, limit, spare=worker.rows.running):
                 sequence.admitted = True
@@ -380,11 +351,6 @@ class Scheduler:
                 )
                 return True
         return False
-
-    def _suspect_runs(self, worker: Worker) -> bool:
-        if not self._crashes:
-            return False
-        return any(s is not None and self._crashes[s.order] >= CRASHES_BEFORE_ALONE for s in worker.rows.sequences)
 
     def _preempted(self, sequence: Sequence) -> None:
         self.counters["preemptions"] += 1
@@ -506,7 +472,7 @@ class Scheduler:
     def _close(self, sequence: Sequence, code: int, error: RequestError | None = None) -> None:
         self.replicas.release(sequence)
         self.replays.ended(sequence, code, error, time.monotonic())
-        self._crashes.pop(sequence.order, None)
+        self._suspects.forget(sequence)
         self._deadlines.forget(sequence)
         self.waiting.charge(sequence, sequence.emitted)
         self._open[sequence.terms.tenant] -= 1

@@ -25,6 +25,7 @@ from api_server.constraints.languages import translate
 from shared.bounds import limit_memory
 from shared.grammar import GrammarError, Vocabulary
 from shared.liveness import become
+from shared.pipe_messages import message_unpacker
 
 CPU_SECONDS = 1.0
 WALL_SECONDS = 60.0
@@ -171,7 +172,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process says when it is over
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
-    unpacker = msgpack.Unpacker(max_buffer_size=1 << 30)
+    unpacker = message_unpacker()
     requests = sys.stdin.fileno()
     for tokenizer, eos in _first(requests, unpacker):
         vocabulary = Vocabulary(tokenizer, eos)

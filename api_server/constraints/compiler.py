@@ -21,6 +21,7 @@ from api_server.constraints.limits import MOST_PATTERN, MOST_SOURCE
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from interfaces.constraint import Constraint, ConstraintKind
 from shared.liveness import SUPERVISOR_PID
+from shared.pipe_messages import message_unpacker
 
 log = logging.getLogger("tokenyard")
 
@@ -116,7 +117,7 @@ class ConstraintCompiler:
 
     async def _read(self, process: Process) -> None:
         assert process.stdout is not None
-        unpacker = msgpack.Unpacker()
+        unpacker = message_unpacker()
         while data := await process.stdout.read(1 << 20):
             unpacker.feed(data)
             for number, outcome in unpacker:

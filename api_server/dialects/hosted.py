@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.body import Mismatch, parse
+from api_server.choice import Choice
 from api_server.dialects.openai import errors as openai_errors
 from api_server.dialects.openai import requests as openai_requests
 from api_server.dialects.openai.routes import TAG as OPENAI
@@ -36,7 +37,7 @@ from api_server.dialects.tgi.rendering import answer, is_complete
 from api_server.dialects.tgi.schema import ErrorResponse, GenerateRequest
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from api_server.generation import Choice, generate
+from api_server.generation import generate
 from interfaces.requests import TextGenerationRequest
 
 Form = Literal["tgi", "sglang", "chat", "completion"]

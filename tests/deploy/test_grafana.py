@@ -58,7 +58,8 @@ def test_every_name_and_label_exists(live: LiveServer, board: dict[str, Any]) ->
 
 
 def test_scheduler_counters_exist(board: dict[str, Any]) -> None:
-    from scheduler.core import Limits, Scheduler
+    from scheduler.core import Scheduler
+    from scheduler.limits import Limits
 
     counters = Scheduler(Limits(1, 1, 1, None, 1, True), 1).status().counters
     named = set(re.findall(r"tokenyard_scheduler_(\w+)_total", " ".join(expressions(board))))

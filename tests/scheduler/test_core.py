@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interfaces import Finish, RequestID, SamplingParams, Step, Submit, TextContext, decode, encode
-from scheduler.core import Limits, Scheduler
+from scheduler.core import Scheduler
+from scheduler.limits import Limits
 from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate
 
 REPLICA = b"replica"

@@ -24,7 +24,8 @@ from model_worker.processors import Processor
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
 from model_worker.sampler import SamplerRows
-from scheduler.core import Limits, Scheduler
+from scheduler.core import Scheduler
+from scheduler.limits import Limits
 
 REPLICA = b"replica"
 

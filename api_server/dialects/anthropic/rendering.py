@@ -8,7 +8,8 @@ from typing import Any
 
 import orjson
 
-from api_server.generation import Choice, Generation, complete
+from api_server.choice import Choice, complete
+from api_server.generation import Generation
 from api_server.parsers.answer import Block, Call, ParsedAnswer, Passage
 from api_server.parsers.scanner import Piece, Thought
 from api_server.sse import named_frame

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from api_server.choice import Choice
 from api_server.dialects.openai.schema import ExtendedBody
-from api_server.generation import Choice
 from api_server.tokenizer import Tokenizer
 
 

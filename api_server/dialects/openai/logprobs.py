@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api_server.generation import Choice, TokenDelta
+from api_server.choice import Choice, TokenDelta
 from api_server.tokenizer import Tokenizer
 
 

@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from api_server.choice import Choice, Finish, TextDelta, complete
 from api_server.dialects.openai.logprobs import Echo, LogprobWriter, joined
 from api_server.dialects.openai.schema import StreamOptions
-from api_server.generation import Choice, Finish, Generation, TextDelta, complete
+from api_server.generation import Generation
 from api_server.parsers.scanner import Piece, Thought
 from api_server.sse import DONE, frame
 from api_server.state import ServerState

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from api_server.choice import Choice, complete
 from api_server.dialects.openai.responses_schema import ResponsesBody
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.generation import Choice, complete
 from api_server.parsers.answer import Block, Call, Passage
 
 _NAMES = {"max_new_tokens": "max_output_tokens", "min_new_tokens": "min_tokens", "prompt": "input"}

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from api_server.body import Mismatch, parse
+from api_server.choice import Choice
 from api_server.constraints.given import of_sampling_params
 from api_server.dialects.sglang.batch import Batch, Item, expand
 from api_server.dialects.sglang.errors import ERROR_STATUSES, error_frame
@@ -26,7 +27,7 @@ from api_server.dialects.sglang.validation import (
 )
 from api_server.endpoint import Call, Document
 from api_server.errors import invalid, unsupported
-from api_server.generation import Choice, Generation, generate
+from api_server.generation import Generation, generate
 from api_server.logit_processors import processor_problem
 from api_server.sse import DONE, EventStream, frame
 from interfaces.request_id import RequestID

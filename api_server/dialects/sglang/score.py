@@ -12,11 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.body import Mismatch, parse
+from api_server.choice import Choice, complete
 from api_server.dialects.sglang.errors import ERROR_STATUSES, render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Integers, Texts
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import invalid
-from api_server.generation import Choice, complete, generate
+from api_server.generation import generate
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import MOST_LOGPROB_IDS, LogprobMode, SamplingParamsInput

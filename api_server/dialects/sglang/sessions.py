@@ -17,12 +17,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.body import Mismatch, parse
+from api_server.choice import Choice
 from api_server.dialects.sglang.batch import Batch, Item
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
-from api_server.generation import Choice
 from interfaces.messages import SessionAction, SessionAnswer
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest

@@ -7,10 +7,11 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from api_server.choice import Choice, TextDelta, TokenDelta
 from api_server.dialects.tgi.generate import is_sampled
 from api_server.dialects.tgi.schema import GenerateRequest
 from api_server.endpoint import Call
-from api_server.generation import Choice, Generation, TextDelta, TokenDelta
+from api_server.generation import Generation
 from api_server.sse import frame
 from api_server.tokenizer import Tokenizer
 

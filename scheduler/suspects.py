@@ -1,0 +1,41 @@
+"""Which sequences were being computed when a worker crashed: one of them may be why.
+
+After two crashes a sequence runs alone, so that nobody else is charged for it, and if that crashes too, it is poison.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from scheduler.sequence import Sequence
+
+CRASHES_BEFORE_ALONE = 2
+
+
+class Suspects:
+    """Crashes of open sequences."""
+
+    def __init__(self) -> None:
+        self._crashes: Counter[int] = Counter()
+
+    def blame(self, sequence: Sequence) -> None:
+        """A worker has crashed while it computed this."""
+        self._crashes[sequence.order] += 1
+
+    def crashes(self, sequence: Sequence) -> int:
+        return self._crashes[sequence.order]
+
+    def is_poison(self, sequence: Sequence) -> bool:
+        return self.crashes(sequence) > CRASHES_BEFORE_ALONE
+
+    def run_alone(self, sequence: Sequence) -> bool:
+        return self.crashes(sequence) >= CRASHES_BEFORE_ALONE
+
+    def any_of(self, sequences: Iterable[Sequence | None]) -> bool:
+        """Whether one of them must be alone."""
+        return bool(self._crashes) and any(one is not None and self.run_alone(one) for one in sequences)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._crashes.pop(sequence.order, None)
