@@ -56,6 +56,7 @@ def main() -> int:
     role = f"api_server:{options.index}"
     logs.configure(role, settings.log_level)
     liveness.become(role)
+    liveness.give_way()
     phases.phase("import")
     hide_torch()
     try:

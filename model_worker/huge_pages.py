@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -22,6 +23,11 @@ _PAGE, _SMALL_PAGE = 1 << 21, 1 << 12
 # linux/mman.h: make large pages of what is touched from now on, of what is there already (since Linux 6.1), and let
 # pages come as if they were written to (since 5.14).
 _MADV_HUGEPAGE, _MADV_COLLAPSE, _MADV_POPULATE_WRITE = 14, 25, 23
+
+STRETCHES_AHEAD = 4
+"""Of the standard model's: 22,000 tokens, and half a gigabyte."""
+IDLE_SECONDS = 0.3
+"""Longer than a step takes."""
 
 
 def keep_in_huge_pages(arrays: Iterable[NDArray[np.generic]], *, written: bool) -> None:
@@ -44,23 +50,45 @@ class PagesAhead:
     """Has the pages of arrays provided before they are used.
 
     Arrays begin with the same number of items, which are first used in about their order. A stretch is as many items as
-    fill a large page in the largest of the arrays; when the first item of a stretch is used, the next stretch comes, in
-    a thread of its own. So no more memory is taken than one stretch beyond what is used.
+    fill a large page in the largest of the arrays. When the first item of a stretch is used, the next stretch must be
+    there; while nothing is used for a while more of them come, so that a burst of work finds them. No more memory is
+    taken than STRETCHES_AHEAD beyond what is used.
     """
 
     def __init__(self, arrays: Sequence[NDArray[np.generic]]) -> None:
         self._arrays = arrays
         self._stretch = max(1, _PAGE // max(array[0].nbytes for array in arrays))
-        self._first_missing = self._stretch
+        self._last: int = (len(arrays[0]) - 1) // self._stretch
+        self._provided = self._used = self._uses = 0
+        """Number of the last stretch that is there or on its way, and of the last one in use; how often any was."""
+        self._idle: threading.Thread | None = None
 
     def use(self, item: int) -> None:
         """Items up to this one are being used."""
-        following = (item // self._stretch + 1) * self._stretch
-        if self._first_missing <= following < len(self._arrays[0]):
-            self._first_missing = following + self._stretch
+        self._uses += 1
+        self._used = max(self._used, item // self._stretch)
+        following = min(self._used + 1, self._last)
+        if self._provided < following:
+            self._provided = following
             threading.Thread(target=self._provide, args=(following,), name="pages-ahead", daemon=True).start()
+        if self._provided < self._wanted and (self._idle is None or not self._idle.is_alive()):
+            self._idle = threading.Thread(target=self._provide_when_idle, name="pages-when-idle", daemon=True)
+            self._idle.start()
 
-    def _provide(self, first: int) -> None:
+    @property
+    def _wanted(self) -> int:
+        return min(self._used + STRETCHES_AHEAD, self._last)
+
+    def _provide_when_idle(self) -> None:
+        while self._provided < self._wanted:
+            uses = self._uses
+            time.sleep(IDLE_SECONDS)
+            if uses == self._uses:
+                self._provided += 1
+                self._provide(self._provided)
+
+    def _provide(self, stretch: int) -> None:
+        first = stretch * self._stretch
         for array in self._arrays:
             part = array[first : first + self._stretch]
             start = part.ctypes.data // _SMALL_PAGE * _SMALL_PAGE

@@ -14,7 +14,7 @@ from scheduler.limits import Limits
 from scheduler.loop import Loop
 from shared import logs, phases
 from shared.endpoints import RunDirectory
-from shared.liveness import become
+from shared.liveness import become, give_way
 from shared.settings import Settings, SettingsError
 
 
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, type=Path)
     run_directory = RunDirectory(parser.parse_args().run_dir)
     become("scheduler")
+    give_way()
     settings = Settings.read(run_directory.settings_file)
     logs.configure("scheduler", settings.log_level)
     core = Scheduler(limits_of(settings), incarnation=secrets.randbits(31))

@@ -1,9 +1,9 @@
 """How many tokens of prompts a step may compute beside rows in decode, so that these keep their rhythm.
 
-A step takes as long as everything in it, and every row in decode waits for its end. So prompts get as much of a step's
-time as the rows in decode need anyway: whoever reads along sees half the speed, never a standstill. That holds while
-prompts are few beside the rows. Of many prompts, each is waited for as a row is, and the sooner they all decode
-together the sooner everybody is done: then, and where nothing decodes, steps are as large as the operator allows.
+A step takes as long as everything in it, and every row in decode waits for its end. So a single prompt gets as much
+of a step's time as the rows in decode need anyway: whoever reads along sees half the speed, never a standstill. Where
+several prompts wait, each is waited for as a row is, and the sooner they all decode together the sooner everybody is
+done: then, and where nothing decodes, steps are as large as the operator allows.
 
 Knows times and counts of one worker's recent steps. Does not know whose they are.
 """
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 LEAST_TOKENS = 16
 """Of prompts in a step, however slow they are: they must come to an end."""
-FEW = 0.25
-"""Prompts for each row in decode, at most, which must not hold up the rows; a single one never may."""
 _WEIGHT = 0.1
 _OUTLIER = 2.0
 """A time beyond so many times what was expected counts as that: something else had the machine."""
@@ -39,7 +37,7 @@ class Pace:
     def prompt_tokens(self, decoding: int, prompts: int) -> int | None:
         """The most tokens of so many prompts beside so many rows in decode; None where nothing speaks for a limit."""
         alone = self._alone(decoding)
-        if alone is None or self._token is None or prompts > max(1, FEW * decoding):
+        if alone is None or self._token is None or prompts > 1:
             return None
         return max(LEAST_TOKENS, int(alone / self._token))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -36,6 +37,17 @@ def become(role: str, stack_file: Path | None = None) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.environ.get(SUPERVISOR_PID, str(os.getppid())) != str(os.getppid()):
         sys.exit("the supervisor ended before this process had started")
+
+
+def give_way() -> None:
+    """This process, and the threads it starts from now on, take a core when one is free, not from who computes on it.
+
+    A worker's cores wait for each other hundreds of times a step. Whoever takes one of them in between holds up all,
+    and between two steps there is a while when they are free. (SCHED_BATCH of sched(7): the share of time is equal.)
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid it, and nothing depends on it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def open_pidfd(pid: int) -> int:

@@ -117,9 +117,12 @@ def _walk(
 ) -> None:
     """Rows first to end of a tile take the keys first to end of one sequence, a panel at a time.
 
+    Blocks lie scattered in memory, so nobody else foresees what comes next: a panel's V is asked for while its K is
+    multiplied, and the next panel's K while V is.
+
     `positions` are that of the first row, how many rows have the same, and by how much it grows after these.
     """
-    queries, scores, weights, acc, peak, total, k_groups, v_groups = own
+    queries, scores, weights, acc, peak, total, k_groups, v_groups, k_early = own
     first_row, end_row = rows
     position_of_first, group, growth = positions
     count_rows = end_row - first_row
@@ -134,9 +137,13 @@ def _walk(
             block, offset = table[position // cache.block_size], position % cache.block_size
             k_groups[g] = key_group(cache, layer, head, block, offset)
             v_groups[g] = value_group(cache, layer, head, block, offset)
+            position = start + PANEL_KEYS + g * GROUP
+            if position < end:
+                block, offset = table[position // cache.block_size], position % cache.block_size
+            k_early[g] = key_group(cache, layer, head, block, offset)
         for piece in range(pieces):
             at, following = count_rows * piece // pieces, count_rows * (piece + 1) // pieces
-            score(queries, first_row + at, following - at, k_groups, cache.block_size, scores)
+            score(queries, first_row + at, following - at, k_groups, cache.block_size, v_groups, scores)
         for query in range(count_rows // group):
             position = position_of_first + query * growth - start
             visible = max(0, min(keys, position + 1))
@@ -149,7 +156,8 @@ def _walk(
                         sums[d] *= shrink
         for piece in range(pieces):
             at, following = count_rows * piece // pieces, count_rows * (piece + 1) // pieces
-            gather(weights, first_row + at, following - at, count, v_groups, cache.v_dim, acc)
+            many, size = following - at, cache.block_size
+            gather(weights, first_row + at, many, count, v_groups, cache.v_dim, k_early, size, acc)
 
 
 @njit(nogil=True, cache=True)
@@ -191,6 +199,7 @@ def attend(counter: Any, claimed: int, cores: int, layer: int, q: Any, cache: An
         np.empty((most, cache.v_dim), np.float32),
         np.empty(most, np.float32),
         np.empty(most, np.float32),
+        np.empty(PANEL_GROUPS, np.int64),
         np.empty(PANEL_GROUPS, np.int64),
         np.empty(PANEL_GROUPS, np.int64),
     )

@@ -22,6 +22,7 @@ from model_worker.fusion.tile import (
     Operand,
     emit_products,
     load_words,
+    prefetch,
     store_sums,
     sums_at,
 )
@@ -39,26 +40,32 @@ def _score(rows: int) -> Any:
     """An intrinsic: out[r, group * GROUP + token] = inputs[first_row + r] . K of that token."""
 
     @intrinsic
-    def tile(typing: Any, inputs: Any, first_row: Any, groups: Any, stride: Any, out: Any) -> Any:
+    def tile(typing: Any, inputs: Any, first_row: Any, groups: Any, stride: Any, early: Any, out: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[1])
             places = context.make_array(signature.args[2])(context, builder, args[2]).data
-            bases = [
-                builder.inttoptr(builder.load(builder.gep(places, [ir.Constant(INDEX, g)])), WORD.as_pointer())
-                for g in range(PANEL_GROUPS)
-            ]
+            later = context.make_array(signature.args[4])(context, builder, args[4]).data
+            bases, early_bases = (
+                [
+                    builder.inttoptr(builder.load(builder.gep(some, [ir.Constant(INDEX, g)])), WORD.as_pointer())
+                    for g in range(PANEL_GROUPS)
+                ]
+                for some in (places, later)
+            )
 
             def fetch(at: Any) -> list[Any]:
+                for base in early_bases:
+                    prefetch(builder, builder.gep(base, [builder.mul(at, ir.Constant(INDEX, LANES))]))
                 offset = builder.mul(at, args[3])
                 return load_words(builder, [builder.gep(base, [offset]) for base in bases])
 
             start = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * PANEL_GROUPS)
             width = operand.width
             sums = emit_products(builder, rows, operand.step, operand.words, width, width, fetch, start)
-            store_sums(context, builder, signature.args[4], args[4], args[1], rows, sums)
+            store_sums(context, builder, signature.args[5], args[5], args[1], rows, sums)
             return context.get_dummy_value()
 
-        return types.void(inputs, types.int64, groups, types.int64, out), codegen
+        return types.void(inputs, types.int64, groups, types.int64, early, out), codegen
 
     return tile
 
@@ -68,20 +75,39 @@ def _gather(rows: int, vectors: int) -> Any:
 
     @intrinsic
     def tile(
-        typing: Any, weights: Any, first_row: Any, count: Any, groups: Any, stride: Any, lane: Any, out: Any
+        typing: Any,
+        weights: Any,
+        first_row: Any,
+        count: Any,
+        groups: Any,
+        stride: Any,
+        lane: Any,
+        early: Any,
+        early_stride: Any,
+        out: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[1])
             places = context.make_array(signature.args[3])(context, builder, args[3]).data
             shift = 3 if signature.args[0].dtype == types.uint16 else 4  # steps of a group: 8 pairs of tokens, or 16
+            later = context.make_array(signature.args[6])(context, builder, args[6]).data
+            skipped = builder.lshr(args[5], ir.Constant(INDEX, 4 - shift))
 
             def fetch(at: Any) -> list[Any]:
-                place = builder.load(builder.gep(places, [builder.lshr(at, ir.Constant(INDEX, shift))]))
-                within = builder.mul(builder.and_(at, ir.Constant(INDEX, (1 << shift) - 1)), args[4])
+                group = builder.lshr(at, ir.Constant(INDEX, shift))
+                place = builder.load(builder.gep(places, [group]))
+                step = builder.and_(at, ir.Constant(INDEX, (1 << shift) - 1))
+                within = builder.mul(step, args[4])
+                if vectors > 1:  # as many lines as are read, of as many as K of a group has
+                    base = builder.inttoptr(builder.load(builder.gep(later, [group])), WORD.as_pointer())
+                    first = builder.add(builder.mul(step, ir.Constant(INDEX, vectors)), skipped)
+                    for v in range(vectors):
+                        number = builder.add(first, ir.Constant(INDEX, v))
+                        prefetch(builder, builder.gep(base, [builder.mul(number, args[7])]))
                 line = builder.gep(builder.inttoptr(place, WORD.as_pointer()), [builder.add(within, args[5])])
                 return load_words(builder, [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in range(vectors)])
 
-            kept = sums_at(context, builder, signature.args[6], args[6], args[1], args[5], rows, vectors)
+            kept = sums_at(context, builder, signature.args[8], args[8], args[1], args[5], rows, vectors)
             start = [builder.load(place, align=4) for place in kept]
             steps = builder.shl(args[2], ir.Constant(INDEX, shift))
             sums = emit_products(builder, rows, operand.step, operand.words, operand.width, steps, fetch, start)
@@ -89,7 +115,7 @@ def _gather(rows: int, vectors: int) -> Any:
                 builder.store(total, place, align=4)
             return context.get_dummy_value()
 
-        kinds = (weights, types.int64, types.int64, groups, types.int64, types.int64, out)
+        kinds = (weights, types.int64, types.int64, groups, types.int64, types.int64, early, types.int64, out)
         return types.void(*kinds), codegen
 
     return tile
@@ -101,65 +127,93 @@ _one_1, _one_2, _one_3, _one_4, _one_5, _one_6 = (_gather(rows, 1) for rows in r
 
 
 @njit(nogil=True, cache=True)
-def score(q: Any, first: int, rows: int, groups: Any, stride: int, out: Any) -> None:
+def score(q: Any, first: int, rows: int, groups: Any, stride: int, early: Any, out: Any) -> None:
     """out[first + r, g * GROUP + token] = q[first + r] . K, for up to TILE_ROWS rows and PANEL_GROUPS groups.
 
-    `groups` are addresses of K, `stride` the words from one element step to the next.
+    `groups` are addresses of K, `stride` the words from one element step to the next. Meanwhile as many lines are asked
+    for from the addresses `early` on.
     """
     if rows == 1:
-        _score_1(q, first, groups, stride, out)
+        _score_1(q, first, groups, stride, early, out)
     elif rows == 2:
-        _score_2(q, first, groups, stride, out)
+        _score_2(q, first, groups, stride, early, out)
     elif rows == 3:
-        _score_3(q, first, groups, stride, out)
+        _score_3(q, first, groups, stride, early, out)
     elif rows == 4:
-        _score_4(q, first, groups, stride, out)
+        _score_4(q, first, groups, stride, early, out)
     elif rows == 5:
-        _score_5(q, first, groups, stride, out)
+        _score_5(q, first, groups, stride, early, out)
     else:
-        _score_6(q, first, groups, stride, out)
+        _score_6(q, first, groups, stride, early, out)
 
 
 @njit(nogil=True, cache=True)
-def gather(weights: Any, first: int, rows: int, count: int, groups: Any, width: int, out: Any) -> None:
-    """out[first + r] += weights[first + r] . V of `count` groups at these addresses, for up to TILE_ROWS rows."""
+def gather(
+    weights: Any, first: int, rows: int, count: int, groups: Any, width: int, early: Any, early_stride: int, out: Any
+) -> None:
+    """out[first + r] += weights[first + r] . V of `count` groups at these addresses, for up to TILE_ROWS rows.
+
+    Meanwhile K at the addresses `early` is asked for, with `early_stride` words from one element step to the next.
+    """
     lane = 0
     while lane < width:
         if width - lane >= 4 * LANES:
-            _gather_four(weights, first, rows, count, groups, width, lane, out)
+            _gather_four(weights, first, rows, count, groups, width, lane, early, early_stride, out)
             lane += 4 * LANES
         else:
-            _gather_one(weights, first, rows, count, groups, width, lane, out)
+            _gather_one(weights, first, rows, count, groups, width, lane, early, early_stride, out)
             lane += LANES
 
 
 @njit(nogil=True, cache=True)
-def _gather_four(w: Any, first: int, rows: int, count: int, groups: Any, width: int, lane: int, out: Any) -> None:
+def _gather_four(
+    w: Any,
+    first: int,
+    rows: int,
+    count: int,
+    groups: Any,
+    width: int,
+    lane: int,
+    early: Any,
+    early_stride: int,
+    out: Any,
+) -> None:
     if rows == 1:
-        _four_1(w, first, count, groups, width, lane, out)
+        _four_1(w, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 2:
-        _four_2(w, first, count, groups, width, lane, out)
+        _four_2(w, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 3:
-        _four_3(w, first, count, groups, width, lane, out)
+        _four_3(w, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 4:
-        _four_4(w, first, count, groups, width, lane, out)
+        _four_4(w, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 5:
-        _four_5(w, first, count, groups, width, lane, out)
+        _four_5(w, first, count, groups, width, lane, early, early_stride, out)
     else:
-        _four_6(w, first, count, groups, width, lane, out)
+        _four_6(w, first, count, groups, width, lane, early, early_stride, out)
 
 
 @njit(nogil=True, cache=True)
-def _gather_one(w: Any, first: int, rows: int, count: int, groups: Any, width: int, lane: int, out: Any) -> None:
+def _gather_one(
+    w: Any,
+    first: int,
+    rows: int,
+    count: int,
+    groups: Any,
+    width: int,
+    lane: int,
+    early: Any,
+    early_stride: int,
+    out: Any,
+) -> None:
     if rows == 1:
-        _one_1(w, first, count, groups, width, lane, out)
+        _one_1(w, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 2:
-        _one_2(w, first, count, groups, width, lane, out)
+        _one_2(w, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 3:
-        _one_3(w, first, count, groups, width, lane, out)
+        _one_3(w, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 4:
-        _one_4(w, first, count, groups, width, lane, out)
+        _one_4(w, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 5:
-        _one_5(w, first, count, groups, width, lane, out)
+        _one_5(w, first, count, groups, width, lane, early, early_stride, out)
     else:
-        _one_6(w, first, count, groups, width, lane, out)
+        _one_6(w, first, count, groups, width, lane, early, early_stride, out)

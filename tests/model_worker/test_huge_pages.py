@@ -6,8 +6,10 @@ import threading
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from model_worker.huge_pages import PagesAhead, keep_in_huge_pages
+from model_worker import huge_pages
+from model_worker.huge_pages import STRETCHES_AHEAD, PagesAhead, keep_in_huge_pages
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -31,23 +33,41 @@ def _resident(array: np.ndarray) -> int:
     return int((entries >> np.uint64(63)).sum()) << 12
 
 
-def _threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "pages-ahead"]
-
-
-def test_pages_come_one_stretch_ahead_and_contents_stay() -> None:
-    items, size = 1000, 1 << 15  # 64 items are a stretch
-    arrays = [np.zeros((items, size), np.uint8) for _ in range(3)]
+def _ahead(items: int) -> tuple[list[NDArray[np.uint8]], PagesAhead]:
+    arrays = [np.zeros((items, 1 << 15), np.uint8) for _ in range(3)]  # 64 items are a stretch
     keep_in_huge_pages(arrays, written=False)
-    ahead = PagesAhead(arrays)
+    return arrays, PagesAhead(arrays)
+
+
+def _threads(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def _check(arrays: list[NDArray[np.uint8]], stretches: int) -> None:
+    for array in arrays:
+        # Beside the first stretch, of which nothing was used here, and a large page that reaches over its edge.
+        assert stretches << 21 <= _resident(array) <= (stretches + 2) << 21
+
+
+def test_under_load_the_next_stretch_comes_and_contents_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "STRETCHES_AHEAD", 1)
+    arrays, ahead = _ahead(1024)
     arrays[1][64:128, 5] = 7
-    for used, resident in ((3, 1), (63, 1), (64, 2), (70, 2), (999, 2)):
+    for used, stretches in ((3, 1), (63, 1), (64, 2), (70, 2), (1023, 3)):
         ahead.use(used)
-        for thread in _threads():
+        for thread in _threads("pages-ahead"):
             thread.join()
-        for array in arrays:
-            # Beside the first stretch, of which nothing was used here, and a large page that reaches over its edge.
-            assert resident << 21 <= _resident(array) <= (resident + 2) << 21
+        _check(arrays, stretches)
     assert (arrays[1][64:128, 5] == 7).all()
     assert arrays[1].sum() == 7 * 64
     assert not arrays[0].any()
+
+
+def test_while_nothing_is_used_more_come_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "IDLE_SECONDS", 0.01)
+    for items, used, stretches in ((1024, 3, STRETCHES_AHEAD), (192, 3, 2), (60, 3, 0)):
+        arrays, ahead = _ahead(items)
+        ahead.use(used)
+        for thread in [*_threads("pages-ahead"), *_threads("pages-when-idle")]:
+            thread.join()
+        _check(arrays, stretches)
