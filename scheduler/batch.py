@@ -97,7 +97,7 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
     ntok[prefill] = 0
     left += len(prefill)
     decoding = len(rows) - len(prefill)
-    paced = worker.pace.prompt_tokens(decoding, len(prefill)) if decoding else None
+    paced = worker.pace.prompt_tokens(decoding, todo[prefill].tolist(), budget) if decoding else None
     left = left if paced is None else min(left, paced)
     reportable = REPORTED_TOKENS
     for i in prefill[np.argsort(table.order[rows[prefill]])].tolist():

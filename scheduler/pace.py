@@ -1,17 +1,22 @@
 """How many tokens of prompts a step may compute beside rows in decode, so that these keep their rhythm.
 
 A step takes as long as everything in it, and every row in decode waits for its end. So a single prompt gets as much
-of a step's time as the rows in decode need anyway: whoever reads along sees half the speed, never a standstill. Where
-several prompts wait, each is waited for as a row is, and the sooner they all decode together the sooner everybody is
-done: then, and where nothing decodes, steps are as large as the operator allows.
+of a step's time as the rows in decode need anyway: whoever reads along sees half the speed, never a standstill. The
+same holds for a few long ones. Of many prompts, or of several short ones, each is waited for as a row is, and the
+sooner they all decode together the sooner everybody is done: then, and where nothing decodes, steps are as large as the
+operator allows.
 
 Knows times and counts of one worker's recent steps. Does not know whose they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LEAST_TOKENS = 16
 """Of prompts in a step, however slow they are: they must come to an end."""
+FEW = 0.25
+"""Long prompts for each row in decode, at most, which must not hold up the rows; a single one never may."""
 _WEIGHT = 0.1
 _OUTLIER = 2.0
 """A time beyond so many times what was expected counts as that: something else had the machine."""
@@ -34,10 +39,16 @@ class Pace:
         if not decoding or alone:
             self._token = _followed(self._token, max(seconds - alone, 0.1 * seconds) / prompt_tokens)
 
-    def prompt_tokens(self, decoding: int, prompts: int) -> int | None:
-        """The most tokens of so many prompts beside so many rows in decode; None where nothing speaks for a limit."""
+    def prompt_tokens(self, decoding: int, left: Sequence[int], step_tokens: int) -> int | None:
+        """The most tokens of prompts beside so many rows in decode; None where nothing speaks for a limit.
+
+        `left` are the tokens that each prompt still has, of which a step may compute `step_tokens` at most.
+        """
         alone = self._alone(decoding)
-        if alone is None or self._token is None or prompts > 1:
+        if alone is None or self._token is None:
+            return None
+        long, few = sum(left) > len(left) * step_tokens, len(left) <= FEW * decoding
+        if len(left) > 1 and not (long and few):
             return None
         return max(LEAST_TOKENS, int(alone / self._token))
 

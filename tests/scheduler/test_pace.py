@@ -36,7 +36,7 @@ def test_a_long_prompt_costs_others_no_more_than_half_their_speed(
     left, steps = 4096, 0
     undisturbed = machine.seconds(decoding, 0)
     while left > 0:
-        allowed = pace.prompt_tokens(decoding, 1)
+        allowed = pace.prompt_tokens(decoding, [left], 512)
         assert allowed is not None
         taken = min(left, allowed)
         seconds = machine.seconds(decoding, taken)
@@ -48,21 +48,24 @@ def test_a_long_prompt_costs_others_no_more_than_half_their_speed(
     assert steps <= 4096 // LEAST_TOKENS
 
 
-@given(machines, st.integers(1, 64), st.integers(1, 64))
-def test_only_a_single_prompt_is_held_back(costs: tuple[float, float, float, int], decoding: int, prompts: int) -> None:
+@given(machines, st.integers(1, 64), st.lists(st.integers(2, 5000), min_size=1, max_size=64))
+def test_only_a_single_prompt_or_few_long_ones_are_held_back(
+    costs: tuple[float, float, float, int], decoding: int, left: list[int]
+) -> None:
     machine, pace = Machine(*costs), Pace()
     pace.learn(0, 512, machine.seconds(0, 512))
     pace.learn(decoding, 0, machine.seconds(decoding, 0))
-    assert (pace.prompt_tokens(decoding, prompts) is None) == (prompts > 1)
+    free = pace.prompt_tokens(decoding, left, 512) is None
+    assert free == (len(left) > 1 and (4 * len(left) > decoding or sum(left) <= 512 * len(left)))
 
 
 def test_what_is_not_known_limits_nothing() -> None:
     pace = Pace()
-    assert pace.prompt_tokens(4, 1) is None
+    assert pace.prompt_tokens(4, [900], 512) is None
     pace.learn(4, 0, 0.01)
-    assert pace.prompt_tokens(4, 1) is None
+    assert pace.prompt_tokens(4, [900], 512) is None
     pace.learn(0, 100, 0.1)
-    assert pace.prompt_tokens(4, 1) is not None
+    assert pace.prompt_tokens(4, [900], 512) is not None
 
 
 def test_one_slow_step_does_not_count_for_more_than_it_may() -> None:
@@ -71,7 +74,7 @@ def test_one_slow_step_does_not_count_for_more_than_it_may() -> None:
     for _ in range(20):
         pace.learn(4, 0, 0.1)
     pace.learn(4, 0, 100.0)
-    allowed = pace.prompt_tokens(4, 1)
+    allowed = pace.prompt_tokens(4, [900], 512)
     assert allowed is not None
     assert 100 <= allowed <= 120
 
