@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from model_worker.fusion.attention import attend, key_group, value_group
 from model_worker.fusion.elements import element, pointer
+from model_worker.fusion.largest import agree
 from model_worker.fusion.products import LANE_BYTES, PANEL, add_product, gated, pick_product, room_of
 from model_worker.fusion.team import meet
 from model_worker.fusion.tile import TILE_ROWS
@@ -153,10 +154,12 @@ def run_stack(
     logits: Any,
     keys: Any,
     places: Any,
+    tokens: Any,
 ) -> None:
     """One core's part of a forward pass: x [T, hidden] holds the embeddings, and the residual afterwards.
 
-    `logit_rows` are the tokens whose logits count; `wanted` to `places` are what `pick_product` makes of them.
+    `logit_rows` are the tokens whose logits count; `wanted` to `places` are what `pick_product` makes of them, and
+    `tokens` what comes of that.
     `rooms` is None, or for int8 weights uint32 [cores, 2, steps of the widest operand, PANEL].
     """
     rows, meeting, claimed = x.shape[0], 0, 0
@@ -195,3 +198,6 @@ def run_stack(
         _normalise(x, logit_rows[i], weights.final_norm, weights.epsilon, hidden, i)
     meeting = meet(counter, cores, meeting)
     pick_product(counter, claimed, hidden, weights.head, wanted, logits, keys[core], places[core], room, tile)
+    meet(counter, cores, meeting)
+    if core == 0:
+        agree(keys, places, tokens)

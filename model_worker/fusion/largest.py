@@ -16,7 +16,6 @@ _MATH = {"reassoc", "contract", "nsz"}
 _SIGN, _REST = np.int32(31), np.int32(0x7FFFFFFF)
 _INFINITY = np.int32(0x7F800000)
 _LEAST, _NO_NUMBER = np.int32(-0x80000000), np.int32(0x7FFFFFFF)
-_NOWHERE = np.iinfo(np.int64).max
 _LOWEST, _HIGHEST = int(_INFINITY ^ _REST) - (1 << 31), int(_INFINITY)
 """Keys of the two infinities: every finite number lies between them."""
 
@@ -53,15 +52,23 @@ def take_largest(tile: Any, bits: Any, rows: int, lanes: int, at: int, keys: Any
                     break
 
 
+@njit(error_model="numpy", nogil=True, cache=True)
+def agree(keys: Any, places: Any, tokens: Any) -> None:
+    """tokens[row]: the place of each row's largest sum of all cores, the first among equals; -1 if it is not finite."""
+    for row in range(len(tokens)):
+        best = 0
+        for core in range(1, len(keys)):
+            key, most = keys[core, row], keys[best, row]
+            if key > most or (key == most and places[core, row] < places[best, row]):
+                best = core
+        finite = _LOWEST < keys[best, row] < _HIGHEST
+        tokens[row] = places[best, row] if finite else -1
+
+
 class Largest:
-    """Room for what each core finds in its share of `rows` rows."""
+    """Room for what each core finds in its share of `rows` rows, and for what they agree on."""
 
     def __init__(self, cores: int, rows: int) -> None:
         self.keys: NDArray[np.int32] = np.full((cores, rows), _LEAST, np.int32)
         self.places: NDArray[np.int64] = np.zeros((cores, rows), np.int64)
-
-    def tokens(self) -> NDArray[np.int64]:
-        """The place of each row's largest sum, the first among equals; -1 where that is not finite."""
-        keys = self.keys.max(0)
-        places = np.where(self.keys == keys, self.places, _NOWHERE).min(0)
-        return np.where((keys > _LOWEST) & (keys < _HIGHEST), places, -1)
+        self.tokens: NDArray[np.int64] = np.empty(rows, np.int64)

@@ -79,7 +79,7 @@ class FusedStack:
         """Likewise, but the largest token of each of the L rows (-1: not finite), and the logits of those `wanted`."""
         rows = np.where(wanted, np.cumsum(wanted) - 1, -1)
         logits, _, largest = self._run(batch, cache, rows)
-        return largest.tokens(), logits
+        return largest.tokens, logits
 
     def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Also what the logits were made of, float32 [L, hidden]."""
@@ -107,6 +107,7 @@ class FusedStack:
             logits.numpy(),
             largest.keys,
             largest.places,
+            largest.tokens,
         )
         return logits, x, largest
 
