@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from tests.chaos.streams import read, requests
+from tests.chaos.streams import Request, read, requests
 from tests.chaos.waves import percentiles
 from tests.system.server import Server
 from tests.system.test_resilience import running, used_blocks
@@ -27,6 +27,8 @@ FLAGS = ["--dtype", "float32", "--kv-memory", "64MB", "--max-running", "32"]
 CAPACITY = 32
 WARMING = 25_000
 """Requests after which every bounded memory of the processes (journals, caches) is full."""
+WAVE_SECONDS = 60.0
+"""Of mixed streams, after these."""
 MOST_MB_AN_HOUR = 1.0
 MOST_MB_OVERLOADED = 50.0
 """What all processes together may take for ten times as many connections."""
@@ -210,6 +212,7 @@ def soak(options: argparse.Namespace) -> dict[str, object]:
     asked = requests(14)
     with Server(options.model, FLAGS, options.folder / "soak.log") as server:
         _fill(server, WARMING)
+        _fill_with_waves(server, 3 * asked)
         end = time.monotonic() + 60 * options.minutes
         samples: list[tuple[float, dict[str, Use]]] = []
         warm = time.monotonic() + 6 * options.minutes
@@ -259,6 +262,14 @@ def _fill(server: Server, count: int) -> None:
     with ThreadPoolExecutor(len(clients)) as pool:
         while sum(client.done for client in clients) < count:
             list(pool.map(lambda client: client.run_until(time.monotonic() + 5), clients))
+
+
+def _fill_with_waves(server: Server, asked: list[Request]) -> None:
+    """More streams at a time than will be measured, so that what the heap needs at its fullest is there before."""
+    end = time.monotonic() + WAVE_SECONDS
+    with ThreadPoolExecutor(len(asked)) as pool:
+        while time.monotonic() < end:
+            list(pool.map(lambda request: read(server.port, request), asked))
 
 
 def _load(server: Server, clients: list[Client], seconds: float) -> float:
