@@ -26,8 +26,9 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE, _MADV_POPULATE_WRITE = 14, 25, 23
 
 STRETCHES_AHEAD = 4
 """Of the standard model's: 22,000 tokens, and half a gigabyte."""
-IDLE_SECONDS = 0.3
-"""Longer than a step takes."""
+IDLE_SECONDS = 1.0
+"""Without a step beginning: longer than the longest of the standard model takes (0.7 s). Beside the longer steps of
+larger models the bound on pages ahead still holds, and what comes beside them is needed soon."""
 
 
 def keep_in_huge_pages(arrays: Iterable[NDArray[np.generic]], *, written: bool) -> None:
