@@ -16,7 +16,6 @@ from model_worker.fusion.cache_tile import GROUP, PANEL_GROUPS, gather, score
 from model_worker.fusion.elements import element
 from model_worker.fusion.plan import PANEL_KEYS
 from model_worker.fusion.softmax import LOWEST, soften
-from model_worker.fusion.team import claim, claimed_after
 from model_worker.fusion.tile import TILE_ROWS
 
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
@@ -184,15 +183,12 @@ def _run_tile(layer: int, attention: Any, tile: Any, head: int, group: int, cach
 
 
 @njit(nogil=True, cache=True)
-def attend(counter: Any, claimed: int, cores: int, layer: int, q: Any, cache: Any, attention: Any, out: Any) -> int:
-    """The heads of `out` [T, >= heads * v_dim] from `q` [T, heads, k_dim], both operands. Cores claim units.
-
-    Returns the claims when all is done.
-    """
-    group, most, count = q.shape[1] // cache.kv_heads, 0, len(attention.units)
+def attention_room(q: Any, cache: Any, attention: Any) -> Any:
+    """Memory of a core's own for the widest tile."""
+    group, most = q.shape[1] // cache.kv_heads, 0
     for t in range(len(attention.tiles)):
         most = max(most, attention.tiles[t, 2] * group)
-    own = (
+    return (
         np.empty((most, cache.k_dim), cache.like.dtype),
         np.empty((most, PANEL_KEYS), np.float32),
         np.empty((most, PANEL_KEYS), cache.like.dtype),
@@ -203,13 +199,16 @@ def attend(counter: Any, claimed: int, cores: int, layer: int, q: Any, cache: An
         np.empty(PANEL_GROUPS, np.int64),
         np.empty(PANEL_GROUPS, np.int64),
     )
-    u = claim(counter, claimed)
-    while u < count:
-        unit = attention.units[u]
-        tile = attention.tiles[unit[0]]
-        for head in range(unit[1], unit[2]):
+
+
+@njit(nogil=True, cache=True)
+def attend(layer: int, taken: Any, q: Any, cache: Any, attention: Any, own: Any, out: Any) -> None:
+    """The heads of `out` [T, >= heads * v_dim] from `q` [T, heads, k_dim], both operands, of some units: the first, and
+    how many."""
+    group = q.shape[1] // cache.kv_heads
+    for number in range(taken[0], taken[0] + taken[1]):
+        tile = attention.tiles[attention.units[number, 0]]
+        for head in range(attention.units[number, 1], attention.units[number, 2]):
             _begin(q, attention, tile, head, group, own)
             _run_tile(layer, attention, tile, head, group, cache, own)
             _end(out, attention, tile, head, group, own)
-        u = claim(counter, claimed)
-    return claimed_after(claimed, count, cores)

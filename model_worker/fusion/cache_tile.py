@@ -53,7 +53,7 @@ def _score(rows: int) -> Any:
                 for some in (places, later)
             )
 
-            def fetch(at: Any) -> list[Any]:
+            def fetch(at: Any, _ahead: Any) -> list[Any]:
                 for base in early_bases:
                     prefetch(builder, builder.gep(base, [builder.mul(at, ir.Constant(INDEX, LANES))]))
                 offset = builder.mul(at, args[3])
@@ -93,7 +93,7 @@ def _gather(rows: int, vectors: int) -> Any:
             later = context.make_array(signature.args[6])(context, builder, args[6]).data
             skipped = builder.lshr(args[5], ir.Constant(INDEX, 4 - shift))
 
-            def fetch(at: Any) -> list[Any]:
+            def fetch(at: Any, _ahead: Any) -> list[Any]:
                 group = builder.lshr(at, ir.Constant(INDEX, shift))
                 place = builder.load(builder.gep(places, [group]))
                 step = builder.and_(at, ir.Constant(INDEX, (1 << shift) - 1))

@@ -35,6 +35,20 @@ def element(typing: Any, value: Any, like: Any) -> Any:
 
 
 @intrinsic
+def widened(typing: Any, value: Any) -> Any:
+    """An element, a float32 or a bfloat16's bits, as float32."""
+
+    def bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), ir.FloatType())
+
+    def float32(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return args[0]
+
+    return types.float32(value), bfloat16 if value == types.uint16 else float32
+
+
+@intrinsic
 def pointer(typing: Any, address: Any) -> Any:
     """An address as what numba's `carray` takes."""
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
@@ -125,6 +126,20 @@ class Parts:
         q, k, v, *_ = (p.width for p in self.projections[0])
         _require(shape.k_dim % LANES == 0 and shape.v_dim % LANES == 0)
         _require((k, v) == (shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim) and q % k == 0)
+
+    def embedding_table(self) -> NDArray[Any] | None:
+        """[vocabulary, hidden] in the model's dtype, if rows of it are all that the embedding gives."""
+        module = self.embedding
+        if type(module) is not nn.Embedding or module.max_norm is not None or module.weight.dtype != self._loaded.dtype:
+            return None
+        weight = module.weight.detach()
+        return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a pass reads at least."""
+        used = {id(p.linear): p.linear for p in (*(p for row in self.projections for p in row), self.head)}
+        return sum(linear.num_bytes for linear in used.values())
 
     def operand_widths(self) -> tuple[int, int, int]:
         """Input features, with padding, of what reads the hidden state, the heads and the MLP's inside."""

@@ -15,7 +15,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
 from model_worker.fusion.tile import (
-    EARLY_BYTES,
+    EARLY,
     FLOATS,
     HAS_BYTE_TABLES,
     INDEX,
@@ -94,14 +94,15 @@ def _floats(builder: Any, line: Any, at: Any) -> list[Any]:
     return [_float(builder, words, splat(builder, shift)) for words in _couples(builder, line)]
 
 
-def _step(builder: Any, address: Any, at: Any, bfloat16: bool, halves: int) -> list[Any]:
+def _step(builder: Any, address: Any, ahead: Any, at: Any, bfloat16: bool, halves: int) -> list[Any]:
     """The vectors of a step of half a panel or a whole one, as words of the operand's type."""
     pair = at if bfloat16 else builder.lshr(at, ir.Constant(INDEX, 1))
     begin = builder.gep(address, [builder.mul(pair, ir.Constant(INDEX, 2 * _LINE_BYTES))])
+    early = builder.inttoptr(ahead, ir.IntType(8).as_pointer())
     vectors = []
     for half in range(halves):
+        prefetch(builder, builder.gep(early, [ir.Constant(INDEX, half * _LINE_BYTES)]))
         place = builder.gep(begin, [ir.Constant(INDEX, half * _LINE_BYTES)])
-        prefetch(builder, builder.gep(place, [ir.Constant(INDEX, EARLY_BYTES)]))
         line = builder.load(builder.bitcast(place, _BYTES.as_pointer()), align=1)
         if not bfloat16:
             vectors += _floats(builder, line, at)
@@ -111,20 +112,20 @@ def _step(builder: Any, address: Any, at: Any, bfloat16: bool, halves: int) -> l
 
 
 def _tile(rows: int, vectors: int, keep: bool) -> Any:
-    """An intrinsic `tile(inputs, first_row, panel_address, room, out)`: out[r, lane] = inputs[first_row + r] . panel.
+    """An intrinsic `tile(inputs, first_row, panel_address, early, room, out)` with sums as in tile.py.
 
     With `keep`, room[step] = that step as tile.py reads it.
     """
 
     @intrinsic
-    def tile(typing: Any, inputs: Any, first_row: Any, panel: Any, room: Any, out: Any) -> Any:
+    def tile(typing: Any, inputs: Any, first_row: Any, panel: Any, early: Any, room: Any, out: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[1])
             address = builder.inttoptr(args[2], ir.IntType(8).as_pointer())
-            memory = context.make_array(signature.args[3])(context, builder, args[3]).data
+            memory = context.make_array(signature.args[4])(context, builder, args[4]).data
 
-            def fetch(at: Any) -> list[Any]:
-                words = _step(builder, address, at, operand.bfloat16, vectors // 2)
+            def fetch(at: Any, ahead: Any) -> list[Any]:
+                words = _step(builder, address, ahead, at, operand.bfloat16, vectors // 2)
                 if keep:
                     kept = builder.gep(memory, [builder.mul(at, ir.Constant(INDEX, 4 * LANES))])
                     for v, vector in enumerate(words):
@@ -134,12 +135,12 @@ def _tile(rows: int, vectors: int, keep: bool) -> Any:
 
             nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * vectors)
             totals = emit_products(
-                builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing
+                builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing, args[3]
             )
-            store_sums(context, builder, signature.args[4], args[4], ir.Constant(INDEX, 0), rows, totals)
+            store_sums(context, builder, signature.args[5], args[5], ir.Constant(INDEX, 0), rows, totals)
             return context.get_dummy_value()
 
-        return types.void(inputs, types.int64, types.int64, room, out), codegen
+        return types.void(inputs, types.int64, types.int64, EARLY, room, out), codegen
 
     return tile
 
@@ -150,39 +151,41 @@ _wide_kept, _half_kept = _tile(INT8_ROWS, 4, keep=True), _tile(INT8_ROWS, 2, kee
 
 
 @njit(nogil=True, cache=True)
-def multiply_int8_panel(inputs: Any, first_row: int, rows: int, panel: int, room: Any, out: Any) -> None:
+def multiply_int8_panel(inputs: Any, first_row: int, rows: int, panel: int, early: Any, room: Any, out: Any) -> None:
     """out[r, :PANEL] = inputs[first_row + r] . panel for up to INT8_ROWS rows, without scales.
 
     `inputs` are C-contiguous uint16 (bfloat16's bits) or float32, as wide as the panel; `panel` is an address. `room`
     is uint32 [steps, PANEL], and not written.
     """
     if rows == 1:
-        _wide_1(inputs, first_row, panel, room, out)
+        _wide_1(inputs, first_row, panel, early, room, out)
     elif rows == 2:
-        _wide_2(inputs, first_row, panel, room, out)
+        _wide_2(inputs, first_row, panel, early, room, out)
     elif rows == 3:
-        _wide_3(inputs, first_row, panel, room, out)
+        _wide_3(inputs, first_row, panel, early, room, out)
     else:
-        _wide_4(inputs, first_row, panel, room, out)
+        _wide_4(inputs, first_row, panel, early, room, out)
 
 
 @njit(nogil=True, cache=True)
-def multiply_int8_half_panel(inputs: Any, first_row: int, rows: int, panel: int, room: Any, out: Any) -> None:
+def multiply_int8_half_panel(
+    inputs: Any, first_row: int, rows: int, panel: int, early: Any, room: Any, out: Any
+) -> None:
     """The same for the half of a panel that begins at the address `panel`: out[r, : PANEL // 2]."""
     if rows == 1:
-        _half_1(inputs, first_row, panel, room, out)
+        _half_1(inputs, first_row, panel, early, room, out)
     elif rows == 2:
-        _half_2(inputs, first_row, panel, room, out)
+        _half_2(inputs, first_row, panel, early, room, out)
     elif rows == 3:
-        _half_3(inputs, first_row, panel, room, out)
+        _half_3(inputs, first_row, panel, early, room, out)
     else:
-        _half_4(inputs, first_row, panel, room, out)
+        _half_4(inputs, first_row, panel, early, room, out)
 
 
 @njit(nogil=True, cache=True)
-def multiply_and_keep(inputs: Any, panel: int, whole: bool, room: Any, out: Any) -> None:
+def multiply_and_keep(inputs: Any, panel: int, whole: bool, early: Any, room: Any, out: Any) -> None:
     """The same for the first INT8_ROWS rows, and the panel, or the half of one, stays in `room` as tile.py reads it."""
     if whole:
-        _wide_kept(inputs, 0, panel, room, out)
+        _wide_kept(inputs, 0, panel, early, room, out)
     else:
-        _half_kept(inputs, 0, panel, room, out)
+        _half_kept(inputs, 0, panel, early, room, out)

@@ -19,7 +19,7 @@ from model_worker.attention.cpu_kernel import _exp
 from model_worker.fusion.elements import element, pointer
 from model_worker.fusion.int8_tile import INT8_ROWS, multiply_and_keep, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.fusion.largest import take_largest
-from model_worker.fusion.team import claim, claimed_after
+from model_worker.fusion.team import begin, take, wait, was_last
 from model_worker.fusion.tile import EARLY_BYTES, STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
 
 _numba: Any = numba
@@ -30,8 +30,10 @@ _MATH = {"reassoc", "contract", "arcp", "nsz"}
 PANEL, HALF, LANE_BYTES = 64, 32, 4
 SCALE_BYTES = PANEL * LANE_BYTES
 """What an int8 panel begins with: a float32 for each output."""
-CLAIMED_PANELS = 8
-"""Panels that a core takes at a time of a product whose work is claimed: tens of microseconds for one row."""
+HALVES = 2
+"""Of a panel. They are the pieces of most products; a core takes whole panels, but of the last one a half."""
+HEAD_PANELS = 8
+"""Panels of the longest product, whose pieces they are, that a core takes at a time: some tens of microseconds."""
 MOST_NARROW_ROWS = 12
 """With more rows than these, a product widens each int8 panel once."""
 _INT8_HALF_BYTES = 2 * HALF
@@ -92,27 +94,47 @@ def _room_of(rooms: Any, index: int) -> Any:
     return none if rooms is types.none else one
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
-def _early(operand: Any, place: Any, following: Any, pieces: int, piece: int, room: Any) -> Any:
-    """What to ask memory for while a piece is multiplied: an address, and by how much it moves with each step.
+@njit(nogil=True, cache=True)
+def halves_of(width: int) -> int:
+    """Pieces of a product: halves of panels. The last half may have no output."""
+    return HALVES * -(-width // PANEL)
 
-    One piece or two wait for memory, and ask for what is a little further on in their panel. Of more, all but the first
-    find it in a cache: so that memory does not wait meanwhile, each asks for its share of the panel at `following`.
+
+@njit(nogil=True, cache=True)
+def _following(unit: int, taken: Any, halves: int, core: int) -> int:
+    """Where this core goes on after the panel of half number `unit`: with what it has `taken`, the first half and how
+    many, or where it will most likely take more.
     """
-    if pieces <= 2:
-        return place + EARLY_BYTES, STEP_BYTES
+    first, count = taken
+    following = unit // HALVES * HALVES + HALVES
+    if following >= first + count and core % 2:
+        following = (first - 1) // HALVES * HALVES
+    return following if 0 <= following < halves else unit
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def _early(operand: Any, place: Any, following: Any, pieces: int, piece: int, widens: bool, room: Any) -> Any:
+    """What to ask memory for while a piece is multiplied, as tile.EARLY.
+
+    Pieces that wait for memory ask for what is a little further on: in their panel, then in the one at `following`.
+    From three pieces on, all but the first find their panel in a cache: so that memory does not wait meanwhile, each
+    asks for its share of the panel at `following`.
+    """
     steps = operand.shape[1] * operand.itemsize // LANE_BYTES
     step_bytes = STEP_BYTES if room is None else PANEL * operand.shape[1] // steps
+    if pieces <= 2 or (room is not None and not (widens and piece > 0)):
+        ahead = min(EARLY_BYTES // step_bytes, steps)
+        return place + ahead * step_bytes, step_bytes, steps - ahead, following - place - steps * step_bytes
     stride = step_bytes // pieces + 1
-    return following + piece * steps * stride, stride
+    return following + piece * steps * stride, stride, steps, 0
 
 
 @njit(nogil=True, cache=True)
 def _multiply_words(operand: Any, first: int, rows: int, place: Any, whole: bool, early: Any, tile: Any) -> None:
     if whole:
-        multiply_panel(operand, first, rows, place, early[0], early[1], tile)
+        multiply_panel(operand, first, rows, place, early, tile)
     else:
-        multiply_half_panel(operand, first, rows, place, early[0], early[1], tile)
+        multiply_half_panel(operand, first, rows, place, early, tile)
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
@@ -136,11 +158,11 @@ def _multiply(
         if widens and first > 0:
             _multiply_words(operand, first, rows, np.int64(room.ctypes.data), whole, early, tile)
         elif widens:
-            multiply_and_keep(operand, place, whole, room, tile)
+            multiply_and_keep(operand, place, whole, early, room, tile)
         elif whole:
-            multiply_int8_panel(operand, first, rows, place, room, tile)
+            multiply_int8_panel(operand, first, rows, place, early, room, tile)
         else:
-            multiply_int8_half_panel(operand, first, rows, place, room, tile)
+            multiply_int8_half_panel(operand, first, rows, place, early, room, tile)
         factors = carray(pointer(scales), (PANEL,), np.float32)[:lanes]
         for r in range(rows):
             sums = tile[r, :lanes]
@@ -150,68 +172,48 @@ def _multiply(
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def add_product(
-    core: int, cores: int, operand: Any, panels: int, width: int, out: Any, column: int, bias: Any, room: Any, tile: Any
+    core: int,
+    taken: Any,
+    operand: Any,
+    panels: int,
+    width: int,
+    out: Any,
+    column: int,
+    biases: Any,
+    layer: int,
+    room: Any,
+    tile: Any,
 ) -> None:
-    """out[:, column : column + width] = operand . weights + bias, or += where there is no bias to add.
+    """out[:, column : column + width] = operand . weights + biases[layer], or += operand . weights for layer -1.
 
-    Each core takes a run of half panels, and so reads its part of the weights once.
+    Of the weights' outputs those of the panels' halves that are `taken`: the first, and how many.
     """
-    halves, rows = -(-width // HALF), out.shape[0]
-    unit, end = halves * core // cores, halves * (core + 1) // cores
+    rows, unit, end = out.shape[0], taken[0], min(taken[0] + taken[1], -(-width // HALF))
     pieces, widens = _pieces(rows, room), _widens(rows, room)
     while unit < end:
-        whole = unit % 2 == 0 and unit + 1 < end
-        panel, following = _panel(operand, panels, unit, room), _panel(operand, panels, unit // 2 * 2 + 2, room)[0]
+        whole = unit % HALVES == 0 and unit + 1 < end
         lanes = min(PANEL if whole else HALF, width - unit * HALF)
-        at = column + unit * HALF
+        panel, at = _panel(operand, panels, unit, room), column + unit * HALF
+        following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), room)[0]
         for piece in range(pieces):
-            first, count = _piece(rows, pieces, piece, room)
-            early = _early(operand, panel[0], following, pieces, piece, room)
-            _multiply(operand, first, count, widens, panel, whole, early, room, lanes, tile)
-            for r in range(count):
+            first, many = _piece(rows, pieces, piece, room)
+            early = _early(operand, panel[0], following, pieces, piece, widens, room)
+            _multiply(operand, first, many, widens, panel, whole, early, room, lanes, tile)
+            for r in range(many):
                 to, sums = out[first + r, at : at + lanes], tile[r]
-                if len(bias):
-                    added = bias[at : at + lanes]
+                if layer >= 0:
+                    added = biases[layer, at : at + lanes]
                     for lane in range(len(to)):
                         to[lane] = sums[lane] + added[lane]
                 else:
                     for lane in range(len(to)):
                         to[lane] += sums[lane]
-        unit += 2 if whole else 1
-
-
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def product(core: int, cores: int, operand: Any, panels: int, bias: Any, out: Any, room: Any, tile: Any) -> None:
-    """out = operand . weights + bias as elements of `out`; a bias of length 0 is none."""
-    rows, width = out.shape
-    halves = -(-width // HALF)
-    unit, end = halves * core // cores, halves * (core + 1) // cores
-    pieces, widens = _pieces(rows, room), _widens(rows, room)
-    while unit < end:
-        whole = unit % 2 == 0 and unit + 1 < end
-        panel, following = _panel(operand, panels, unit, room), _panel(operand, panels, unit // 2 * 2 + 2, room)[0]
-        at = unit * HALF
-        lanes = min(PANEL if whole else HALF, width - at)
-        for piece in range(pieces):
-            first, count = _piece(rows, pieces, piece, room)
-            early = _early(operand, panel[0], following, pieces, piece, room)
-            _multiply(operand, first, count, widens, panel, whole, early, room, lanes, tile)
-            for r in range(count):
-                to, sums = out[first + r, at : at + lanes], tile[r]
-                if len(bias):
-                    added = bias[at : at + lanes]
-                    for lane in range(len(to)):
-                        to[lane] = element(sums[lane] + added[lane], out)
-                else:
-                    for lane in range(len(to)):
-                        to[lane] = element(sums[lane], out)
-        unit += 2 if whole else 1
+        unit += HALVES if whole else 1
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def pick_product(
-    counter: Any,
-    claimed: int,
+    taken: Any,
     operand: Any,
     panels: int,
     wanted: Any,
@@ -220,86 +222,111 @@ def pick_product(
     places: Any,
     room: Any,
     tile: Any,
+    bits: Any,
 ) -> None:
     """The largest of each row of operand . weights, as `take_largest` keeps it; wanted rows whole, in out[wanted[row]].
 
-    `wanted` int64 [rows] is negative for rows of which nothing but the largest matters. Cores claim a few panels at a
-    time: this is the longest of all products, and a core that another process takes away must not hold up the rest.
+    Of the panels that are `taken`, the first and how many. `wanted` int64 [rows] is negative for rows of which nothing
+    but the largest matters; `bits` is the tile as int32.
     """
     rows, width = len(wanted), out.shape[1]
-    panel_count, bits = -(-width // PANEL), tile.view(np.int32)
     pieces, widens = _pieces(rows, room), _widens(rows, room)
-    unit = claim(counter, claimed) * CLAIMED_PANELS
-    while unit < panel_count:
-        for number in range(unit, min(unit + CLAIMED_PANELS, panel_count)):
-            at = number * PANEL
-            lanes = min(PANEL, width - at)
-            panel = _panel(operand, panels, 2 * number, room)
-            following = _panel(operand, panels, 2 * number + 2, room)[0]
-            for piece in range(pieces):
-                first, count = _piece(rows, pieces, piece, room)
-                early = _early(operand, panel[0], following, pieces, piece, room)
-                _multiply(operand, first, count, widens, panel, True, early, room, lanes, tile)
-                take_largest(tile, bits, count, lanes, at, keys, places, first)
-                for r in range(count):
-                    row = wanted[first + r]
-                    if row >= 0:
-                        to, sums = out[row, at : at + lanes], tile[r]
-                        for lane in range(len(to)):
-                            to[lane] = sums[lane]
-        unit = claim(counter, claimed) * CLAIMED_PANELS
+    for number in range(taken[0], taken[0] + taken[1]):
+        at = number * PANEL
+        lanes = min(PANEL, width - at)
+        panel = _panel(operand, panels, HALVES * number, room)
+        following = panel[0] if at + PANEL >= width else _panel(operand, panels, HALVES * (number + 1), room)[0]
+        for piece in range(pieces):
+            first, many = _piece(rows, pieces, piece, room)
+            early = _early(operand, panel[0], following, pieces, piece, widens, room)
+            _multiply(operand, first, many, widens, panel, True, early, room, lanes, tile)
+            take_largest(tile, bits, many, lanes, at, keys, places, first)
+            for r in range(many):
+                row = wanted[first + r]
+                if row >= 0:
+                    to, sums = out[row, at : at + lanes], tile[r]
+                    for lane in range(len(to)):
+                        to[lane] = sums[lane]
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def gated(
-    counter: Any,
-    claimed: int,
-    cores: int,
+    core: int,
+    taken: Any,
     operand: Any,
     gate: int,
     up: int,
     width: int,
     out: Any,
-    rooms: Any,
+    room: Any,
+    up_room: Any,
     tile: Any,
     other: Any,
-) -> int:
-    """out = silu(operand . gate) * (operand . up), as the operand of the next product. Cores claim panels.
-
-    Returns the claims when all is done.
-    """
-    panels, rows = -(-width // PANEL), out.shape[0]
-    one, room, up_room = np.float32(1.0), room_of(rooms, 0), room_of(rooms, 1)
-    pieces, widens = _pieces(rows, room), _widens(rows, room)
-    number = claim(counter, claimed)
-    while number < panels:
-        # What comes after a panel must be known before it is done, so one claim is made ahead.
-        following = claim(counter, claimed)
-        at = number * PANEL
-        lanes = min(PANEL, width - at)
-        gate_panel = _panel(operand, gate, 2 * number, room)
-        up_panel = _panel(operand, up, 2 * number, up_room)
-        gate_following = _panel(operand, gate, 2 * following, room)[0]
-        up_following = _panel(operand, up, 2 * following, up_room)[0]
+) -> None:
+    """out = silu(operand . gate) * (operand . up), as the operand of the next product; of outputs as `add_product`."""
+    rows, unit, end = out.shape[0], taken[0], min(taken[0] + taken[1], -(-width // HALF))
+    pieces, widens, one = _pieces(rows, room), _widens(rows, room), np.float32(1.0)
+    while unit < end:
+        whole, at = unit % HALVES == 0 and unit + 1 < end, unit * HALF
+        lanes = min(PANEL if whole else HALF, width - at)
+        following = _following(unit, taken, halves_of(width), core)
+        gate_panel, gate_following = _panel(operand, gate, unit, room), _panel(operand, gate, following, room)[0]
+        up_panel, up_following = _panel(operand, up, unit, up_room), _panel(operand, up, following, up_room)[0]
         for piece in range(pieces):
-            first, count = _piece(rows, pieces, piece, room)
-            early = _early(operand, gate_panel[0], gate_following, pieces, piece, room)
-            _multiply(operand, first, count, widens, gate_panel, True, early, room, lanes, tile)
-            early = _early(operand, up_panel[0], up_following, pieces, piece, up_room)
-            _multiply(operand, first, count, widens, up_panel, True, early, up_room, lanes, other)
-            for r in range(count):
+            first, many = _piece(rows, pieces, piece, room)
+            early = _early(operand, gate_panel[0], gate_following, pieces, piece, widens, room)
+            _multiply(operand, first, many, widens, gate_panel, whole, early, room, lanes, tile)
+            early = _early(operand, up_panel[0], up_following, pieces, piece, widens, up_room)
+            _multiply(operand, first, many, widens, up_panel, whole, early, up_room, lanes, other)
+            for r in range(many):
                 to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
                 for lane in range(len(to)):
                     x = gates[lane]
                     to[lane] = element(x / (one + _exp(-x)) * values[lane], out)
-        number = following
-    return claimed_after(claimed, panels, cores)
+        unit += HALVES if whole else 1
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: Any, room: Any, tile: Any) -> None:
+    """out = operand . weights + bias as elements of `out`; a bias of length 0 is none. Outputs as `add_product`."""
+    rows, width = out.shape
+    unit, end = taken[0], min(taken[0] + taken[1], -(-width // HALF))
+    pieces, widens = _pieces(rows, room), _widens(rows, room)
+    while unit < end:
+        whole, at = unit % HALVES == 0 and unit + 1 < end, unit * HALF
+        lanes = min(PANEL if whole else HALF, width - at)
+        panel = _panel(operand, panels, unit, room)
+        following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), room)[0]
+        for piece in range(pieces):
+            first, many = _piece(rows, pieces, piece, room)
+            early = _early(operand, panel[0], following, pieces, piece, widens, room)
+            _multiply(operand, first, many, widens, panel, whole, early, room, lanes, tile)
+            for r in range(many):
+                to, sums = out[first + r, at : at + lanes], tile[r]
+                if len(bias):
+                    added = bias[at : at + lanes]
+                    for lane in range(len(to)):
+                        to[lane] = element(sums[lane] + added[lane], out)
+                else:
+                    for lane in range(len(to)):
+                        to[lane] = element(sums[lane], out)
+        unit += HALVES if whole else 1
 
 
 @njit(nogil=True, cache=True)
-def run_product(
-    core: int, cores: int, counter: Any, operand: Any, panels: int, bias: Any, out: Any, rooms: Any
-) -> None:
-    """One core's part of `product` alone. `rooms` [cores, steps, PANEL] need no steps for MOST_NARROW_ROWS rows."""
-    tile = np.empty((TILE_ROWS, PANEL), np.float32)
-    product(core, cores, operand, panels, bias, out, room_of(rooms, core), tile)
+def run_product(core: int, counter: Any, operand: Any, panels: int, bias: Any, out: Any, rooms: Any) -> None:
+    """One core's part of a product alone, out = operand . weights + bias as elements of `out`; no bias has length 0.
+
+    `rooms` [cores, steps, PANEL] need no steps for MOST_NARROW_ROWS rows.
+    """
+    tile, room, halves = np.empty((TILE_ROWS, PANEL), np.float32), room_of(rooms, core), halves_of(out.shape[1])
+    cores, done = len(rooms), 0
+    taken = take(counter, 0, halves, HALVES, core, cores)
+    while taken[1] > 0:
+        _product(core, taken, operand, panels, bias, out, room, tile)
+        done += taken[1]
+        taken = take(counter, 0, halves, HALVES, core, cores)
+    if done > 0 and was_last(counter, done, halves):
+        begin(counter, 1)
+    else:
+        wait(counter, 0)

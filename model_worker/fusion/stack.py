@@ -6,7 +6,8 @@ that the packed modules hold. loader.py uses a stack only after it has given the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -19,12 +20,12 @@ from model_worker.batch import ForwardBatch
 from model_worker.fusion.attention import Attention, Cache
 from model_worker.fusion.cache_tile import GROUP
 from model_worker.fusion.form import OtherForm, Parts
-from model_worker.fusion.kernel import Buffers, Rotary, run_stack
+from model_worker.fusion.kernel import Buffers, Inputs, Outputs, Rotary, run_stack
 from model_worker.fusion.largest import Largest
 from model_worker.fusion.plan import plan_for
 from model_worker.fusion.products import LANE_BYTES, PANEL
 from model_worker.fusion.softmax import LOG2_E
-from model_worker.fusion.team import team
+from model_worker.fusion.team import Job, team
 from model_worker.huge_pages import PagesAhead, keep_in_huge_pages
 from model_worker.kv_cache import KVCache
 
@@ -34,6 +35,16 @@ if TYPE_CHECKING:
 _NO_WINDOW = 1 << 40
 # Angles of positions below this are computed once and kept; beyond, they are computed anew in each pass.
 _KEPT_POSITIONS = 1 << 15
+WORTH_RUNNING_AHEAD = 32 << 20
+"""Bytes of weights from which on a pass takes so long (a millisecond and more) that other work is done meanwhile."""
+
+
+class Drawn(NamedTuple):
+    """Tokens that passes leave to later ones, which may begin before anybody has read them."""
+
+    unread: NDArray[np.int64]  # [T]: the row whose last token stands for this one; -1: it is known
+    rows: NDArray[np.int64]  # [L]: the row whose last token this pass draws; -1: nobody's
+    last_tokens: NDArray[np.int64]  # [rows]
 
 
 def fused_stack(loaded: LoadedModel) -> FusedStack | None:
@@ -50,7 +61,8 @@ class FusedStack:
     def __init__(self, loaded: LoadedModel) -> None:
         parts = Parts(loaded)
         # The modules own the memory that the addresses in `weights` point to.
-        self._embedding, self._rotary, self._modules = parts.embedding, parts.rotary, parts
+        self._embedding, self._table = parts.embedding, parts.embedding_table()
+        self._rotary, self._modules = parts.rotary, parts
         self._vocab_size, self._order = loaded.vocab_size, parts.order
         self._layout = loaded.attention.layout.layers[0]
         self._q_heads = parts.q_heads
@@ -78,8 +90,8 @@ class FusedStack:
     def pick(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Tensor]:
         """Likewise, but the largest token of each of the L rows (-1: not finite), and the logits of those `wanted`."""
         rows = np.where(wanted, np.cumsum(wanted) - 1, -1)
-        logits, _, largest = self._run(batch, cache, rows)
-        return largest.tokens, logits
+        logits, _, outputs = self._run(batch, cache, rows)
+        return outputs.tokens, logits
 
     def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Also what the logits were made of, float32 [L, hidden]."""
@@ -88,28 +100,68 @@ class FusedStack:
         shares = torch.rsqrt(wanted.square().mean(-1, keepdim=True) + float(weights.epsilon))
         return logits, wanted * shares * torch.from_numpy(weights.final_norm)
 
-    def _run(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor, Largest]:
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether passes may and should be begun before the tokens of the one before are read."""
+        return self._cores > 1 and self._table is not None and self._modules.weight_bytes >= WORTH_RUNNING_AHEAD
+
+    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Drawn) -> Callable[[], NDArray[np.int64]]:
+        """As `pick` for no logits, while the caller does something else; what is returned waits for the tokens.
+
+        The caller helps when it waits. Passes must be waited for in the order of their begin.
+        """
+        job, outputs, _ = self._begun(batch, cache, np.full(len(drawn.rows), -1), drawn)
+
+        def wait() -> NDArray[np.int64]:
+            job.finish()
+            return outputs.tokens
+
+        return wait
+
+    def _run(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor, Outputs]:
         """Logits of rows that have a place in `wanted`, the residual [T, hidden] after all layers, largest tokens."""
-        x = self._embedding(batch.tokens).to(torch.float32)
-        logits = torch.empty(int(wanted.max(initial=-1)) + 1, self._vocab_size)
+        nobody = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
+        job, outputs, x = self._begun(batch, cache, wanted, nobody)
+        job.finish()
+        return torch.from_numpy(outputs.logits), torch.from_numpy(x), outputs
+
+    def _begun(
+        self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn
+    ) -> tuple[Job, Outputs, NDArray[np.float32]]:
         largest = Largest(self._cores, len(wanted))
-        team(self._cores).run(
+        outputs = Outputs(
+            logit_rows=batch.logit_positions.numpy(),
+            wanted=wanted,
+            logits=np.empty((int(wanted.max(initial=-1)) + 1, self._vocab_size), np.float32),
+            keys=largest.keys,
+            places=largest.places,
+            tokens=largest.tokens,
+            rows=drawn.rows,
+            last_tokens=drawn.last_tokens,
+        )
+        inputs, x = self._embedded(batch, drawn)
+        job = team(self._cores).begin(
             run_stack,
-            x.numpy(),
+            inputs,
+            x,
             self._angles_of(batch),
             self._weights,
             self._cache(batch, cache),
             self._attention(batch),
             self._buffers(batch.num_tokens),
+            outputs,
             self._rooms,
-            batch.logit_positions.numpy(),
-            wanted,
-            logits.numpy(),
-            largest.keys,
-            largest.places,
-            largest.tokens,
         )
-        return logits, x, largest
+        return job, outputs, x
+
+    def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
+        """The tokens, and room for their embeddings; or these, where the module must make them."""
+        tokens = batch.tokens.numpy()
+        if self._table is not None and batch.embeddings is None:
+            x = np.empty((len(tokens), len(self._weights.final_norm)), np.float32)
+            return Inputs(tokens, drawn.unread, drawn.last_tokens, self._table), x
+        x = self._embedding(batch.tokens).to(torch.float32).numpy()
+        return Inputs(tokens[:0], drawn.unread, drawn.last_tokens, np.empty((0, 0), self._element)), x
 
     def _angles_of(self, batch: ForwardBatch) -> Rotary:
         positions = batch.positions.numpy()

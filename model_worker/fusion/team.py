@@ -1,9 +1,12 @@
-"""A team of threads that runs one compiled function together, one call per core, and meets inside it at barriers.
+"""A team of threads that runs one compiled function together, phase by phase, and takes the work of each in pieces.
 
-Knows threads and atomics. A decode step has hundreds of points where all cores must wait for each other; waking a
-sleeping thread at each would cost more than the work between them, so the team is woken once per step and spins in
-between. A member that waits for long sleeps after all: then another process has taken a core, and the sleeper's own
-core may be what that process needs. Does not know what the function does. Linux only.
+Knows threads and atomics. A decode step has hundreds of phases; waking a sleeping thread for each would cost more than
+the work in it, so whoever finds no piece left spins until the next phase. A member that waits for long sleeps after
+all: then another process has taken a core, and the sleeper's own core may be what that process needs.
+
+Nobody is waited for who has not come: a phase ends when its pieces are done, whoever did them. So the thread that began
+a job may do something else first and help later, while the others go on. Does not know what the function does. Linux
+only.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import functools
 import platform
 import threading
-from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import numba.extending
@@ -25,131 +28,196 @@ intrinsic: Any = numba.extending.intrinsic
 
 _LINE = 8
 """Numbers in a line of memory: what cores count for different reasons must not share one."""
-# Some tens of microseconds: what the slowest of two equal shares takes longer than the other.
+_WORD, _DONE, _OVER, _SLEEPERS = _LINE, 2 * _LINE, 3 * _LINE, 4 * _LINE
+"""Places in a counter: the phase, and how many of its pieces are taken from either end; pieces done; the phase alone,
+for those who wait; how many of them sleep."""
+# Some tens of microseconds: what one core's last piece takes longer than another's.
 _SPINS = 40_000
+_PHASE_BITS, _COUNT_BITS = 16, 24
+_PHASE, _COUNT = (1 << _PHASE_BITS) - 1, (1 << _COUNT_BITS) - 1
+_MOST_GRAINS = 8
+"""That a core takes at a time: another process may keep it from finishing them."""
 # Of the system call: 98 in the table that Linux gives to all newer architectures.
 _FUTEX_NUMBER = 202 if platform.machine() == "x86_64" else 98
 _PRIVATE = 128
 _WAIT, _WAKE = 0 | _PRIVATE, 1 | _PRIVATE
+_EVERYONE = 1 << 30
+
+
+def _place(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Where counter[at] lies. (A slice would hold a reference, whose count all cores would write.)"""
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    return builder.gep(data, [args[1]])
 
 
 @intrinsic
-def _add(typing: Any, counter: Any, amount: Any) -> Any:
-    """Add to counter[0], and return what it was; everything written before is seen by who reads the sum."""
+def _add(typing: Any, counter: Any, at: Any, amount: Any) -> Any:
+    """Add to counter[at], and return what it was; everything written before is seen by who reads the sum."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        data = _place(context, builder, signature, args)
         # Stronger than "acq_rel": who falls asleep and who wakes sleepers each write one number and read the other's.
-        return builder.atomic_rmw("add", data, args[1], "seq_cst")
+        return builder.atomic_rmw("add", data, args[2], "seq_cst")
 
-    return types.int64(counter, types.int64), codegen
-
-
-@intrinsic
-def _arrived(typing: Any, counter: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.load_atomic(data, "seq_cst", 8)
-
-    return types.int64(counter), codegen
+    return types.int64(counter, types.int64, types.int64), codegen
 
 
 @intrinsic
-def _futex(typing: Any, counter: Any, operation: Any, value: Any) -> Any:
-    """Linux's futex on the lower half of counter[0]: sleep while that is `value`, or wake so many sleepers."""
+def _swap(typing: Any, counter: Any, at: Any, old: Any, new: Any) -> Any:
+    """Put `new` in the place of counter[at] if that is `old`, and return whether it was."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        long, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(long, (long,) * 4 + (pointer, pointer, long))
-        system_call = numba.core.cgutils.get_or_insert_function(builder.module, kind, "syscall")
-        address, nothing = builder.ptrtoint(data, long), ir.Constant(pointer, None)
-        number = ir.Constant(long, _FUTEX_NUMBER)
-        builder.call(system_call, (number, address, args[1], args[2], nothing, nothing, ir.Constant(long, 0)))
+        data = _place(context, builder, signature, args)
+        return builder.extract_value(builder.cmpxchg(data, args[2], args[3], "seq_cst", "seq_cst"), 1)
+
+    return types.boolean(counter, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def _store(typing: Any, counter: Any, at: Any, value: Any) -> Any:
+    """Set counter[at]; everything written before is seen by who reads it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = _place(context, builder, signature, args)
+        builder.store_atomic(args[2], data, "seq_cst", 8)
         return context.get_dummy_value()
 
     return types.void(counter, types.int64, types.int64), codegen
 
 
-@njit(nogil=True, cache=True)
-def meet(counter: Any, cores: int, meeting: int) -> int:
-    """Wait until all cores have come to this meeting, which is the number that the last one returned (first 0).
+@intrinsic
+def _load(typing: Any, counter: Any, at: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = _place(context, builder, signature, args)
+        return builder.load_atomic(data, "seq_cst", 8)
 
-    Returns the number of the next.
+    return types.int64(counter, types.int64), codegen
+
+
+@intrinsic
+def _futex(typing: Any, counter: Any, at: Any, operation: Any, value: Any) -> Any:
+    """Linux's futex on the lower half of counter[at]: sleep while that is `value`, or wake so many sleepers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = _place(context, builder, signature, args)
+        long, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(long, (long,) * 4 + (pointer, pointer, long))
+        system_call = numba.core.cgutils.get_or_insert_function(builder.module, kind, "syscall")
+        address, nothing = builder.ptrtoint(data, long), ir.Constant(pointer, None)
+        number = ir.Constant(long, _FUTEX_NUMBER)
+        builder.call(system_call, (number, address, args[2], args[3], nothing, nothing, ir.Constant(long, 0)))
+        return context.get_dummy_value()
+
+    return types.void(counter, types.int64, types.int64, types.int64), codegen
+
+
+@njit(nogil=True, cache=True)
+def phase_of(counter: Any) -> int:
+    """The phase that the team is in."""
+    phase: int = _load(counter, _WORD) & _PHASE
+    return phase
+
+
+@njit(nogil=True, cache=True)
+def take(counter: Any, phase: int, pieces: int, grain: int, core: int, cores: int) -> tuple[int, int]:
+    """Pieces of this phase that nobody has taken: the first, and how many; none if there are none left.
+
+    Even cores go up from the first piece and odd ones down from the last, each through neighbours in memory. They take
+    some grains at a time, fewer as less is left, and the last grain piece by piece, so that all end at about the same
+    time.
     """
-    if cores > 1:
-        everyone, sleepers = cores * (meeting + 1), counter[1:]
-        if _add(counter, 1) + 1 == everyone:
-            if _arrived(sleepers) > 0:
-                _futex(counter, _WAKE, cores)
+    while True:
+        word = _load(counter, _WORD)
+        low, high = (word >> _PHASE_BITS) & _COUNT, (word >> (_PHASE_BITS + _COUNT_BITS)) & _COUNT
+        left = pieces - low - high
+        if left <= 0 or word & _PHASE != phase:
+            return 0, 0
+        if left > grain:
+            count = grain * max(1, min(_MOST_GRAINS, left // (2 * cores * grain)))
         else:
-            spins = 0
-            while _arrived(counter) < everyone and spins < _SPINS:
-                spins += 1
-            if spins == _SPINS:
-                _add(sleepers, 1)
-                here = _arrived(counter)
-                while here < everyone:
-                    _futex(counter, _WAIT, here)
-                    here = _arrived(counter)
-                _add(sleepers, -1)
-    return meeting + 1
+            others = low if core % 2 else high
+            count = left if others == 0 else 1
+        if core % 2:
+            if _swap(counter, _WORD, word, word + (count << (_PHASE_BITS + _COUNT_BITS))):
+                return pieces - high - count, count
+        elif _swap(counter, _WORD, word, word + (count << _PHASE_BITS)):
+            return low, count
 
 
 @njit(nogil=True, cache=True)
-def claim(counter: Any, claimed: int) -> int:
-    """The next piece of work to take: how many claims there were before, of any core, less those `claimed` earlier.
+def was_last(counter: Any, done: int, pieces: int) -> bool:
+    """Says how many pieces of the phase this core has done; True for who has done the last of all.
 
-    A core that waits for others, or runs slower, takes fewer. All cores go on until there is no piece left; then they
-    must meet before they claim of the next work, which begins at `claimed_after`.
+    That one must `begin` the next phase; the others `wait`.
     """
-    before: int = _add(counter[_LINE:], 1)
-    return before - claimed
+    return bool(_add(counter, _DONE, done) + done == pieces)
 
 
 @njit(nogil=True, cache=True)
-def claimed_after(claimed: int, pieces: int, cores: int) -> int:
-    """All claims once a work of so many pieces is done: each core has made one in vain."""
-    return claimed + pieces + cores
+def begin(counter: Any, phase: int) -> None:
+    """Let the team go on to this phase."""
+    _store(counter, _DONE, 0)
+    _store(counter, _WORD, phase)
+    _store(counter, _OVER, phase)
+    if _load(counter, _SLEEPERS) > 0:
+        _futex(counter, _OVER, _WAKE, _EVERYONE)
+
+
+@njit(nogil=True, cache=True)
+def wait(counter: Any, phase: int) -> None:
+    """Until the team is past this phase."""
+    spins = 0
+    while _load(counter, _OVER) == phase and spins < _SPINS:
+        spins += 1
+    if spins == _SPINS:
+        _add(counter, _SLEEPERS, 1)
+        while _load(counter, _OVER) == phase:
+            _futex(counter, _OVER, _WAIT, phase)
+        _add(counter, _SLEEPERS, -1)
+
+
+class Job:
+    """A call of a compiled function by whoever of a team has time for it."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self._function, self._arguments = function, arguments
+        self._counter: NDArray[np.int64] = np.zeros(6 * _LINE, np.int64)
+
+    def take_part(self, core: int) -> None:
+        """Returns when the job is done. No core may take part twice at a time."""
+        self._function(core, self._counter, *self._arguments)
+
+    def finish(self) -> None:
+        """Helps until the job is done; for the thread that began it. Jobs before this one must be done."""
+        self.take_part(0)
 
 
 class Team:
-    """`cores` threads, the caller's own among them. The others sleep between calls."""
+    """`cores` threads, the caller's own among them. The others sleep between jobs, and run them in order."""
 
     def __init__(self, cores: int) -> None:
-        self.cores = cores
-        self._counter: NDArray[np.int64] = np.zeros(2 * _LINE, np.int64)
-        self._task: Callable[[int], None] | None = None
-        self._busy = threading.Lock()
-        # Locks that one thread takes and another gives back: a semaphore of the library is many times as slow.
-        self._starts = [_taken() for _ in range(cores - 1)]
-        self._ends = [_taken() for _ in range(cores - 1)]
-        for core in range(1, cores):
-            threading.Thread(target=self._member, args=(core,), name=f"team-{core}", daemon=True).start()
+        self._jobs: list[SimpleQueue[Job]] = [SimpleQueue() for _ in range(cores - 1)]
+        for core, jobs in enumerate(self._jobs, start=1):
+            threading.Thread(target=_work, args=(core, jobs), name=f"team-{core}", daemon=True).start()
+
+    def begin(self, function: Any, *arguments: Any) -> Job:
+        """function(core, counter, *arguments) on every core. It must be compiled, and must not raise.
+
+        It returns on all cores when its last phase is over. The caller must `finish` jobs in the order of their begin.
+        """
+        job = Job(function, arguments)
+        for jobs in self._jobs:
+            jobs.put(job)
+        return job
 
     def run(self, function: Any, *arguments: Any) -> None:
-        """function(core, cores, counter, *arguments) on every core. It must be compiled, and must not raise."""
-        with self._busy:
-            self._counter[:] = 0
-            self._task = lambda core: function(core, self.cores, self._counter, *arguments)
-            for start in self._starts:
-                start.release()
-            self._task(0)
-            for end in self._ends:
-                end.acquire()
-
-    def _member(self, core: int) -> None:
-        while True:
-            self._starts[core - 1].acquire()
-            assert self._task is not None
-            self._task(core)
-            self._ends[core - 1].release()
+        """The same, and wait for it."""
+        self.begin(function, *arguments).finish()
 
 
-def _taken() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
+def _work(core: int, jobs: SimpleQueue[Job]) -> None:
+    while True:
+        jobs.get().take_part(core)
 
 
 @functools.cache

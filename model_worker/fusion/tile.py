@@ -127,32 +127,53 @@ def load_words(builder: Any, places: list[Any]) -> list[Any]:
 
 
 def emit_products(
-    builder: Any, rows: int, step: Any, inputs: Any, stride: Any, steps: Any, fetch: Any, start: list[Any]
+    builder: Any,
+    rows: int,
+    step: Any,
+    inputs: Any,
+    stride: Any,
+    steps: Any,
+    fetch: Any,
+    start: list[Any],
+    early: Any = None,
 ) -> list[Any]:
     """The loop over steps. `inputs` points to words; `stride` is the words from one input row to the next.
 
-    `fetch(step)` gives the vectors of a step; `start` are the sums to begin with, row by row, which are returned with
-    the products added.
+    `fetch(step, address)` gives the vectors of a step, and may ask for what lies at that address, as `early` (EARLY)
+    says; `start` are the sums to begin with, row by row, which are returned with the products added.
     """
-    entry, vectors = builder.block, len(start) // rows
-    body, done = builder.append_basic_block("steps"), builder.append_basic_block("sums")
+    entry, vectors, zero = builder.block, len(start) // rows, ir.Constant(INDEX, 0)
+    ahead, move, turn, jump = [zero] * 4 if early is None else [builder.extract_value(early, i) for i in range(4)]
+    no_turn = builder.or_(builder.icmp_signed("<=", turn, zero), builder.icmp_signed(">=", turn, steps))
+    first_end = builder.select(no_turn, steps, turn)
+    first_ahead = builder.select(builder.icmp_signed("<=", turn, zero), builder.add(ahead, jump), ahead)
+    stretch, body, over, done = (builder.append_basic_block(name) for name in ("stretch", "steps", "over", "sums"))
     starts = [builder.gep(inputs, [builder.mul(stride, ir.Constant(INDEX, row))]) for row in range(rows)]
+    builder.branch(stretch)
+    # A stretch of steps is what lies before or after the turn of what is asked for early: a choice in each step would
+    # cost as much as a tenth of it.
+    builder.position_at_end(stretch)
+    stretch_values = [builder.phi(value.type) for value in (zero, first_ahead, first_end, *start)]
     builder.branch(body)
     builder.position_at_end(body)
-    at = builder.phi(INDEX)
-    sums = [builder.phi(FLOATS) for _ in start]
-    weights = fetch(at)
+    at, address, *sums = [builder.phi(value.type) for value in (zero, first_ahead, *start)]
+    weights = fetch(at, address)
     totals = []
     for row in range(rows):
         x = splat(builder, builder.load(builder.gep(starts[row], [at]), align=4))
         totals += [step(builder, sums[row * vectors + v], x, weights[v]) for v in range(vectors)]
-    following = builder.add(at, ir.Constant(INDEX, 1))
-    at.add_incoming(ir.Constant(INDEX, 0), entry)
-    at.add_incoming(following, body)
-    for phi, first, total in zip(sums, start, totals, strict=True):
+    following, further = builder.add(at, ir.Constant(INDEX, 1)), builder.add(address, move)
+    before, last = [stretch_values[0], stretch_values[1], *stretch_values[3:]], [following, further, *totals]
+    for phi, first, next_value in zip((at, address, *sums), before, last, strict=True):
+        phi.add_incoming(first, stretch)
+        phi.add_incoming(next_value, body)
+    builder.cbranch(builder.icmp_signed("<", following, stretch_values[2]), body, over)
+    builder.position_at_end(over)
+    again = [following, builder.add(further, jump), steps, *totals]
+    for phi, first, next_value in zip(stretch_values, (zero, first_ahead, first_end, *start), again, strict=True):
         phi.add_incoming(first, entry)
-        phi.add_incoming(total, body)
-    builder.cbranch(builder.icmp_signed("<", following, steps), body, done)
+        phi.add_incoming(next_value, over)
+    builder.cbranch(builder.icmp_signed("<", following, steps), stretch, done)
     builder.position_at_end(done)
     return totals
 
@@ -165,35 +186,38 @@ def prefetch(builder: Any, line: Any) -> None:
     builder.call(function, (builder.bitcast(line, byte), *(ir.Constant(WORD, value) for value in (0, 3, 1))))
 
 
-def _tile(rows: int, vectors: int) -> Any:
-    """An intrinsic `tile(inputs, first_row, panel_address, ahead, stride, out)`.
+EARLY = types.UniTuple(types.int64, 4)
+"""What a tile asks memory for: an address, by how much it moves with each step, from which step on it lies elsewhere
+(the next panel need not be the neighbour), and how much further."""
 
-    out[r, lane] = inputs[first_row + r] . panel, while the lines from address `ahead` on are asked for, `stride` bytes
-    further with each step.
+
+def _tile(rows: int, vectors: int) -> Any:
+    """An intrinsic `tile(inputs, first_row, panel_address, early, out)`: out[r, lane] = inputs[first_row + r] . panel,
+    while memory is asked for what `early` says.
     """
 
     @intrinsic
-    def tile(typing: Any, inputs: Any, first_row: Any, panel: Any, ahead: Any, stride: Any, out: Any) -> Any:
+    def tile(typing: Any, inputs: Any, first_row: Any, panel: Any, early: Any, out: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[1])
             address = builder.inttoptr(args[2], WORD.as_pointer())
 
-            def fetch(at: Any) -> list[Any]:
+            def fetch(at: Any, ahead: Any) -> list[Any]:
                 line = builder.gep(address, [builder.mul(at, ir.Constant(INDEX, 4 * LANES))])
-                early = builder.inttoptr(builder.add(args[3], builder.mul(at, args[4])), WORD.as_pointer())
+                lines = builder.inttoptr(ahead, WORD.as_pointer())
                 offsets = [ir.Constant(INDEX, v * LANES) for v in range(vectors)]
                 for offset in offsets:
-                    prefetch(builder, builder.gep(early, [offset]))
+                    prefetch(builder, builder.gep(lines, [offset]))
                 return load_words(builder, [builder.gep(line, [offset]) for offset in offsets])
 
             nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * vectors)
             totals = emit_products(
-                builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing
+                builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing, args[3]
             )
-            store_sums(context, builder, signature.args[5], args[5], ir.Constant(INDEX, 0), rows, totals)
+            store_sums(context, builder, signature.args[4], args[4], ir.Constant(INDEX, 0), rows, totals)
             return context.get_dummy_value()
 
-        return types.void(inputs, *(types.int64,) * 4, out), codegen
+        return types.void(inputs, types.int64, types.int64, EARLY, out), codegen
 
     return tile
 
@@ -203,38 +227,38 @@ _half_1, _half_2, _half_3, _half_4, _half_5, _half_6 = (_tile(rows, 2) for rows 
 
 
 @njit(nogil=True, cache=True)
-def multiply_panel(inputs: Any, first_row: int, rows: int, panel: int, ahead: int, stride: int, out: Any) -> None:
+def multiply_panel(inputs: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
     """out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows.
 
     `inputs` are C-contiguous uint16 (bfloat16's bits) or float32, as wide as the panel has steps; `panel` is an
-    address. With each step STEP_BYTES of memory are asked for, from address `ahead` on, which moves by `stride` bytes.
+    address. With each step STEP_BYTES of memory are asked for, where `early` says (EARLY).
     """
     if rows == 1:
-        _wide_1(inputs, first_row, panel, ahead, stride, out)
+        _wide_1(inputs, first_row, panel, early, out)
     elif rows == 2:
-        _wide_2(inputs, first_row, panel, ahead, stride, out)
+        _wide_2(inputs, first_row, panel, early, out)
     elif rows == 3:
-        _wide_3(inputs, first_row, panel, ahead, stride, out)
+        _wide_3(inputs, first_row, panel, early, out)
     elif rows == 4:
-        _wide_4(inputs, first_row, panel, ahead, stride, out)
+        _wide_4(inputs, first_row, panel, early, out)
     elif rows == 5:
-        _wide_5(inputs, first_row, panel, ahead, stride, out)
+        _wide_5(inputs, first_row, panel, early, out)
     else:
-        _wide_6(inputs, first_row, panel, ahead, stride, out)
+        _wide_6(inputs, first_row, panel, early, out)
 
 
 @njit(nogil=True, cache=True)
-def multiply_half_panel(inputs: Any, first_row: int, rows: int, panel: int, ahead: int, stride: int, out: Any) -> None:
+def multiply_half_panel(inputs: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
     """The same for the half of a panel that begins at the address `panel`: out[r, : PANEL // 2]."""
     if rows == 1:
-        _half_1(inputs, first_row, panel, ahead, stride, out)
+        _half_1(inputs, first_row, panel, early, out)
     elif rows == 2:
-        _half_2(inputs, first_row, panel, ahead, stride, out)
+        _half_2(inputs, first_row, panel, early, out)
     elif rows == 3:
-        _half_3(inputs, first_row, panel, ahead, stride, out)
+        _half_3(inputs, first_row, panel, early, out)
     elif rows == 4:
-        _half_4(inputs, first_row, panel, ahead, stride, out)
+        _half_4(inputs, first_row, panel, early, out)
     elif rows == 5:
-        _half_5(inputs, first_row, panel, ahead, stride, out)
+        _half_5(inputs, first_row, panel, early, out)
     else:
-        _half_6(inputs, first_row, panel, ahead, stride, out)
+        _half_6(inputs, first_row, panel, early, out)

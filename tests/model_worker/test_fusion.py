@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from numba import njit
 from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
-from model_worker.fusion.team import Team, claim, claimed_after, meet
+from model_worker.fusion.team import Team, begin, phase_of, take, wait, was_last
 from model_worker.fusion.tile import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
 from model_worker.linears import PANEL, PackedLinear
 from model_worker.loader import LoadedModel, load_model
@@ -173,8 +174,13 @@ def test_other_forms_run_as_modules(arch: str, dtype: str, tmp_path_factory: Any
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.integers(1, TILE_ROWS), st.integers(1, 130), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None:
+@given(
+    st.integers(1, TILE_ROWS),
+    st.integers(1, 130),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(-2, 140),
+)
+def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype, turn: int) -> None:
     packed = PackedLinear(torch.randn(2 * PANEL, inputs).to(dtype), None)
     panels = packed.panels
     assert panels is not None
@@ -185,8 +191,8 @@ def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None:
     want = x[2 : 2 + rows, :inputs].double() @ packed.weight[PANEL:].double().T
     whole, half = np.zeros((TILE_ROWS, PANEL), np.float32), np.zeros((TILE_ROWS, PANEL), np.float32)
     address = panels.ctypes.data + panels[0].nbytes
-    multiply_panel(array, 2, rows, address, address, STEP_BYTES, whole)
-    multiply_half_panel(array, 2, rows, address + PANEL // 2 * 4, address, STEP_BYTES, half)
+    multiply_panel(array, 2, rows, address, (address, STEP_BYTES, turn, -STEP_BYTES), whole)
+    multiply_half_panel(array, 2, rows, address + PANEL // 2 * 4, (address, STEP_BYTES, turn, -STEP_BYTES), half)
     assert relative(torch.from_numpy(whole[:rows]).double(), want) < 1e-5
     assert np.allclose(half[:rows, : PANEL // 2], whole[:rows, PANEL // 2 :], rtol=1e-5, atol=1e-5)
     assert not whole[rows:].any()
@@ -221,41 +227,73 @@ def test_no_index_leaves_its_array(tmp_path: Path) -> None:
 
 
 @njit(nogil=True)
-def _count_together(core: int, cores: int, counter: Any, rounds: int, counts: Any) -> None:
-    meeting = 0
-    for _ in range(rounds):
-        counts[core] += 1
-        meeting = meet(counter, cores, meeting)
-        for other in range(cores):
-            if counts[other] != counts[core]:
-                counts[cores] += 1
-        meeting = meet(counter, cores, meeting)
+def _all_phases(core: int, counter: Any, cores: int, grain: int, owners: Any, times: Any, early: Any) -> None:
+    """Each phase's pieces are marked by who takes them; `early` counts those taken before the phase before was done."""
+    phase, pieces = phase_of(counter), owners.shape[1]
+    while phase < len(owners):
+        done = 0
+        first, count = take(counter, phase, pieces, grain, core, cores)
+        while count > 0:
+            for piece in range(first, first + count):
+                owners[phase, piece] = core + 1
+                times[phase, piece] += 1
+                if phase > 0 and times[phase - 1].min() == 0:
+                    early[core] += 1
+            done += count
+            first, count = take(counter, phase, pieces, grain, core, cores)
+        if done > 0 and was_last(counter, done, pieces):
+            begin(counter, phase + 1)
+        else:
+            wait(counter, phase)
+        phase = phase_of(counter)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 5])
-def test_a_team_meets(cores: int) -> None:
-    team, counts = Team(cores), np.zeros(cores + 1, np.int64)
-    for _ in range(3):
-        team.run(_count_together, 20, counts)
-    assert counts.tolist() == [60] * cores + [0]
-
-
-@njit(nogil=True)
-def _claim_all(core: int, cores: int, counter: Any, owners: Any) -> None:
-    claimed = meeting = 0
-    for work in range(len(owners)):
-        piece = claim(counter, claimed)
-        while piece < owners.shape[1]:
-            owners[work, piece] += core + 1
-            piece = claim(counter, claimed)
-        claimed = claimed_after(claimed, owners.shape[1], cores)
-        meeting = meet(counter, cores, meeting)
-
-
-@pytest.mark.parametrize("cores", [1, 2, 5])
-def test_every_piece_is_claimed_once(cores: int) -> None:
+@pytest.mark.parametrize("grain", [1, 2, 8])
+def test_every_piece_is_done_once_and_after_the_phase_before(cores: int, grain: int) -> None:
     team = Team(cores)
     for _ in range(3):
-        owners = np.zeros((100, 100), np.int64)
-        team.run(_claim_all, owners)
+        owners, early = np.zeros((100, 96), np.int64), np.zeros(cores, np.int64)
+        times = np.zeros_like(owners)
+        team.run(_all_phases, cores, grain, owners, times, early)
+        assert (times == 1).all()
         assert set(owners.ravel().tolist()) <= set(range(1, cores + 1))
+        assert not early.any()
+
+
+def test_nobody_waits_for_who_has_not_come() -> None:
+    """Jobs are done while who began them does something else, in their order, and asking for them then is no work."""
+    team, jobs = Team(2), []
+    marks = [(np.zeros((50, 30), np.int64), np.zeros((50, 30), np.int64), np.zeros(2, np.int64)) for _ in range(3)]
+    for owners, times, early in marks:
+        jobs.append(team.begin(_all_phases, 2, 2, owners, times, early))
+    limit = time.monotonic() + 60
+    while not all((times == 1).all() for _, times, _ in marks):
+        assert time.monotonic() < limit, "the other core does nothing"
+        time.sleep(0.01)
+    for job, (owners, times, early) in zip(jobs, marks, strict=True):
+        job.finish()
+        assert (owners == 2).all()
+        assert (times == 1).all()
+        assert not early.any()
+
+
+@given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 5), st.randoms())
+def test_pieces_are_taken_in_whole_grains_from_both_ends(pieces: int, grain: int, cores: int, rng: Any) -> None:
+    """Panels are whole as long as grains are: halves come only from the last grain that is left."""
+    pieces *= grain
+    counter, seen, left = np.zeros(64, np.int64), np.zeros(pieces, np.int64), pieces
+    while left:
+        core = rng.randrange(cores)
+        first, count = take(counter, 0, pieces, grain, core, cores)
+        assert 0 < count <= left
+        seen[first : first + count] += 1
+        if left > grain:
+            assert count % grain == 0
+            assert first % grain == 0
+            before = seen[: first + count] if core % 2 == 0 else seen[first:]
+            assert (before == 1).all(), "each end is taken through neighbours"
+        left -= count
+    assert (seen == 1).all()
+    assert take(counter, 0, pieces, grain, 0, cores) == (0, 0)
+    assert take(np.zeros(64, np.int64), 1, pieces, grain, 0, cores) == (0, 0), "that phase is over, or has not come"
