@@ -22,6 +22,7 @@ from shared.settings import Settings, parse_memory
 if TYPE_CHECKING:
     from model_worker.engine import Engine
 
+SWITCH_SECONDS = 1e-4
 CANNOT_WORK = 78
 """Exit code (EX_CONFIG of sysexits.h) when a restart would not help."""
 
@@ -90,7 +91,10 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     masks.start()
     hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
     identity, pick, ahead = WorkerIdentity(index, epoch), runner.pick, loaded.device.type == "cuda"
-    engine = Engine(runner.forward, rows, sampler, loaded.device, identity, hidden_forward, masks, pick, ahead)
+    begin_pick = runner.begin_pick if runner.runs_ahead else None
+    engine = Engine(
+        runner.forward, rows, sampler, loaded.device, identity, hidden_forward, masks, pick, ahead, begin_pick
+    )
     hello = WorkerHello(
         device=device,
         index=index,
@@ -117,6 +121,8 @@ def serve(engine: Engine, hello: WorkerHello, endpoint: str, keys: Path | None =
     loop = Loop(engine, hello, endpoint, keys)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
+    # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.
+    sys.setswitchinterval(SWITCH_SECONDS)
     # Weights and modules live as long as the process: the collector need not look at them again.
     gc.collect()
     gc.freeze()

@@ -20,6 +20,7 @@ from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from model_worker import alone
 from model_worker.batch import ForwardBatch
+from model_worker.fusion.stack import Drawn
 from model_worker.masks import Masks
 from model_worker.reports import ReportBuilder
 from model_worker.rows import HiddenPart, PackedStep, WorkerRows
@@ -28,6 +29,7 @@ from model_worker.transfer import Download, Mark, upload, upload_together
 
 Forward = Callable[[ForwardBatch], torch.Tensor]
 Pick = Callable[[ForwardBatch, NDArray[np.bool_]], tuple[NDArray[np.int64], torch.Tensor]]
+BeginPick = Callable[[ForwardBatch, Drawn], Callable[[], NDArray[np.int64]]]
 HiddenForward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -70,7 +72,8 @@ class Engine:
 
     `pick` is `ModelRunner.pick`; without it greedy rows take the largest of their logits. Rows and sampler keep what
     must outlive a step. With `ahead` a step may begin before the tokens of the last one are read: they stay on the
-    device, where the next step finds them.
+    device, where the next step finds them. With `begin_pick`, which is `ModelRunner.begin_pick`, the same holds on a
+    CPU for steps whose rows need nothing but their largest logit.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Engine:
         masks: Masks | None = None,
         pick: Pick | None = None,
         ahead: bool = False,
+        begin_pick: BeginPick | None = None,
     ) -> None:
         self._forward = forward
         self._pick = pick
@@ -93,10 +97,11 @@ class Engine:
         self._device = device
         self._identity = identity
         self._masks = masks
-        self.ahead = ahead
+        self._begin_pick = begin_pick
+        self.ahead = ahead or begin_pick is not None
         self._flights: list[Flight] = []
         self._begun = 0
-        self._last_tokens = torch.zeros(rows.max_rows if ahead else 0, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(rows.max_rows if self.ahead else 0, dtype=torch.int64, device=device)
         """Of rows whose last token the host has not read."""
         self._incarnation: int | None = None
         self._held: set[int] = set()
@@ -129,26 +134,45 @@ class Engine:
     def _needs_host(self, packed: PackedStep) -> bool:
         if self._alone or packed.prompts or packed.hidden or packed.embeddings is not None:
             return True
+        if self._begin_pick is not None:
+            return bool(self._worked(packed).any())
         rows = packed.rows[packed.sampling]
         return self._sampler.needs_host(rows) or (self._masks is not None and bool(self._masks.constrain(rows).any()))
 
     def _launch(self, step: Step, packed: PackedStep) -> Flight:
         self._begun += 1
-        number, began, rows = self._begun, Mark(self._device), packed.rows[packed.sampling]
+        number, rows = self._begun, packed.rows[packed.sampling]
+        wait = self._draw_on_device(packed, rows) if self._begin_pick is None else self._draw_in_stack(packed, rows)
+        self._rows.begun_step(packed, number)
+        errors = self._refusals(rows)
+
+        def read() -> StepResult:
+            tokens, device_us = wait()
+            sampled = Sampled.of(tokens)
+            self._rows.read_step(rows, sampled.tokens, number)
+            return self._result(step, rows, sampled, errors, device_us)
+
+        return Flight(read)
+
+    def _draw_on_device(self, packed: PackedStep, rows: NDArray[np.int32]) -> Callable[[], tuple[NDArray[Any], int]]:
+        """Returns what waits for the tokens and the time that they took in us."""
+        began = Mark(self._device)
         with torch.inference_mode():
             logits = self._forward(self._batch_ahead(packed))
             tokens = self._sampler.sample_ahead(logits[: len(rows)], rows, packed.positions)
             self._last_tokens.index_copy_(0, upload(rows.astype(np.int64), self._device), tokens.clamp(min=0))
             copied = Download(tokens)
-        self._rows.begun_step(packed, number)
-        errors = self._refusals(rows)
+        return lambda: (copied.wait(), copied.done.us_since(began))
 
-        def read() -> StepResult:
-            sampled = Sampled.of(copied.wait())
-            self._rows.read_step(rows, sampled.tokens, number)
-            return self._result(step, rows, sampled, errors, copied.done.us_since(began))
-
-        return Flight(read)
+    def _draw_in_stack(self, packed: PackedStep, rows: NDArray[np.int32]) -> Callable[[], tuple[NDArray[Any], int]]:
+        """The same on a CPU, for rows that take the largest of their logits."""
+        assert self._begin_pick is not None
+        started = time.perf_counter_ns()
+        unread = np.full(len(packed.tokens), -1)
+        places, owners = self._rows.unread(packed)
+        unread[places] = owners
+        wait = self._begin_pick(self._batch(packed), Drawn(unread, rows.astype(np.int64), self._last_tokens.numpy()))
+        return lambda: (wait(), (time.perf_counter_ns() - started) // 1000)
 
     def _batch_ahead(self, packed: PackedStep) -> ForwardBatch:
         batch = self._batch(packed)

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 1.0
 LAST_WORDS_MS = 1000
+PATIENCE_MS = 2
 
 
 class Loop:
@@ -53,8 +54,9 @@ class Loop:
                 if now >= next_hello:
                     self._send(self._hello)
                     next_hello = now + HELLO_SECONDS
-                # What the device has been given is waited for only when there is nothing more to give it.
-                step = self._receive(timeout_ms=0 if self._flights else int((next_hello - now) * 1000) + 1)
+                # What was begun is waited for when there is nothing more to begin, which the answer to the last step's
+                # result brings, if anything does.
+                step = self._receive(timeout_ms=PATIENCE_MS if self._flights else int((next_hello - now) * 1000) + 1)
                 if step is not None and not self._engine.ahead:
                     self._send(encode(self._engine.step(step)))
                 elif step is not None:

@@ -7,6 +7,7 @@ what the logits are for.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from model_worker.sampler import largest
 from model_worker.taps import given_embeddings, taken_inputs
 
 if TYPE_CHECKING:
+    from model_worker.fusion.stack import Drawn
     from model_worker.loader import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -111,6 +113,18 @@ class ModelRunner:
         self._check(batch)
         with torch.inference_mode(), given_embeddings(self._embedding, batch):
             return self._stack.pick(batch, self.cache, wanted)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `begin_pick` may and should be used."""
+        return self._stack is not None and self._stack.runs_ahead
+
+    def begin_pick(self, batch: ForwardBatch, drawn: Drawn) -> Callable[[], NDArray[np.int64]]:
+        """As `pick` for no logits, but what is returned waits for the tokens; see `FusedStack.begin`."""
+        assert self._stack is not None
+        self._check(batch)
+        with torch.inference_mode():
+            return self._stack.begin(batch, self.cache, drawn)
 
     @property
     def hidden_size(self) -> int:

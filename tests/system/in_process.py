@@ -44,6 +44,7 @@ class Shape:
     prefix_cache: bool = True
     backend: str = "auto"
     ahead: bool = False
+    stack_ahead: bool = False
     processors: Mapping[str, Processor] = field(default_factory=dict)
 
 
@@ -161,7 +162,8 @@ def _engine(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | None) 
     sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device, shape.processors)
     identity = WorkerIdentity(index, 0)
     cpu, hidden = torch.device("cpu"), runner.forward_with_hidden
-    return Engine(runner.forward, rows, sampler, cpu, identity, hidden, masks, runner.pick, shape.ahead)
+    begin_pick = runner.begin_pick if shape.stack_ahead else None
+    return Engine(runner.forward, rows, sampler, cpu, identity, hidden, masks, runner.pick, shape.ahead, begin_pick)
 
 
 def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:

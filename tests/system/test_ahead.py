@@ -47,13 +47,41 @@ def host_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(seed=rng.randrange(2**64), max_new_tokens=rng.randint(10, 20), **fields)
 
 
-@pytest.mark.parametrize("kinds", [(device_params,), (device_params, device_params, random_params, host_params)])
-def test_the_host_being_behind_changes_nothing(kinds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def greedy_params(rng: random.Random) -> SamplingParams:
+    """What the largest logit is enough for."""
+    return SamplingParams(
+        temperature=0.0, max_new_tokens=rng.randint(1, 24), stop_token_ids=[rng.randrange(VOCAB) for _ in range(4)]
+    )
+
+
+# Two that together need more blocks than there are, and one that ends at its first token.
+GROWING = [([token], SamplingParams(temperature=0.0, max_new_tokens=60)) for token in (5, 6)]
+STOPPING = ([7], SamplingParams(temperature=0.0, max_new_tokens=5, stop_token_ids=list(range(VOCAB))))
+
+
+ON_DEVICE = ("olmo2", Shape(num_blocks=24), Shape(num_blocks=24, ahead=True))
+"""As on CUDA, with torch's CPU as the device."""
+IN_STACK = ("llama", Shape(num_blocks=5, block_size=16), Shape(num_blocks=5, block_size=16, stack_ahead=True))
+
+
+@pytest.mark.parametrize(
+    ("where", "kinds"),
+    [
+        (ON_DEVICE, (device_params,)),
+        (ON_DEVICE, (device_params, device_params, random_params, host_params)),
+        (IN_STACK, (greedy_params,)),
+        (IN_STACK, (greedy_params, greedy_params, device_params, host_params)),
+    ],
+)
+def test_the_host_being_behind_changes_nothing(
+    where: tuple[str, Shape, Shape], kinds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seed = random.randrange(2**31)
     rng = random.Random(seed)
-    loaded = load(tiny_model("olmo2", tmp_path, seed=1))
+    architecture, *shapes = where
+    loaded = load(tiny_model(architecture, tmp_path, seed=1))
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(24)]
-    asked = [(prompt, rng.choice(kinds)(rng)) for prompt in prompts]
+    asked = [*GROWING, STOPPING, *((prompt, rng.choice(kinds)(rng)) for prompt in prompts)]
     behind: list[int] = []
     launch = Engine._launch
 
@@ -63,9 +91,9 @@ def test_the_host_being_behind_changes_nothing(kinds: Any, tmp_path: Path, monke
 
     monkeypatch.setattr(Engine, "_launch", counted)
     answers = []
-    for ahead in (False, True):
+    for shape in shapes:
         assert not behind, "only the second engine runs ahead"
-        server = InProcessServer(loaded, Shape(num_blocks=24, ahead=ahead))
+        server = InProcessServer(loaded, shape)
         for prompt, params in asked:
             server.submit(prompt, params)
         answers.append(server.run())
