@@ -195,10 +195,12 @@ class Loop:
         send_to(self._api, identity, InquiryAnswer(self.scheduler.incarnation, lines, self.scheduler.status()))
 
     def _send_steps(self) -> None:
-        for index, step in self.scheduler.next_steps():
-            if not send_to(self._workers, self._worker_identity[index], step):
-                # What it never got cannot be why it is gone.
-                self._lose(index, step.epoch, f"does not take step {step.step}", blamed=False)
+        # Until each worker has as many as it may have: a result may be the next thing that there is to receive.
+        while steps := self.scheduler.next_steps():
+            for index, step in steps:
+                if not send_to(self._workers, self._worker_identity[index], step):
+                    # What it never got cannot be why it is gone.
+                    self._lose(index, step.epoch, f"does not take step {step.step}", blamed=False)
 
     def _send_news(self) -> None:
         for identity, results in self.scheduler.take_results():
