@@ -42,7 +42,7 @@ check: lint  ## the same as lint
 bench: $(TEST_INSTALLED)  ## measure a server, or compare with PEER=vllm,openvino,... or a base URL (WORK=W1,W2; ARGS="--help")
 	$(BIN)/python -m benchmarks$(if $(PEER),.compare --peer "$(PEER)" --work "$(WORK)") $(ARGS)
 
-peer: $(TEST_INSTALLED)  ## install PEER=openvino|vllm|llamacpp|max|transformers for make bench
+peer: $(TEST_INSTALLED)  ## install PEER=openvino|vllm|llamacpp|llamacpp-int8|max|transformers for make bench
 	$(BIN)/python -m benchmarks.peers install $(PEER)
 
 chaos: $(TEST_INSTALLED)  ## kill processes for ten minutes and compare every stream (ARGS="--help" explains)

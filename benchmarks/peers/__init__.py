@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.peers.llamacpp import LlamaCpp
+from benchmarks.peers.llamacpp import LlamaCpp, LlamaCppInt8
 from benchmarks.peers.max import Max
 from benchmarks.peers.openvino import OpenVino
 from benchmarks.peers.peer import Peer
 from benchmarks.peers.transformers import TransformersServe
 from benchmarks.peers.vllm import Vllm
 
-KINDS: tuple[type[Peer], ...] = (OpenVino, Vllm, LlamaCpp, Max, TransformersServe)
+KINDS: tuple[type[Peer], ...] = (OpenVino, Vllm, LlamaCpp, LlamaCppInt8, Max, TransformersServe)
 
 
 def known_peers(cache: Path) -> Mapping[str, Peer]:

@@ -9,6 +9,7 @@ import os
 import sys
 import tarfile
 from pathlib import Path
+from typing import ClassVar
 
 from benchmarks.client import Form
 from benchmarks.peers.peer import PIP, SERVED_NAME, Peer, PeerError, Start, run
@@ -17,12 +18,12 @@ from benchmarks.standard_work import Needs
 BINARY = "TOKENYARD_BENCH_LLAMA_SERVER"
 JOBS = "TOKENYARD_BENCH_JOBS"
 CONVERT = Path(__file__).with_name("gguf_conversion.py")
-WEIGHTS = "bf16"
 
 
 class LlamaCpp(Peer):
     name = "llamacpp"
     version = "0.3.36"
+    weights: ClassVar[str] = "bf16"
     # It serves a connection that is kept open with a thread of its own, and runs out of them.
     form = Form(close_connections=True)
 
@@ -55,11 +56,11 @@ class LlamaCpp(Peer):
         run(["ninja", "-C", build, "-j", os.environ.get(JOBS, str(os.cpu_count())), "llama-server"])
 
     def prepared(self, model: Path) -> Path:
-        converted = model.absolute().with_name(f"{model.name}-{WEIGHTS}.gguf")
+        converted = model.absolute().with_name(f"{model.name}-{self.weights}.gguf")
         if not converted.exists():
             partial = converted.with_suffix(".partial")
             command = [sys.executable, "-P", str(CONVERT), str(self._sources), str(model.absolute()), str(partial)]
-            run([*command, WEIGHTS], environment={"PYTHONPATH": str(self.home / "site")})
+            run([*command, self.weights], environment={"PYTHONPATH": str(self.home / "site")})
             partial.rename(converted)
         return converted
 
@@ -70,3 +71,14 @@ class LlamaCpp(Peer):
         # The context is shared out evenly to the slots, so each gets what the longest sequence needs.
         command += ["--parallel", slots, "--ctx-size", str(needs.sequences * needs.context)]
         return Start([*command, "--batch-size", "2048", "--ubatch-size", "512", "--no-webui"])
+
+
+class LlamaCppInt8(LlamaCpp):
+    """The same build with weights of one byte (Q8_0: a scale for each 32 of them), beside our `--quantization int8`."""
+
+    name = "llamacpp-int8"
+    weights = "q8_0"
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__(cache)
+        self.home = LlamaCpp(cache).home
