@@ -15,7 +15,7 @@ from benchmarks.peers.max import Max
 from benchmarks.places import standard_model_in
 from benchmarks.standard_work import Needs
 
-NAMES = ["openvino", "vllm", "llamacpp", "max", "transformers"]
+NAMES = ["openvino", "vllm", "llamacpp", "llamacpp-int8", "max", "transformers"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,3 +50,12 @@ def test_weights_are_widened_and_stay_equal(tmp_path: Path) -> None:
     assert original.keys() == wide.keys()
     assert all(wide[name].dtype == torch.float32 and wide[name].equal(original[name].float()) for name in wide)
     assert json.loads((widened / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_both_kinds_of_weights_share_a_build_but_not_a_model(tmp_path: Path) -> None:
+    peers = known_peers(tmp_path)
+    bfloat16, int8 = peers["llamacpp"], peers["llamacpp-int8"]
+    assert bfloat16.home == int8.home
+    for peer, name in ((bfloat16, "model-bf16.gguf"), (int8, "model-q8_0.gguf")):
+        (tmp_path / name).touch()
+        assert peer.prepared(tmp_path / "model") == tmp_path / name
