@@ -1,8 +1,8 @@
 """Stop patterns (`stop_regex`) over text that comes token by token; what matched stays in the text, as upstream.
 
 The engine is RE2, whose time is linear in the text whatever the pattern: Python's `re` backtracks, and one short
-pattern of a stranger could hold the process for hours. Its word boundaries and classes are those of ASCII. Knows text
-only.
+pattern of a stranger could hold the process for hours. Its word boundaries and classes are those of ASCII, and `$`
+is the end of the text only. Knows text only.
 """
 
 from __future__ import annotations
