@@ -129,7 +129,8 @@ class Engine:
             return flight
         for flight in self._flights:
             flight.result()
-        return Flight.landed(self._passes(step))
+        # Tokens that were not read then are missing in what was packed.
+        return Flight.landed(self._passes(step, None if self._flights else packed))
 
     def _needs_host(self, packed: PackedStep) -> bool:
         if self._alone or packed.prompts or packed.hidden or packed.embeddings is not None:
@@ -182,15 +183,15 @@ class Engine:
         where, owners = upload_together((places, rows), np.int64, self._device)
         return replace(batch, tokens=batch.tokens.index_copy(0, where, self._last_tokens[owners]))
 
-    def _passes(self, step: Step) -> StepResult:
+    def _passes(self, step: Step, packed: PackedStep | None = None) -> StepResult:
         if not self._alone:
-            return self._pass(step)
+            return self._pass(step, packed)
         results = [self._pass(part) for part in alone.parts(step, self._alone)]
         return alone.together(step, results) if len(results) > 1 else results[0]
 
-    def _pass(self, step: Step) -> StepResult:
+    def _pass(self, step: Step, packed: PackedStep | None = None) -> StepResult:
         started = time.perf_counter_ns()
-        packed = self._rows.pack(step)
+        packed = packed or self._rows.pack(step)
         worked = self._worked(packed)
         if worked.all():
             logits, hidden = self._run(packed)

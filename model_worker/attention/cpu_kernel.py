@@ -14,6 +14,8 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, prange, types
 
+from model_worker.fusion.elements import widened
+
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
 
@@ -22,20 +24,6 @@ _MATH = {"reassoc", "contract", "arcp", "nsz"}
 _LOWEST = np.float32(-1e30)  # of a softmax that has seen no key
 # Keys whose scores are taken through the softmax together, to spread what each of its steps costs.
 _PANEL_KEYS = 64
-
-
-@intrinsic
-def _widen(typing: Any, value: Any) -> Any:
-    """float32 from a cache element: itself, or the upper half of a float32 if it is a bfloat16's bits."""
-
-    def bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), ir.FloatType())
-
-    def float32(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return args[0]
-
-    return types.float32(value), bfloat16 if value == types.uint16 else float32
 
 
 @intrinsic
@@ -88,7 +76,7 @@ def _score(q: Any, base: int, rows: int, k: Any, block: int, head: int, keys: in
             a = b = c = e = np.float32(0.0)
             for d in range(k.shape[3]):
                 q0, q1 = q[base + r, d], q[base + r + 1, d]
-                k0, k1 = _widen(k[block, head, j, d]), _widen(k[block, head, j + 1, d])
+                k0, k1 = widened(k[block, head, j, d]), widened(k[block, head, j + 1, d])
                 a += q0 * k0
                 b += q0 * k1
                 c += q1 * k0
@@ -106,7 +94,7 @@ def _score(q: Any, base: int, rows: int, k: Any, block: int, head: int, keys: in
 def _dot(q: Any, row: int, k: Any, block: int, head: int, key: int) -> Any:
     total = np.float32(0.0)
     for d in range(k.shape[3]):
-        total += q[row, d] * _widen(k[block, head, key, d])
+        total += q[row, d] * widened(k[block, head, key, d])
     return total
 
 
@@ -148,8 +136,8 @@ def _gather(acc: Any, base: int, rows: int, v: Any, block: int, head: int, keys:
             a0, a1, a2, a3 = weights[r, j], weights[r, j + 1], weights[r, j + 2], weights[r, j + 3]
             b0, b1, b2, b3 = weights[r + 1, j], weights[r + 1, j + 1], weights[r + 1, j + 2], weights[r + 1, j + 3]
             for d in range(v.shape[3]):
-                v0, v1 = _widen(v[block, head, j, d]), _widen(v[block, head, j + 1, d])
-                v2, v3 = _widen(v[block, head, j + 2, d]), _widen(v[block, head, j + 3, d])
+                v0, v1 = widened(v[block, head, j, d]), widened(v[block, head, j + 1, d])
+                v2, v3 = widened(v[block, head, j + 2, d]), widened(v[block, head, j + 3, d])
                 acc[base + r, d] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
                 acc[base + r + 1, d] += b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3
         for j in range(fours, keys):
@@ -159,8 +147,8 @@ def _gather(acc: Any, base: int, rows: int, v: Any, block: int, head: int, keys:
         for j in range(0, fours, 4):
             a0, a1, a2, a3 = weights[r, j], weights[r, j + 1], weights[r, j + 2], weights[r, j + 3]
             for d in range(v.shape[3]):
-                v0, v1 = _widen(v[block, head, j, d]), _widen(v[block, head, j + 1, d])
-                v2, v3 = _widen(v[block, head, j + 2, d]), _widen(v[block, head, j + 3, d])
+                v0, v1 = widened(v[block, head, j, d]), widened(v[block, head, j + 1, d])
+                v2, v3 = widened(v[block, head, j + 2, d]), widened(v[block, head, j + 3, d])
                 acc[base + r, d] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
         for j in range(fours, keys):
             _add(acc, base + r, v, block, head, j, weights[r, j])
@@ -169,7 +157,7 @@ def _gather(acc: Any, base: int, rows: int, v: Any, block: int, head: int, keys:
 @njit(fastmath=_MATH, nogil=True, cache=True)
 def _add(acc: Any, row: int, v: Any, block: int, head: int, key: int, weight: Any) -> None:
     for d in range(v.shape[3]):
-        acc[row, d] += weight * _widen(v[block, head, key, d])
+        acc[row, d] += weight * widened(v[block, head, key, d])
 
 
 @njit(fastmath=_MATH, nogil=True, cache=True)
