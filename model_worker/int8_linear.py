@@ -54,7 +54,7 @@ class Int8Linear(nn.Module):
         # [panel, SCALE_BYTES + padded inputs * PANEL]: the scales of a panel's outputs, then the int8 weights as
         # [pair of inputs, half, 4, vector, 4, input of the pair]. A half is two vectors of 16 outputs, whose quarters
         # take turns: so the halves of 128-bit lanes, put side by side, are vectors. Padded with zeros.
-        self.panels: NDArray[np.uint8] = _panels(weight).numpy()
+        self.panels: NDArray[np.uint8] = int8_panels(weight).numpy()
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
@@ -93,7 +93,8 @@ class Int8Linear(nn.Module):
         return max(1, min(worth, torch.get_num_threads()))
 
 
-def _panels(weight: Rounded) -> Tensor:
+def int8_panels(weight: Rounded) -> Tensor:
+    """What Int8Linear.panels describes."""
     outputs, inputs = weight.values.shape
     count, pairs = -(-outputs // PANEL), -(-inputs // 2)
     panels = torch.zeros(count, SCALE_BYTES + 2 * pairs * PANEL, dtype=torch.uint8)

@@ -172,6 +172,8 @@ class Parts:
             head_norms=np.array([[_float(norm.weight) for norm in pair] or [_NOTHING] * 2 for pair in head_norms]),
             final_norm=_float(self._final_norm.weight),
             head=self.head.address,
+            screen=0,
+            bounds=_NOTHING,
             mlp_width=self.projections[0][4].width,
             epsilon=np.float32(epsilons.pop()),
         )

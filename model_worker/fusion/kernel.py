@@ -30,6 +30,7 @@ from model_worker.fusion.products import (
     pick_product,
     room_of,
 )
+from model_worker.fusion.screen import choose, screen
 from model_worker.fusion.team import begin, phase_of, take, wait, was_last
 from model_worker.fusion.tile import TILE_ROWS
 
@@ -42,7 +43,7 @@ BEFORE_ATTENTION, BEFORE_MLP = range(2)
 
 # A pass is BEGIN, those of each layer, and those of the end.
 NORM, QKV, PLACE, ATTEND, OUT, MLP_NORM, INNER, MLP_OUT, LAYER_PHASES = range(9)
-FINAL_NORM, HEAD, AGREE, BEGIN, KINDS = range(LAYER_PHASES, LAYER_PHASES + 5)
+FINAL_NORM, SCREEN, CHOOSE, HEAD, AGREE, BEGIN, KINDS = range(LAYER_PHASES, LAYER_PHASES + 7)
 GRAIN_ROWS = 4
 """Of work that is done token by token."""
 FEW_ROWS = 2
@@ -69,6 +70,8 @@ class Outputs(NamedTuple):
     tokens: NDArray[np.int64]  # [L]
     rows: NDArray[np.int64]  # [L]: whose last token this will be; -1: nobody's
     last_tokens: NDArray[np.int64]  # [rows]
+    peaks: NDArray[np.int32]  # [L, panels of lm_head], as screen.py knows them, or nothing: not screened
+    panels: NDArray[np.int64]  # [1 + panels]: how many of lm_head's panels are multiplied, and which
 
 
 class Weights(NamedTuple):
@@ -80,6 +83,8 @@ class Weights(NamedTuple):
     head_norms: NDArray[np.float32]  # [L, 2, head_dim] of Q and K, or [L, 2, 0]
     final_norm: NDArray[np.float32]  # [hidden]
     head: int  # address of lm_head's panels
+    screen: int  # address of its int8 copy's, as screen.py knows it, or 0
+    bounds: NDArray[np.float32]  # [panels of lm_head], or nothing
     mlp_width: int
     epsilon: np.float32
 
@@ -216,8 +221,9 @@ def _sizes(x: Any, weights: Any, cache: Any, attention: Any, buffers: Any, outpu
     sizes[QKV, 1] = sizes[OUT, 1] = sizes[MLP_OUT, 1] = sizes[INNER, 1] = HALVES
     sizes[ATTEND, 0], sizes[ATTEND, 1] = len(attention.units), 1
     sizes[FINAL_NORM, 0] = wanted
-    sizes[AGREE, 0] = 0
-    sizes[HEAD, 0], sizes[HEAD, 1] = -(-outputs.logits.shape[1] // PANEL) if wanted else 0, HEAD_PANELS
+    sizes[SCREEN, 0], sizes[CHOOSE, 0], sizes[AGREE, 0] = outputs.peaks.size // max(wanted, 1), 0, 0
+    sizes[HEAD, 0] = len(outputs.panels) - 1 if wanted else 0
+    sizes[SCREEN, 1] = sizes[HEAD, 1] = HEAD_PANELS
     return sizes
 
 
@@ -315,7 +321,7 @@ def run_stack(
     phase = phase_of(counter)
     while phase < end:
         kind, layer = _kind(phase, layers)
-        pieces, grain, done = sizes[kind, 0], sizes[kind, 1], 0
+        pieces, grain, done = sizes[kind, 0] if kind != HEAD else outputs.panels[0], sizes[kind, 1], 0
         taken = take(counter, phase, pieces, grain, core, cores)
         while taken[1] > 0:
             if kind == QKV:
@@ -329,8 +335,11 @@ def run_stack(
                 gated(core, taken, hidden, gate, up, width, inner, room, up_room, tile, other)
             elif kind == MLP_OUT:
                 add_product(core, taken, inner, panels[layer, DOWN], x.shape[1], x, 0, biases, -1, room, tile)
+            elif kind == SCREEN:
+                screen(taken, hidden, weights.screen, logits.shape[1], outputs.peaks, tile, bits)
             elif kind == HEAD:
-                pick_product(taken, hidden, weights.head, wanted, logits, keys, places, room, tile, bits)
+                numbers = outputs.panels[1 : 1 + pieces]
+                pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, room, tile, bits)
             else:
                 _do_rows(kind, layer, taken, inputs, x, rotary, weights, cache, buffers, outputs)
             done += taken[1]
@@ -342,6 +351,8 @@ def run_stack(
             while phase < end and (sizes[kind, 0] == 0 or (_by_rows(kind) and sizes[kind, 0] <= FEW_ROWS)):
                 if kind == AGREE:
                     _agree(outputs)
+                elif kind == CHOOSE and outputs.peaks.size > 0:
+                    choose(hidden, weights.bounds, outputs.peaks, outputs.panels)
                 elif sizes[kind, 0] > 0:
                     _do_rows(kind, layer, (0, sizes[kind, 0]), inputs, x, rotary, weights, cache, buffers, outputs)
                 phase += 1

@@ -26,6 +26,25 @@ def _key(bits: Any) -> Any:
     return np.int32(bits ^ np.int32(np.int32(bits >> _SIGN) & _REST))
 
 
+bits_of = _key  # the way back is the same
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+def largest_key(tile: Any, bits: Any, r: int, lanes: int) -> Any:
+    """The key of the largest of tile[r, :lanes]; `bits` is the tile as int32."""
+    total, most = np.float32(0.0), _LEAST
+    for lane in range(lanes):
+        total += tile[r, lane]
+    if abs(total) < np.float32(np.inf):
+        for lane in range(lanes):
+            most = max(most, _key(bits[r, lane]))
+    else:  # infinities or NaNs are among them, which is rare: this loop need not be fast
+        for lane in range(lanes):
+            is_number = np.int32(bits[r, lane] & _REST) <= _INFINITY
+            most = max(most, _key(bits[r, lane]) if is_number else _NO_NUMBER)
+    return most
+
+
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
 def take_largest(tile: Any, bits: Any, rows: int, lanes: int, at: int, keys: Any, places: Any, first: int) -> None:
     """Keep for each row the key of its largest sum here and before, and its place; the first among equals.
@@ -34,17 +53,9 @@ def take_largest(tile: Any, bits: Any, rows: int, lanes: int, at: int, keys: Any
     Indices instead of slices: a slice holds a reference, whose count takes longer than all the rest.
     """
     for r in range(rows):
-        total, most, row = np.float32(0.0), _LEAST, first + r
-        for lane in range(lanes):
-            total += tile[r, lane]
-        if abs(total) < np.float32(np.inf):
-            for lane in range(lanes):
-                most = max(most, _key(bits[r, lane]))
-        else:  # infinities or NaNs are among them, which is rare: this loop need not be fast
-            for lane in range(lanes):
-                is_number = np.int32(bits[r, lane] & _REST) <= _INFINITY
-                most = max(most, _key(bits[r, lane]) if is_number else _NO_NUMBER)
-        if most > keys[row]:
+        most, row = largest_key(tile, bits, r, lanes), first + r
+        # Panels come in any order, and equal ones are what identical weights give.
+        if most > keys[row] or (most == keys[row] and at < places[row]):
             keys[row] = most
             for lane in range(lanes):
                 if _key(bits[r, lane]) == most:

@@ -163,11 +163,27 @@ def _multiply(
             multiply_int8_panel(operand, first, rows, place, early, room, tile)
         else:
             multiply_int8_half_panel(operand, first, rows, place, early, room, tile)
-        factors = carray(pointer(scales), (PANEL,), np.float32)[:lanes]
-        for r in range(rows):
-            sums = tile[r, :lanes]
-            for lane in range(len(sums)):
-                sums[lane] *= factors[lane]
+        _scale(rows, scales, lanes, tile)
+
+
+@njit(nogil=True, cache=True)
+def _scale(rows: int, scales: int, lanes: int, tile: Any) -> None:
+    factors = carray(pointer(scales), (PANEL,), np.float32)[:lanes]
+    for r in range(rows):
+        sums = tile[r, :lanes]
+        for lane in range(len(sums)):
+            sums[lane] *= factors[lane]
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def int8_product(operand: Any, rows: int, panels: int, number: int, count: int, lanes: int, tile: Any) -> None:
+    """tile[r, :lanes] = operand[r] . int8 panel `number` of `count`, for up to INT8_ROWS rows."""
+    room = np.empty((0, PANEL), np.uint32)  # not needed for so few rows, but it says which kind of panels these are
+    place, scales = _panel(operand, panels, HALVES * number, room)
+    following = _panel(operand, panels, HALVES * min(number + 1, count - 1), room)[0]
+    early = _early(operand, place, following, 1, 0, False, room)
+    multiply_int8_panel(operand, 0, rows, place, early, room, tile)
+    _scale(rows, scales, lanes, tile)
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
@@ -214,6 +230,7 @@ def add_product(
 @njit(error_model="numpy", nogil=True, cache=True)
 def pick_product(
     taken: Any,
+    numbers: Any,
     operand: Any,
     panels: int,
     wanted: Any,
@@ -226,16 +243,17 @@ def pick_product(
 ) -> None:
     """The largest of each row of operand . weights, as `take_largest` keeps it; wanted rows whole, in out[wanted[row]].
 
-    Of the panels that are `taken`, the first and how many. `wanted` int64 [rows] is negative for rows of which nothing
-    but the largest matters; `bits` is the tile as int32.
+    Of the panels in `numbers` those that are `taken`: the first, and how many. `wanted` int64 [rows] is negative for
+    rows of which nothing but the largest matters; `bits` is the tile as int32.
     """
     rows, width = len(wanted), out.shape[1]
     pieces, widens = _pieces(rows, room), _widens(rows, room)
-    for number in range(taken[0], taken[0] + taken[1]):
+    for index in range(taken[0], taken[0] + taken[1]):
+        number, after = numbers[index], numbers[min(index + 1, len(numbers) - 1)]
         at = number * PANEL
         lanes = min(PANEL, width - at)
         panel = _panel(operand, panels, HALVES * number, room)
-        following = panel[0] if at + PANEL >= width else _panel(operand, panels, HALVES * (number + 1), room)[0]
+        following = _panel(operand, panels, HALVES * after, room)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece, room)
             early = _early(operand, panel[0], following, pieces, piece, widens, room)

@@ -24,10 +24,12 @@ from model_worker.fusion.kernel import Buffers, Inputs, Outputs, Rotary, run_sta
 from model_worker.fusion.largest import Largest
 from model_worker.fusion.plan import plan_for
 from model_worker.fusion.products import LANE_BYTES, PANEL
+from model_worker.fusion.screen import SCREENED_ROWS, WORTH_SCREENING, Screen
 from model_worker.fusion.softmax import LOG2_E
 from model_worker.fusion.team import Job, team
 from model_worker.huge_pages import PagesAhead, keep_in_huge_pages
 from model_worker.kv_cache import KVCache
+from model_worker.linears import PackedLinear
 
 if TYPE_CHECKING:
     from model_worker.loader import LoadedModel
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 _NO_WINDOW = 1 << 40
 # Angles of positions below this are computed once and kept; beyond, they are computed anew in each pass.
 _KEPT_POSITIONS = 1 << 15
+_NO_PEAKS = np.empty((0, 0), np.int32)
 WORTH_RUNNING_AHEAD = 32 << 20
 """Bytes of weights from which on a pass takes so long (a millisecond and more) that other work is done meanwhile."""
 
@@ -72,6 +75,12 @@ class FusedStack:
         self._windows = np.array([layer.sliding_window or _NO_WINDOW for layer in params], np.int64)
         self._weights, self._widths = parts.weights(), parts.operand_widths()
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
+        self._screen = _screen_of(parts, self._vocab_size)
+        if self._screen is not None:
+            address = int(self._screen.panels.ctypes.data)
+            self._weights = self._weights._replace(screen=address, bounds=self._screen.bounds)
+        count = -(-self._vocab_size // PANEL)
+        self._every_panel = np.concatenate([[count], np.arange(count)])
         self._room = self._make_room(1)
         # Where int8 panels that many rows want are widened: gate and up of each core at once.
         steps = max(self._widths) * np.dtype(self._element).itemsize // LANE_BYTES
@@ -113,7 +122,7 @@ class FusedStack:
         job, outputs, _ = self._begun(batch, cache, np.full(len(drawn.rows), -1), drawn)
 
         def wait() -> NDArray[np.int64]:
-            job.finish()
+            self._finish(job, outputs)
             return outputs.tokens
 
         return wait
@@ -122,13 +131,21 @@ class FusedStack:
         """Logits of rows that have a place in `wanted`, the residual [T, hidden] after all layers, largest tokens."""
         nobody = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
         job, outputs, x = self._begun(batch, cache, wanted, nobody)
-        job.finish()
+        self._finish(job, outputs)
         return torch.from_numpy(outputs.logits), torch.from_numpy(x), outputs
+
+    def _finish(self, job: Job, outputs: Outputs) -> None:
+        job.finish()
+        if self._screen is not None and outputs.peaks.size:
+            self._screen.look_back()
 
     def _begun(
         self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn
     ) -> tuple[Job, Outputs, NDArray[np.float32]]:
-        largest = Largest(self._cores, len(wanted))
+        largest, screen = Largest(self._cores, len(wanted)), self._screen
+        greedy = 0 < len(wanted) <= SCREENED_ROWS and int(wanted.max()) < 0
+        if not greedy or (screen is not None and not screen.pays()):
+            screen = None
         outputs = Outputs(
             logit_rows=batch.logit_positions.numpy(),
             wanted=wanted,
@@ -138,6 +155,8 @@ class FusedStack:
             tokens=largest.tokens,
             rows=drawn.rows,
             last_tokens=drawn.last_tokens,
+            peaks=_NO_PEAKS if screen is None else screen.peaks[: len(wanted)],
+            panels=self._every_panel if screen is None else screen.chosen,
         )
         inputs, x = self._embedded(batch, drawn)
         job = team(self._cores).begin(
@@ -219,6 +238,12 @@ class FusedStack:
             heads=np.zeros((tokens, heads), self._element),
             inner=np.zeros((tokens, inner), self._element),
         )
+
+
+def _screen_of(parts: Parts, vocab_size: int) -> Screen | None:
+    """A screen for the model's lm_head, if it is worth one."""
+    head = parts.head.linear
+    return Screen(head, vocab_size) if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING else None
 
 
 def _every(batch: ForwardBatch) -> NDArray[np.int64]:

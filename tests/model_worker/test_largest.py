@@ -19,9 +19,9 @@ def expected(sums: NDArray[np.float32]) -> list[int]:
 
 
 def kept(sums: NDArray[np.float32], cores: int, rng: np.random.Generator) -> list[int]:
-    """Each core takes the tiles that it claims in order, as `pick_product` does."""
+    """Each core takes tiles in any order, as `pick_product` does."""
     largest = Largest(cores, len(sums))
-    for at in range(0, sums.shape[1], PANEL):
+    for at in PANEL * rng.permutation(-(-sums.shape[1] // PANEL)):
         core, lanes = int(rng.integers(cores)), min(PANEL, sums.shape[1] - at)
         tile = np.full((len(sums), PANEL), np.float32(1e30))  # what lies beyond the lanes must not count
         tile[:, :lanes] = sums[:, at : at + lanes]
