@@ -52,6 +52,8 @@ def main() -> None:
 def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engine, WorkerHello]:
     """Loads the model and makes room for its KV cache. ValueError says why this model cannot be served here."""
     phases.phase("import")
+    # What comes now makes a million objects and hardly any garbage; looking for that takes a second.
+    gc.disable()
     # torch takes over a second to import: only now, so that the supervisor sees the phase.
     import torch
 
@@ -65,6 +67,7 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     from model_worker.runner import ModelRunner
     from model_worker.sampler import SamplerRows
 
+    gc.freeze()
     phases.phase("load weights")
     loaded = load_model(
         settings.model,
@@ -126,6 +129,7 @@ def serve(engine: Engine, hello: WorkerHello, endpoint: str, keys: Path | None =
     # Weights and modules live as long as the process: the collector need not look at them again.
     gc.collect()
     gc.freeze()
+    gc.enable()
     phases.ready(blocks=hello.num_blocks, max_model_len=hello.max_model_len, attention=hello.attention)
     loop.run()
 

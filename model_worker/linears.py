@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -117,7 +118,9 @@ def pack_linears(
         if progress is not None:
             progress(done, len(linears))
     packed_ones = [packed for packed in swapped.values() if packed is not None]
-    keep_in_huge_pages((packed.panels for packed in packed_ones if packed.panels is not None), written=True)
+    panels = [packed.panels for packed in packed_ones if packed.panels is not None]
+    # Moving what is there takes half a second for a quarter of a gigabyte, and may be done while it is read.
+    Thread(target=keep_in_huge_pages, args=(panels,), kwargs={"written": True}, name="huge-pages").start()
     return packed_ones
 
 

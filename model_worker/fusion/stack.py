@@ -7,6 +7,7 @@ that the packed modules hold. loader.py uses a stack only after it has given the
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -75,10 +76,11 @@ class FusedStack:
         self._windows = np.array([layer.sliding_window or _NO_WINDOW for layer in params], np.int64)
         self._weights, self._widths = parts.weights(), parts.operand_widths()
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
-        self._screen = _screen_of(parts, self._vocab_size)
-        if self._screen is not None:
-            address = int(self._screen.panels.ctypes.data)
-            self._weights = self._weights._replace(screen=address, bounds=self._screen.bounds)
+        self._screen: Screen | None = None
+        head = parts.head.linear
+        if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING:
+            # Passes give the same without it: nobody waits.
+            Thread(target=self._make_screen, args=(head,), name="screen").start()
         count = -(-self._vocab_size // PANEL)
         self._every_panel = np.concatenate([[count], np.arange(count)])
         self._room = self._make_room(1)
@@ -87,6 +89,16 @@ class FusedStack:
         self._rooms = np.empty((self._cores, 2, steps, PANEL), np.uint32) if parts.int8 else None
         self._angles = self._compute_angles(torch.arange(1))
         self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
+
+    def _make_screen(self, head: PackedLinear) -> None:
+        screen = Screen(head, self._vocab_size)
+        self._weights = self._weights._replace(screen=int(screen.panels.ctypes.data), bounds=screen.bounds)
+        self._screen = screen
+
+    @property
+    def screens(self) -> bool:
+        """Whether lm_head is screened from now on, for those who would measure or test it."""
+        return self._screen is not None
 
     def fits(self, block_size: int) -> bool:
         """Whether blocks of this size can be laid out as the kernels read them."""
@@ -238,12 +250,6 @@ class FusedStack:
             heads=np.zeros((tokens, heads), self._element),
             inner=np.zeros((tokens, inner), self._element),
         )
-
-
-def _screen_of(parts: Parts, vocab_size: int) -> Screen | None:
-    """A screen for the model's lm_head, if it is worth one."""
-    head = parts.head.linear
-    return Screen(head, vocab_size) if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING else None
 
 
 def _every(batch: ForwardBatch) -> NDArray[np.int64]:

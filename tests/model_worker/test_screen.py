@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,11 @@ def test_a_stack_with_a_screen_picks_the_largest_logits(
     monkeypatch.setattr(Screen, "pays", lambda of: True)  # of two panels no quarter can be left out
     rng = np.random.default_rng()
     loaded = load(arch, dtype, tmp_path_factory.getbasetemp())
+    assert loaded.stack is not None
+    deadline = time.monotonic() + 60
+    while not loaded.stack.screens:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     whole, picking = ModelRunner(loaded, 32, 16), ModelRunner(loaded, 32, 16)
     few = 0
     for _ in range(6):
