@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import signal
 import sys
@@ -20,7 +21,10 @@ from shared.liveness import become
 from shared.settings import Settings, parse_memory
 
 if TYPE_CHECKING:
+    from model_worker import kernels
     from model_worker.engine import Engine
+
+log = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 1e-4
 CANNOT_WORK = 78
@@ -41,23 +45,28 @@ def main() -> None:
     settings = Settings.read(run_directory.settings_file)
     logs.configure(f"{role} {arguments.device}", settings.log_level)
     try:
-        engine, hello = build(settings, arguments.index, arguments.device, arguments.epoch)
+        engine, hello, compilation = build(settings, arguments.index, arguments.device, arguments.epoch)
     except ValueError as error:
         phases.fatal(str(error))
         sys.exit(CANNOT_WORK)
     keys = Path(settings.curve_keys) if arguments.connect else None
-    serve(engine, hello, arguments.connect or run_directory.worker_endpoint, keys)
+    serve(engine, hello, arguments.connect or run_directory.worker_endpoint, keys, compilation)
 
 
-def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engine, WorkerHello]:
-    """Loads the model and makes room for its KV cache. ValueError says why this model cannot be served here."""
+def build(
+    settings: Settings, index: int, device: str, epoch: int
+) -> tuple[Engine, WorkerHello, kernels.Compilation | None]:
+    """Loads the model and makes room for its KV cache. ValueError says why this model cannot be served here.
+
+    Where kernels are not there yet, they are being compiled.
+    """
     phases.phase("import")
     # What comes now makes a million objects and hardly any garbage; looking for that takes a second.
     gc.disable()
     # torch takes over a second to import: only now, so that the supervisor sees the phase.
     import torch
 
-    from model_worker import forbid
+    from model_worker import forbid, kernels
     from model_worker.capacity import capacity_for
     from model_worker.engine import Engine, WorkerIdentity
     from model_worker.loader import load_model
@@ -76,6 +85,7 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
         lambda _what, done, total: _progress(done, total),
         max_model_len=settings.max_model_len,
         quantization=settings.quantization,
+        deferred=lambda dtype: not kernels.kept(dtype),
     )
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory)
@@ -84,13 +94,21 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     phases.phase("compile kernels")
     processors = load_processors(settings.processor_paths)
     sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors)
+    unproven = loaded.unproven
+
+    def warm_up() -> None:
+        sampler.warm_up()
+        for dtype in {torch.float32, loaded.dtype}:
+            forbid.warm_up(dtype)
+
     runner.warm_up()
     runner.record_decode(settings.max_running, capacity.max_model_len)
-    sampler.warm_up()
     rows = WorkerRows(settings.max_running, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
     masks = Masks(settings.model, settings.max_running, loaded.vocab_size)
-    for dtype in {torch.float32, loaded.dtype}:
-        forbid.warm_up(dtype)
+    if unproven is None:
+        warm_up()
+        if loaded.stack is not None and settings.quantization == "none":
+            kernels.keep(loaded.dtype)
     masks.start()
     hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
     identity, pick, ahead = WorkerIdentity(index, epoch), runner.pick, loaded.device.type == "cuda"
@@ -98,6 +116,20 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
     engine = Engine(
         runner.forward, rows, sampler, loaded.device, identity, hidden_forward, masks, pick, ahead, begin_pick
     )
+
+    def go_over() -> None:
+        warm_up()
+        if unproven is None or not unproven.proves_itself():
+            sys.exit("the compiled stack gives other logits than the model: starting anew, without it")
+        runner.go_over(unproven.stack)
+        if runner.runs_ahead:
+            engine.run_ahead(runner.begin_pick)
+        log.info("the kernels are compiled: from now on answers come at full speed")
+
+    compilation = None
+    if unproven is not None:
+        log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
+        compilation = kernels.Compilation(loaded.dtype, go_over)
     hello = WorkerHello(
         device=device,
         index=index,
@@ -114,14 +146,20 @@ def build(settings: Settings, index: int, device: str, epoch: int) -> tuple[Engi
         hidden_size=runner.hidden_size,
     )
     torch.set_grad_enabled(False)
-    return engine, hello
+    return engine, hello, compilation
 
 
-def serve(engine: Engine, hello: WorkerHello, endpoint: str, keys: Path | None = None) -> None:
+def serve(
+    engine: Engine,
+    hello: WorkerHello,
+    endpoint: str,
+    keys: Path | None = None,
+    compilation: kernels.Compilation | None = None,
+) -> None:
     """Announces the worker and runs steps until SIGTERM."""
     from model_worker.loop import Loop
 
-    loop = Loop(engine, hello, endpoint, keys)
+    loop = Loop(engine, hello, endpoint, keys, compilation)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.

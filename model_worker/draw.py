@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from interfaces.sampling import LogprobMode
-from model_worker import draw_cpu, rng
+from model_worker import draw_cpu, kernels, rng
 
 NARROW = 1024
 """Width tried first when the edge of top-p must be found on a device where sorting the whole vocabulary is dear."""
@@ -59,7 +59,7 @@ def choose(
     scaled: torch.Tensor, first: torch.Tensor, choices: Choices
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Tokens and log-probabilities (NaN where the row asked for none); `first` holds each row's most likely token."""
-    if scaled.device.type == "cpu":
+    if scaled.device.type == "cpu" and kernels.available():
         return draw_cpu.choose(scaled.numpy(), first.numpy(), *vars(choices).values())
     return choose_torch(scaled, first, choices)
 

@@ -101,12 +101,16 @@ class Engine:
         self.ahead = ahead or begin_pick is not None
         self._flights: list[Flight] = []
         self._begun = 0
-        self._last_tokens = torch.zeros(rows.max_rows if self.ahead else 0, dtype=torch.int64, device=device)
+        self._last_tokens = torch.zeros(rows.max_rows, dtype=torch.int64, device=device)
         """Of rows whose last token the host has not read."""
         self._incarnation: int | None = None
         self._held: set[int] = set()
         self._alone: set[int] = set()
         self._refused: dict[int, str] = {}
+
+    def run_ahead(self, begin_pick: BeginPick) -> None:
+        """From the next step on, as with `begin_pick` from the beginning. No step may be under way."""
+        self._begin_pick, self.ahead = begin_pick, True
 
     def step(self, step: Step) -> StepResult:
         """Runs a step. Raises StepError when the step does not fit the rows; nothing else is expected to fail."""

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from model_worker import kernels
+
 WORD_BITS = 32
 _INFINITY: dict[torch.dtype, Any] = {
     torch.float32: np.float32(-np.inf),
@@ -26,7 +28,7 @@ def forbid(logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int
     """In place, in the rows `index` of `logits`; `masks[i]` belongs to `index[i]`."""
     infinity = _INFINITY.get(logits.dtype)
     with torch.inference_mode():
-        if logits.device.type == "cpu" and infinity is not None:
+        if logits.device.type == "cpu" and infinity is not None and kernels.available():
             plain = logits if logits.dtype == torch.float32 else logits.view(torch.int16)
             _forbid_rows(plain.numpy(), index, masks, infinity)
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -46,6 +46,13 @@ QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+class Unproven(NamedTuple):
+    """A stack whose proof must wait."""
+
+    stack: FusedStack
+    proves_itself: Callable[[], bool]
+
+
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model that has passed its self-check, and the facts about it that others need."""
@@ -61,6 +68,7 @@ class LoadedModel:
     parameter_count: int
     parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
     stack: FusedStack | None = None  # the same model in one compiled call, for CPUs
+    unproven: Unproven | None = None  # what will be `stack` once its kernels are compiled
     backend: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
 
     @property
@@ -76,12 +84,14 @@ def load_model(
     progress: Progress,
     max_model_len: int | None = None,
     quantization: str = "none",
+    deferred: Callable[[torch.dtype], bool] = lambda _: False,
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub name.
 
     `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
     the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
     int8 rounds the weights of linear layers, per output, and proves the model against itself with these weights.
+    `deferred` says of which weights' type a stack must not be run yet.
     """
     target = torch.device(device)
     wanted_dtype = weights_dtype(dtype, target)
@@ -99,7 +109,7 @@ def load_model(
     max_position = _max_position(config)
     if max_position is not None:
         pin_longrope(model, min(max_position, max_model_len or max_position))
-    return _prove(model.eval(), target, quantization, progress)
+    return prove(model.eval(), target, quantization, progress, deferred)
 
 
 def _half_as_bfloat16(model: PreTrainedModel) -> None:
@@ -212,7 +222,13 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _prove(model: PreTrainedModel, device: torch.device, quantization: str, progress: Progress) -> LoadedModel:
+def prove(
+    model: PreTrainedModel,
+    device: torch.device,
+    quantization: str,
+    progress: Progress,
+    deferred: Callable[[torch.dtype], bool] = lambda _: False,
+) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it."""
     architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
     tokens = self_check.tokens(config, device)
@@ -246,9 +262,12 @@ def _prove(model: PreTrainedModel, device: torch.device, quantization: str, prog
     self_check.check_paged(loaded, tokens, expected)
     if device.type == "cuda":
         return replace(loaded, backend=_cuda_backend(loaded, tokens, expected))
-    if loaded.stack is None or self_check.stack_differs(loaded, tokens, expected):
-        return replace(loaded, stack=None)
-    return loaded
+    if loaded.stack is None:
+        return loaded
+    if quantization == "none" and deferred(loaded.dtype):
+        later = Unproven(loaded.stack, lambda: not self_check.stack_differs(loaded, tokens, expected))
+        return replace(loaded, stack=None, unproven=later)
+    return replace(loaded, stack=None) if self_check.stack_differs(loaded, tokens, expected) else loaded
 
 
 def _cuda_backend(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> str:

@@ -16,6 +16,7 @@ import zmq
 
 from interfaces import Retire, Step, WireError, WorkerGoodbye, WorkerHello, decode, encode
 from model_worker.engine import Engine, Flight
+from model_worker.kernels import Compilation
 from shared.endpoints import worker_identity
 from shared.sockets import connect_dealer, same_host
 
@@ -30,8 +31,16 @@ class Loop:
     """Owns the socket; `run` returns after `stop`. An exception of the engine ends it, and so the process: state on a
     device that failed is not to be trusted, and the scheduler replays the sequences on the next epoch."""
 
-    def __init__(self, engine: Engine, hello: WorkerHello, endpoint: str, keys: Path | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        hello: WorkerHello,
+        endpoint: str,
+        keys: Path | None = None,
+        compilation: Compilation | None = None,
+    ) -> None:
         self._engine = engine
+        self._compilation = compilation
         self._hello = encode(hello)
         self._context: zmq.Context[Any] = zmq.Context()
         identity = worker_identity(hello.index, hello.epoch, os.getpid(), endpoint)
@@ -51,6 +60,9 @@ class Loop:
         try:
             while not self._stopping:
                 now = time.monotonic()
+                if self._compilation is not None and self._compilation.over and not self._flights:
+                    self._compilation.settle()
+                    self._compilation = None
                 if now >= next_hello:
                     self._send(self._hello)
                     next_hello = now + HELLO_SECONDS

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_worker.attention import PAGED_ATTENTION, PagedForward, attention_backend, cpu, cuda, paged_forward
+from model_worker.attention import PAGED_ATTENTION, PagedForward, attention_backend, cpu, cuda, paged_forward, tiled
 from model_worker.batch import ForwardBatch
 from model_worker.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
 from model_worker.kv_cache import KVCache
@@ -23,7 +23,7 @@ from model_worker.sampler import largest
 from model_worker.taps import given_embeddings, taken_inputs
 
 if TYPE_CHECKING:
-    from model_worker.fusion.stack import Drawn
+    from model_worker.fusion.stack import Drawn, FusedStack
     from model_worker.loader import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -44,12 +44,21 @@ class ModelRunner:
         # The stack is the fast way of the cpu backend; with another one the model's own modules run.
         fits = loaded.stack is not None and self.backend_name == "cpu" and loaded.stack.fits(block_size)
         self._stack = loaded.stack if fits else None
+        self._tiled: tiled.TiledCache | None = None
+        if loaded.unproven is not None and self.backend_name == "cpu":
+            # Its kernels will find what is in the cache by then.
+            self._tiled, self.backend = tiled.TiledCache(self.cache), tiled.attend
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     @property
     def token_capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return self.num_blocks * self.cache.block_size
+
+    def go_over(self, stack: FusedStack) -> None:
+        """From now on the stack of `loaded.unproven` runs, which has proven itself, on the sequences begun before."""
+        assert self._tiled is not None
+        self._stack, self._tiled = stack, None
 
     def warm_up(self) -> None:
         """Run a decode step and a prefill chunk on block 0, so that no request waits for kernels to compile.
@@ -155,7 +164,7 @@ class ModelRunner:
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
         attention = self.loaded.attention
-        context = PagedForward(batch, self.cache, self.backend, attention.layer_of, attention.params)
+        context = PagedForward(batch, self._tiled or self.cache, self.backend, attention.layer_of, attention.params)
         with paged_forward(context):
             output = self.loaded.model(
                 input_ids=batch.tokens.unsqueeze(0),

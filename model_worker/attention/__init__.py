@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_worker.attention import cpu, cuda, reference
+from model_worker.attention import cpu, cuda, reference, tiled
 from model_worker.attention.params import AttentionParams
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import KVCache
@@ -48,7 +48,7 @@ class PagedForward:
     """All that attention layers need to know about the forward pass they are part of."""
 
     batch: ForwardBatch
-    cache: KVCache
+    cache: KVCache | tiled.TiledCache
     backend: AttentionBackend
     layer_of: Mapping[nn.Module, int]
     params: Sequence[AttentionParams]

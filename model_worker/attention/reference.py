@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from model_worker.attention.params import AttentionParams
 from model_worker.batch import ForwardBatch
 
+# Numbers of blocks i64[n] -> their K and V [n * block_size, kv_heads, head_dim].
+Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
+
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, params: AttentionParams) -> Tensor:
     """Attention of T queries, one sequence after the other."""
-    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
+
+    def gather(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        return k_cache[blocks].flatten(0, 1), v_cache[blocks].flatten(0, 1)
+
+    return attend_to(q, v_cache.shape[-1], batch, params, gather)
+
+
+def attend_to(q: Tensor, v_dim: int, batch: ForwardBatch, params: AttentionParams, gather: Gather) -> Tensor:
+    """The same for a cache that is laid out in any way."""
+    out = q.new_empty(q.shape[0], q.shape[1], v_dim)
     starts, kv_lens = batch.query_start.tolist(), batch.kv_len.tolist()
     for sequence, kv_len in enumerate(kv_lens):
         tokens = slice(starts[sequence], starts[sequence + 1])
         blocks = batch.block_tables[sequence, : -(-kv_len // batch.block_size)].long()
-        k, v = (cache[blocks].flatten(0, 1)[:kv_len] for cache in (k_cache, v_cache))
-        out[tokens] = _attend_one(q[tokens], k, v, params).to(out.dtype)
+        k, v = gather(blocks)
+        out[tokens] = _attend_one(q[tokens], k[:kv_len], v[:kv_len], params).to(out.dtype)
     return out
 
 

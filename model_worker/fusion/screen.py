@@ -11,6 +11,7 @@ Knows panels as int8_linear.py and linears.py describe them. Does not know what 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,7 +120,7 @@ class Screen:
 
 def _vanishing(elements: int) -> float:
     """The length of what instructions take for zero in a vector, which they may in one sum and not in the other."""
-    return 2 * float(np.finfo(np.float32).tiny) * elements**0.5
+    return 2 * float(np.finfo(np.float32).tiny) * math.sqrt(elements)
 
 
 def _bounds(exact: Tensor, said: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+"""`python -m model_worker.compile --dtype bfloat16`: compiles the kernels of a worker on a CPU, or finds them compiled.
+
+What numba compiles depends on the types of numbers and not on sizes, so a model of one tiny layer brings forth the
+kernels of all. They are kept in NUMBA_CACHE_DIR. Processes that want the same compile one after the other, so that the
+second one finds everything there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+from shared import logs
+from shared.liveness import become
+
+NICE = 5
+"""A quarter of a core where somebody else wants it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m model_worker.compile", description=__doc__)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    arguments = parser.parse_args()
+    become("compile")
+    logs.configure("compile", "warning")
+    os.nice(NICE)
+    directory = Path(os.environ["NUMBA_CACHE_DIR"])
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        compile_kernels(arguments.dtype)
+
+
+def compile_kernels(dtype_name: str) -> None:
+    """Runs every kernel of a worker on a CPU whose weights have this type."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from model_worker import forbid, kernels
+    from model_worker.loader import DTYPES, prove
+    from model_worker.runner import ModelRunner
+    from model_worker.sampler import SamplerRows
+
+    dtype = DTYPES[dtype_name]
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+    )
+    model: Any = LlamaForCausalLM(config)
+    loaded = prove(model.to(dtype).eval(), torch.device("cpu"), "none", lambda *_: None)
+    if loaded.stack is None:
+        raise RuntimeError("the fused stack has not taken a model of its own form")
+    ModelRunner(loaded, num_blocks=8, block_size=loaded.block_size).warm_up()
+    SamplerRows(1, loaded.vocab_size, loaded.device).warm_up()
+    for masked in {torch.float32, dtype}:
+        forbid.warm_up(masked)
+    kernels.keep(dtype)
+
+
+if __name__ == "__main__":
+    main()
