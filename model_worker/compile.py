@@ -13,6 +13,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model_worker import forbid, kernels
+from model_worker.loader import DTYPES, prove
+from model_worker.runner import ModelRunner
+from model_worker.sampler import SamplerRows
 from shared import logs
 from shared.liveness import become
 
@@ -23,7 +30,7 @@ NICE = 5
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m model_worker.compile", description=__doc__)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    arguments = parser.parse_args()
+    dtype = DTYPES[parser.parse_args().dtype]
     become("compile")
     logs.configure("compile", "warning")
     os.nice(NICE)
@@ -31,20 +38,12 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        compile_kernels(arguments.dtype)
+        if not kernels.kept(dtype):
+            compile_kernels(dtype)
 
 
-def compile_kernels(dtype_name: str) -> None:
+def compile_kernels(dtype: torch.dtype) -> None:
     """Runs every kernel of a worker on a CPU whose weights have this type."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from model_worker import forbid, kernels
-    from model_worker.loader import DTYPES, prove
-    from model_worker.runner import ModelRunner
-    from model_worker.sampler import SamplerRows
-
-    dtype = DTYPES[dtype_name]
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=64,

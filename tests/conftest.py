@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import hypothesis
+import pytest
 
 from shared.kernel_cache import kernel_cache_directory
 
@@ -20,3 +23,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("house", deadline=None)
 hypothesis.settings.load_profile("house")
+
+SERVING = ("tests/system/", "tests/chaos/", "tests/deploy/", "tests/benchmarks/")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compiles kernels once, before servers start: one that goes over to them meanwhile rounds in another way then."""
+    if session.config.option.collectonly or not any(item.nodeid.startswith(SERVING) for item in session.items):
+        return
+    os.makedirs(os.environ["NUMBA_CACHE_DIR"], exist_ok=True)
+    for dtype in ("float32", "bfloat16"):
+        subprocess.run([sys.executable, "-m", "model_worker.compile", "--dtype", dtype], check=True)

@@ -15,6 +15,7 @@ import zmq
 
 from interfaces import Step, StepResult, WorkerGoodbye, WorkerHello, decode, encode
 from model_worker.engine import Engine, Flight
+from model_worker.kernels import Compilation
 from model_worker.loop import Loop
 from shared.sockets import bind_router, receive_from
 
@@ -96,3 +97,40 @@ def test_a_step_begins_before_the_last_one_is_read(scheduler: Scheduler) -> None
         *("begin 1", "begin 2", "read 1", "begin 3", "read 2", "begin 4", "read 3"),
         *("begin 5", "read 5"),
     ]
+
+
+class Kernels:
+    """Kernels that are compiled when it is said, and what the loop's engine had done by the time they were used."""
+
+    def __init__(self, device: Device) -> None:
+        self.over = False
+        self._device = device
+
+    def settle(self) -> None:
+        self._device.heard.append("settle")
+
+
+def test_it_goes_over_to_kernels_when_no_step_is_under_way(scheduler: Scheduler) -> None:
+    device = Device()
+    device.go.set()
+    kernels = Kernels(device)
+    hello = WorkerHello("cpu", 0, 0, os.getpid(), 10, 16, 4, 100, 100, "none", "bfloat16", "cpu")
+    loop = Loop(cast(Engine, device), hello, scheduler.endpoint, compilation=cast(Compilation, kernels))
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    scheduler.next(WorkerHello)
+    scheduler.send(1)
+    assert scheduler.next(StepResult).step == 1
+    kernels.over = True
+    scheduler.send(2)
+    assert scheduler.next(StepResult).step == 2
+    scheduler.send(3)
+    assert scheduler.next(StepResult).step == 3
+    loop.stop()
+    scheduler.next(WorkerGoodbye)
+    thread.join(10)
+    assert device.heard.count("settle") == 1
+    before = device.heard[: device.heard.index("settle")]
+    assert [word.split()[1] for word in before if word.startswith("begin")] == [
+        word.split()[1] for word in before if word.startswith("read")
+    ], "a step was under way"
