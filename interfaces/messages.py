@@ -288,7 +288,8 @@ class Detach:
 class WorkerHello:
     """A worker announces what it can hold, then says so every second. `epoch` counts the starts of this worker slot.
 
-    `max_model_len` is what the model and the KV memory allow for one sequence, in tokens.
+    `max_model_len` is what the model and the KV memory allow for one sequence, in tokens. `compiling` says that its
+    answers will be computed by other kernels soon, which may differ from those of now in the last bits.
     """
 
     device: str
@@ -304,6 +305,7 @@ class WorkerHello:
     dtype: str
     attention: str
     hidden_size: int = 0
+    compiling: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,6 @@ def build(
     masks = Masks(settings.model, settings.max_running, loaded.vocab_size)
     if unproven is None:
         warm_up()
-        if loaded.stack is not None and settings.quantization == "none":
-            kernels.keep(loaded.dtype)
     masks.start()
     hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
     identity, pick, ahead = WorkerIdentity(index, epoch), runner.pick, loaded.device.type == "cuda"
@@ -121,7 +119,7 @@ def build(
         warm_up()
         if unproven is None or not unproven.proves_itself():
             sys.exit("the compiled stack gives other logits than the model: starting anew, without it")
-        runner.go_over(unproven.stack)
+        runner.go_over()
         if runner.runs_ahead:
             engine.run_ahead(runner.begin_pick)
         log.info("the kernels are compiled: from now on answers come at full speed")
@@ -144,6 +142,7 @@ def build(
         dtype=str(loaded.dtype).removeprefix("torch."),
         attention=runner.backend_name,
         hidden_size=runner.hidden_size,
+        compiling=compilation is not None,
     )
     torch.set_grad_enabled(False)
     return engine, hello, compilation

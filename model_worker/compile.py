@@ -1,8 +1,8 @@
 """`python -m model_worker.compile --dtype bfloat16`: compiles the kernels of a worker on a CPU, or finds them compiled.
 
-What numba compiles depends on the types of numbers and not on sizes, so a model of one tiny layer brings forth the
-kernels of all. They are kept in NUMBA_CACHE_DIR. Processes that want the same compile one after the other, so that the
-second one finds everything there.
+What numba compiles depends on the types of numbers and not on sizes: a model of one tiny layer brings forth the kernels
+of all that have the form of the fused stack, and the others share one for attention. They are kept in NUMBA_CACHE_DIR.
+Processes that want the same compile one after the other, so that the second one finds everything there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_worker import forbid, kernels
+from model_worker.attention import cpu
 from model_worker.loader import DTYPES, prove
 from model_worker.runner import ModelRunner
 from model_worker.sampler import SamplerRows
@@ -59,6 +60,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
         raise RuntimeError("the fused stack has not taken a model of its own form")
     ModelRunner(loaded, num_blocks=8, block_size=loaded.block_size).warm_up()
     SamplerRows(1, loaded.vocab_size, loaded.device).warm_up()
+    cpu.warm_up(dtype)
     for masked in {torch.float32, dtype}:
         forbid.warm_up(masked)
     kernels.keep(dtype)

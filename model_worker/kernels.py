@@ -75,7 +75,13 @@ class Compilation:
 def _mark(dtype: torch.dtype) -> Path | None:
     """A file beside the kernels of this CPU and numba. None where there is no place to keep any."""
     directory = Path(os.environ.get("NUMBA_CACHE_DIR", ""))
-    if not directory.name or not os.access(directory, os.W_OK):
+    if not directory.name:
+        return None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    if not os.access(directory, os.W_OK):
         return None
     cpu = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {_numba.__version__}"
     name = str(dtype).removeprefix("torch.")

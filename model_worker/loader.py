@@ -47,9 +47,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Unproven(NamedTuple):
-    """A stack whose proof must wait."""
+    """What waits for compiled kernels: the stack, if the model has the form of one, and its proof."""
 
-    stack: FusedStack
+    stack: FusedStack | None
     proves_itself: Callable[[], bool]
 
 
@@ -68,7 +68,7 @@ class LoadedModel:
     parameter_count: int
     parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
     stack: FusedStack | None = None  # the same model in one compiled call, for CPUs
-    unproven: Unproven | None = None  # what will be `stack` once its kernels are compiled
+    unproven: Unproven | None = None  # what will be `stack` once kernels are compiled; None if they are
     backend: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
 
     @property
@@ -91,7 +91,7 @@ def load_model(
     `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
     the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
     int8 rounds the weights of linear layers, per output, and proves the model against itself with these weights.
-    `deferred` says of which weights' type a stack must not be run yet.
+    `deferred` says of which weights' type kernels must not be run yet, on a CPU.
     """
     target = torch.device(device)
     wanted_dtype = weights_dtype(dtype, target)
@@ -262,12 +262,13 @@ def prove(
     self_check.check_paged(loaded, tokens, expected)
     if device.type == "cuda":
         return replace(loaded, backend=_cuda_backend(loaded, tokens, expected))
-    if loaded.stack is None:
-        return loaded
+
+    def proves_itself() -> bool:
+        return loaded.stack is None or not self_check.stack_differs(loaded, tokens, expected)
+
     if quantization == "none" and deferred(loaded.dtype):
-        later = Unproven(loaded.stack, lambda: not self_check.stack_differs(loaded, tokens, expected))
-        return replace(loaded, stack=None, unproven=later)
-    return replace(loaded, stack=None) if self_check.stack_differs(loaded, tokens, expected) else loaded
+        return replace(loaded, stack=None, unproven=Unproven(loaded.stack, proves_itself))
+    return loaded if proves_itself() else replace(loaded, stack=None)
 
 
 def _cuda_backend(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> str:

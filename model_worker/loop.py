@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Loop:
     ) -> None:
         self._engine = engine
         self._compilation = compilation
-        self._hello = encode(hello)
+        self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
         identity = worker_identity(hello.index, hello.epoch, os.getpid(), endpoint)
         self._socket = connect_dealer(self._context, endpoint, identity, keys)
@@ -62,9 +63,10 @@ class Loop:
                 now = time.monotonic()
                 if self._compilation is not None and self._compilation.over and not self._flights:
                     self._compilation.settle()
-                    self._compilation = None
+                    self._compilation, self._hello = None, replace(self._hello, compiling=False)
+                    next_hello = now
                 if now >= next_hello:
-                    self._send(self._hello)
+                    self._send(encode(self._hello))
                     next_hello = now + HELLO_SECONDS
                 # What was begun is waited for when there is nothing more to begin, which the answer to the last step's
                 # result brings, if anything does.

@@ -15,7 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_worker.attention import PAGED_ATTENTION, PagedForward, attention_backend, cpu, cuda, paged_forward, tiled
+from model_worker.attention import (
+    PAGED_ATTENTION,
+    PagedForward,
+    attention_backend,
+    cpu,
+    cuda,
+    paged_forward,
+    reference,
+    tiled,
+)
 from model_worker.batch import ForwardBatch
 from model_worker.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
 from model_worker.kv_cache import KVCache
@@ -23,7 +32,7 @@ from model_worker.sampler import largest
 from model_worker.taps import given_embeddings, taken_inputs
 
 if TYPE_CHECKING:
-    from model_worker.fusion.stack import Drawn, FusedStack
+    from model_worker.fusion.stack import Drawn
     from model_worker.loader import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -45,9 +54,10 @@ class ModelRunner:
         fits = loaded.stack is not None and self.backend_name == "cpu" and loaded.stack.fits(block_size)
         self._stack = loaded.stack if fits else None
         self._tiled: tiled.TiledCache | None = None
-        if loaded.unproven is not None and self.backend_name == "cpu":
-            # Its kernels will find what is in the cache by then.
-            self._tiled, self.backend = tiled.TiledCache(self.cache), tiled.attend
+        if loaded.unproven is not None and self.backend is cpu.attend:
+            # The kernels will find what is in the cache by then.
+            self._tiled = None if loaded.unproven.stack is None else tiled.TiledCache(self.cache)
+            self.backend = reference.attend if self._tiled is None else tiled.attend
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     @property
@@ -55,10 +65,12 @@ class ModelRunner:
         """Tokens that the KV cache holds."""
         return self.num_blocks * self.cache.block_size
 
-    def go_over(self, stack: FusedStack) -> None:
-        """From now on the stack of `loaded.unproven` runs, which has proven itself, on the sequences begun before."""
-        assert self._tiled is not None
-        self._stack, self._tiled = stack, None
+    def go_over(self) -> None:
+        """From now on kernels run, on the sequences begun before. `loaded.unproven` must have proven itself."""
+        assert self.loaded.unproven is not None
+        self._stack, self._tiled, self.backend = self.loaded.unproven.stack, None, cpu.attend
+        if self._stack is None:
+            cpu.warm_up(self.cache.layout.dtype)
 
     def warm_up(self) -> None:
         """Run a decode step and a prefill chunk on block 0, so that no request waits for kernels to compile.

@@ -23,6 +23,7 @@ from interfaces import (
     Step,
     StepResult,
     Submit,
+    Terms,
     TextContext,
     WorkerHello,
 )
@@ -163,6 +164,8 @@ class Scheduler:
         True when it is new or restarted, after its predecessor's sequences went back in line.
         """
         known = self.workers.get(hello.index)
+        if known is not None and known.hello.epoch == hello.epoch:
+            known.hello = hello  # it may have been compiling
         if self.superseded(hello) or (known is not None and known.hello.epoch >= hello.epoch):
             return False
         if known is not None:
@@ -312,9 +315,12 @@ class Scheduler:
         if full is not None:
             return RequestError(ErrorCode.OVERLOADED, full)
         # While a worker is restarted requests wait, too; whether they fit is seen when it is there.
-        return self._misfit(submit.context) if self.workers else None
+        return self._misfit(submit.context, submit.terms) if self.workers else None
 
-    def _misfit(self, context: TextContext) -> RequestError | None:
+    def _misfit(self, context: TextContext, terms: Terms) -> RequestError | None:
+        if terms.deterministic and any(worker.hello.compiling for worker in self.workers.values()):
+            text = "kernels are being compiled, and a deterministic answer needs them: ask again in a minute"
+            return RequestError(ErrorCode.UNAVAILABLE, text)
         return refusal(context, self.max_model_len, self.vocab_size, self.hidden_size)
 
     def _place(self, sequence: Sequence) -> bool:
@@ -325,7 +331,7 @@ class Scheduler:
         if not self.workers:
             return False
         if not sequence.checked:
-            error = self._misfit(sequence.context)
+            error = self._misfit(sequence.context, sequence.terms)
             if error is not None:
                 self._refuse(sequence, error)
                 return True

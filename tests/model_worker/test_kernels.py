@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from model_worker import draw_cpu, forbid, kernels
+from model_worker.attention import cpu
 from model_worker.draw import Choices, choose
 from model_worker.loader import LoadedModel, load_model
 from model_worker.runner import ModelRunner
@@ -31,7 +32,7 @@ def deferred(arch: str, dtype: str, folder: Path) -> LoadedModel:
     return load_model(path, dtype, "cpu", lambda *_: None, deferred=lambda _: True)
 
 
-@pytest.mark.parametrize("arch", FUSED)
+@pytest.mark.parametrize("arch", [*FUSED, "gpt2", "gemma2", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sequences_go_on_with_the_kernels(arch: str, dtype: str, tmp_path_factory: Any) -> None:
     rng = np.random.default_rng()
@@ -39,6 +40,7 @@ def test_sequences_go_on_with_the_kernels(arch: str, dtype: str, tmp_path_factor
     unproven = loaded.unproven
     assert loaded.stack is None
     assert unproven is not None
+    assert (unproven.stack is not None) == (arch in FUSED)
     runner, plain = ModelRunner(loaded, 32, 16), ModelRunner(loaded, 32, 16, backend="reference")
     # What an earlier sequence left must not matter: it is multiplied by zero, and not all numbers give zero then.
     for values in runner.cache.v:
@@ -48,7 +50,8 @@ def test_sequences_go_on_with_the_kernels(arch: str, dtype: str, tmp_path_factor
     for number, step in enumerate(steps):
         if number == len(steps) // 2:
             assert unproven.proves_itself()
-            runner.go_over(unproven.stack)
+            runner.go_over()
+            assert runner.backend is cpu.attend
         got, want = runner.forward(step).double(), plain.forward(step).double()
         if len(got):
             assert float((got - want).norm() / want.norm()) < tolerance
@@ -102,10 +105,11 @@ def test_until_then_no_kernel_is_called(ended: list[str], monkeypatch: pytest.Mo
 
 
 def test_what_was_compiled_is_known_by_type_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache" / "numba"))  # which is not there yet
     assert not kernels.kept(torch.bfloat16)
     kernels.keep(torch.bfloat16)
     assert kernels.kept(torch.bfloat16)
     assert not kernels.kept(torch.float32)
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "nowhere"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
     assert kernels.kept(torch.float32), "where nothing can be kept, waiting would never end"

@@ -114,14 +114,16 @@ def test_it_goes_over_to_kernels_when_no_step_is_under_way(scheduler: Scheduler)
     device = Device()
     device.go.set()
     kernels = Kernels(device)
-    hello = WorkerHello("cpu", 0, 0, os.getpid(), 10, 16, 4, 100, 100, "none", "bfloat16", "cpu")
+    hello = WorkerHello("cpu", 0, 0, os.getpid(), 10, 16, 4, 100, 100, "none", "bfloat16", "cpu", compiling=True)
     loop = Loop(cast(Engine, device), hello, scheduler.endpoint, compilation=cast(Compilation, kernels))
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
-    scheduler.next(WorkerHello)
+    assert scheduler.next(WorkerHello).compiling
     scheduler.send(1)
     assert scheduler.next(StepResult).step == 1
     kernels.over = True
+    while scheduler.next(WorkerHello).compiling:
+        pass
     scheduler.send(2)
     assert scheduler.next(StepResult).step == 2
     scheduler.send(3)

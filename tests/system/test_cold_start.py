@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ def test_answers_come_before_the_kernels_and_stay_the_same(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = tmp_path / "kernels"
-    kernels.mkdir()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(kernels))
     log = tmp_path / "log"
     body: dict[str, Any] = {"model": "m", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
@@ -38,6 +38,10 @@ def test_answers_come_before_the_kernels_and_stay_the_same(
         asking = threading.Thread(target=ask)
         asking.start()
         try:
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                server.post("/v1/completions", {**body, "deterministic": True})
+            assert refused.value.code == 503
+            assert "ask again in a minute" in refused.value.read().decode()
             assert "kernels are being compiled" in log.read_text()
             server.wait_for("compiled kernels", 300, lambda: "the kernels are compiled" in log.read_text())
         finally:
@@ -45,6 +49,7 @@ def test_answers_come_before_the_kernels_and_stay_the_same(
             asking.join()
         texts.append(server.post("/v1/completions", body)["choices"][0]["text"])
         assert sampled() == before
+        assert server.post("/v1/completions", {**body, "deterministic": True})["choices"][0]["text"] == texts[0]
     assert len(texts) > 10
     assert len(set(texts)) == 1
     (mark,) = kernels.glob("compiled-float32-*")
