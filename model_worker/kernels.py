@@ -73,7 +73,7 @@ class Compilation:
 
 
 def _mark(dtype: torch.dtype) -> Path | None:
-    """A file beside the kernels of this CPU and numba. None where there is no place to keep any."""
+    """A file beside the kernels of these sources, this CPU and numba. None where there is no place to keep any."""
     directory = Path(os.environ.get("NUMBA_CACHE_DIR", ""))
     if not directory.name:
         return None
@@ -83,6 +83,10 @@ def _mark(dtype: torch.dtype) -> Path | None:
         return None
     if not os.access(directory, os.W_OK):
         return None
-    cpu = f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {_numba.__version__}"
-    name = str(dtype).removeprefix("torch.")
-    return directory / f"compiled-{name}-{blake2b(cpu.encode(), digest_size=6).hexdigest()}"
+    # By these numba tells whether what it has kept may be used: also by where a source lies and when it was written.
+    known = [_numba.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
+        stat = source.stat()
+        known.append(f"{source} {stat.st_mtime_ns} {stat.st_size}")
+    digest = blake2b("\n".join(known).encode(), digest_size=8).hexdigest()
+    return directory / f"compiled-{str(dtype).removeprefix('torch.')}-{digest}"
