@@ -72,6 +72,7 @@ def _benchmark(options: argparse.Namespace, serve_flags: Sequence[str]) -> int:
 def _with_own_server(options: argparse.Namespace, workload: Workload, serve_flags: Sequence[str], log: Path) -> Report:
     port = server.free_port()
     command, url = server.serve_command(port, serve_flags), f"http://127.0.0.1:{port}"
+    server.compile_kernels()
     with server.running(command, log) as process:
         asyncio.run(server.wait_until_ready(url, process, log, options.start_timeout))
         return asyncio.run(_measure(options, workload, url, process.pid, ["tokenyard", *command[3:]]))

@@ -37,7 +37,7 @@ class Form:
 
     `text_prompts`: it takes no token ids; it is sent a text of as many letters, which are as many tokens for the
     tokenizer of the standard models. `plain_body`: it refuses ignore_eos and stream_options; tokens are counted as
-    chunks unless it sends `usage` unasked. `close_connections`: it wants a new connection for each request.
+    chunks unless it sends `usage` unasked; and a reason to finish ends its streams, with or without [DONE]. `close_connections`: it wants a new connection for each request.
     """
 
     text_prompts: bool = False
@@ -112,7 +112,7 @@ class Client:
             async with session.post(f"{self._url}/v1/completions", json=self._body(request)) as response:
                 if response.status != 200:
                     raise StreamError(f"HTTP {response.status}")
-                usage = await _read(response, timeline)
+                usage = await _read(response, timeline, marked=not self._form.plain_body)
             self._count(request, timeline, usage)
             timeline.outcome = COMPLETED
         except StreamError as error:
@@ -147,10 +147,10 @@ def _letters(prompt: Sequence[int]) -> str:
     return "".join(string.ascii_letters[token % len(string.ascii_letters)] for token in prompt)
 
 
-async def _read(response: aiohttp.ClientResponse, timeline: Timeline) -> dict[str, Any] | None:
-    """Puts the arrivals on the time line; returns the last `usage`."""
+async def _read(response: aiohttp.ClientResponse, timeline: Timeline, marked: bool) -> dict[str, Any] | None:
+    """Puts the arrivals on the time line; returns the last `usage`. A stream that is `marked` ends with [DONE]."""
     usage: dict[str, Any] | None = None
-    async for arrived, event in _events(response):
+    async for arrived, event in _events(response, marked):
         if "error" in event:
             raise StreamError("error in stream")
         if any(choice.get("text") for choice in event.get("choices") or ()):
@@ -159,9 +159,9 @@ async def _read(response: aiohttp.ClientResponse, timeline: Timeline) -> dict[st
     return usage
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+async def _events(response: aiohttp.ClientResponse, marked: bool) -> AsyncIterator[tuple[float, dict[str, Any]]]:
     """Arrival time and content of each event up to [DONE]; reads on to the last byte, because E2EL ends there."""
-    ended = False
+    ended = finished = False
     async for line in response.content:
         arrived = time.perf_counter()
         if not line.startswith(b"data:") or ended:
@@ -169,6 +169,8 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float
         data = line[5:].strip()
         ended = data == b"[DONE]"
         if not ended:
-            yield arrived, orjson.loads(data)
-    if not ended:
+            event = orjson.loads(data)
+            finished = finished or any(choice.get("finish_reason") for choice in event.get("choices") or ())
+            yield arrived, event
+    if not ended and (marked or not finished):
         raise StreamError("stream ended without [DONE]")

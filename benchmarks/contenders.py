@@ -101,6 +101,7 @@ class Ours(Entrant):
         served = ["--served-model-name", model.name]
         command = server.serve_command(port, [str(model), *served, *self._flags])
         start = Start(command, {"OMP_NUM_THREADS": str(needs.threads)})
+        server.compile_kernels()
         async with _started(self.name, start, port, model.name, Form(), log, start_limit) as contender:
             yield contender
 

@@ -152,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log, port = Path(folder) / "log", server.free_port()
         url = f"http://127.0.0.1:{port}"
+        server.compile_kernels()
         with server.running(server.serve_command(port, arguments[split + 1 :]), log) as process:
             asyncio.run(server.wait_until_ready(url, process, log, 300))
             found = asyncio.run(tpots(url, options.rows, options.output_tokens, options.rounds))

@@ -18,6 +18,8 @@ from pathlib import Path
 import aiohttp
 import psutil
 
+from shared.kernel_cache import kernel_cache_directory
+
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.2
 STOP_S = 20.0
@@ -30,6 +32,14 @@ class ServerError(RuntimeError):
 
 def serve_command(port: int, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "deploy.cli", "serve", "--port", str(port), *flags]
+
+
+def compile_kernels() -> None:
+    """Has the kernels of our server compiled, once for this checkout: until then it computes in plain torch."""
+    environment = {"NUMBA_CACHE_DIR": str(kernel_cache_directory()), **os.environ}
+    for dtype in ("float32", "bfloat16"):
+        command = [sys.executable, "-m", "model_worker.compile", "--dtype", dtype]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
 
 def free_port() -> int:

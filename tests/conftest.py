@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 
 import hypothesis
 import pytest
 
+from benchmarks.server import compile_kernels
 from shared.kernel_cache import kernel_cache_directory
 
 os.environ["NUMBA_CACHE_DIR"] = str(kernel_cache_directory())
@@ -31,6 +30,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Compiles kernels once, before servers start: one that goes over to them meanwhile rounds in another way then."""
     if session.config.option.collectonly or not any(item.nodeid.startswith(SERVING) for item in session.items):
         return
-    os.makedirs(os.environ["NUMBA_CACHE_DIR"], exist_ok=True)
-    for dtype in ("float32", "bfloat16"):
-        subprocess.run([sys.executable, "-m", "model_worker.compile", "--dtype", dtype], check=True)
+    compile_kernels()

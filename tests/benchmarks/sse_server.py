@@ -1,6 +1,7 @@
 """A real HTTP server with a scripted /v1/completions for tests of the load generator; `python -m` runs it as a process.
 
-The prompt's first token id chooses what a request meets; a text is answered steadily and without usage.
+The prompt's first token id chooses what a request meets; a text is answered steadily, without usage and without
+[DONE].
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ async def _stream(body: dict[str, object], script: int) -> AsyncIterator[bytes]:
     if script == CUT_OFF:
         return
     prompt = body["prompt"]
-    if script != NO_USAGE and isinstance(prompt, list):
+    if isinstance(prompt, str):  # as transformers serve ends
+        yield _event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+        return
+    if script != NO_USAGE:
         yield _event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": tokens}})
     yield b"data: [DONE]\n\n"
 

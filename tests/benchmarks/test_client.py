@@ -139,6 +139,12 @@ async def test_a_server_that_takes_no_ids_is_sent_as_many_letters_and_its_chunks
     assert body["prompt"] == "f" * 7
 
 
+async def test_a_stream_that_breaks_off_has_no_reason_to_finish(server: RunningServer) -> None:
+    client = server.client(form=Form(plain_body=True))
+    (timeline,) = await client.run([PlannedRequest([CUT_OFF] * 7, 3)], 1, 10.0, lambda timeline: None)
+    assert timeline.outcome == "stream ended without [DONE]"
+
+
 async def test_a_server_that_is_not_there_is_a_failure_not_a_crash() -> None:
     client = Client(f"http://127.0.0.1:{free_port()}", "any", 5.0)
     timelines = await client.run([PlannedRequest([1], 1)], 1, 5.0, lambda timeline: None)
