@@ -37,7 +37,8 @@ class Form:
 
     `text_prompts`: it takes no token ids; it is sent a text of as many letters, which are as many tokens for the
     tokenizer of the standard models. `plain_body`: it refuses ignore_eos and stream_options; tokens are counted as
-    chunks unless it sends `usage` unasked; and a reason to finish ends its streams, with or without [DONE]. `close_connections`: it wants a new connection for each request.
+    chunks unless it sends `usage` unasked, and a reason to finish ends its streams, with or without [DONE].
+    `close_connections`: it wants a new connection for each request.
     """
 
     text_prompts: bool = False

@@ -141,7 +141,7 @@ async def test_a_server_that_takes_no_ids_is_sent_as_many_letters_and_its_chunks
 
 async def test_a_stream_that_breaks_off_has_no_reason_to_finish(server: RunningServer) -> None:
     client = server.client(form=Form(plain_body=True))
-    (timeline,) = await client.run([PlannedRequest([CUT_OFF] * 7, 3)], 1, 10.0, lambda timeline: None)
+    (timeline,) = await client.run([PlannedRequest([sse_server.CUT_OFF] * 7, 3)], 1, 10.0, lambda timeline: None)
     assert timeline.outcome == "stream ended without [DONE]"
 
 
