@@ -83,6 +83,7 @@ async def _stream(body: dict[str, object], script: int) -> AsyncIterator[bytes]:
     if isinstance(prompt, str):  # as transformers serve ends
         yield _event({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
         return
+    assert isinstance(prompt, list)
     if script != NO_USAGE:
         yield _event({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": tokens}})
     yield b"data: [DONE]\n\n"
