@@ -20,6 +20,8 @@ from scheduler.workers import Worker
 REPORTED_TOKENS = 256
 """Tokens of prompts whose log-probabilities or hidden states one step tells: each costs a row of logits."""
 
+_NO_BLOCKS, _NOBODY = np.empty((0, 3), np.int32), np.empty(0, np.int32)
+
 Preempted = Callable[[Sequence], None]
 
 
@@ -28,6 +30,12 @@ def build_step(worker: Worker, incarnation: int, budget: int, preempted: Preempt
 
     `preempted` gets each sequence that had to leave.
     """
+    number = worker.steps + 1
+    again = worker.repeat()
+    if again is not None:
+        rows, blocks = again
+        new_blocks = np.array(blocks, np.int32) if blocks else _NO_BLOCKS
+        return Step(incarnation, worker.hello.epoch, number, rows, None, new_blocks, _NOBODY, [])
     rows = _with_blocks(worker, preempted)
     if not len(rows):
         return None
@@ -38,7 +46,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, preempted: Preempt
     step = Step(
         incarnation=incarnation,
         epoch=worker.hello.epoch,
-        step=worker.steps + 1,
+        step=number,
         rows=rows,
         ntok=ntok,
         new_blocks=np.array(worker.new_blocks, np.int32).reshape(-1, 3),

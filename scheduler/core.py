@@ -34,9 +34,11 @@ from scheduler.batch import build_step
 from scheduler.deadlines import Deadlines
 from scheduler.journal import Journal
 from scheduler.limits import Limits
+from scheduler.lineup import Lineup
 from scheduler.outbox import Outbox
 from scheduler.replay import Replays, Stream
 from scheduler.replicas import NOBODY, Replicas
+from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
 from scheduler.suspects import Suspects
@@ -382,10 +384,31 @@ class Scheduler:
                 sequence.next_hidden = max(sequence.next_hidden, position + 1)
         self.outbox.hidden(table.replica[rows], hidden.owned_by(table.handle[rows]))
 
+    def _book_again(self, lineup: Lineup, table: RowTable, new: NewTokens, tokens: list[int]) -> None:
+        """As `_book`, for rows of which none ends."""
+        for sequence, token in zip(lineup.sequences, tokens, strict=True):
+            assert sequence is not None
+            sequence.context.tokens.advance_with_token(token)
+            if sequence.queued_us >= 0:
+                self._tell_placed(sequence, int(table.replica[sequence.row]))
+        self.replays.heard(table, new.rows, new.logprobs)
+        table.length[lineup.rows] += 1
+        if lineup.replica is None:
+            self.outbox.tokens(table.replica[lineup.rows], lineup.handles, new.tokens, lineup.active, new.logprobs)
+        else:
+            self.outbox.tokens_for(lineup.replica, lineup.handles, new.tokens, lineup.active, new.logprobs)
+
     def _book(self, worker: Worker, new: NewTokens) -> None:
-        table, rows, tokens = worker.rows, new.rows, new.tokens
+        table, rows, tokens, lineup = worker.rows, new.rows, new.tokens, worker.lineup
+        given = tokens.tolist()
+        if lineup is not None:
+            again = lineup.books(table, rows, given)
+            lineup.tokens -= 1
+            if again:
+                self._book_again(lineup, table, new, given)
+                return
         sequences = table.sequences
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+        for row, token in zip(rows.tolist(), given, strict=True):
             sequence = sequences[row]
             assert sequence is not None
             sequence.context.tokens.advance_with_token(token)
@@ -465,6 +488,7 @@ class Scheduler:
         if not sequence.waiting:
             table = self._worker_of(sequence).rows
             table.replica[sequence.row], table.handle[sequence.row] = self.replicas.number_of(sequence), handle
+            table.changes += 1
         return had_listener
 
     def _forget(self, sequence: Sequence, code: int = Finish.CANCELLED, error: RequestError | None = None) -> None:

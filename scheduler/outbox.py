@@ -71,12 +71,23 @@ class Outbox:
         """One token for each handle."""
         first = int(replicas[0])
         if (replicas == first).all():
-            self._of(first).add(handles, tokens, finished, logprobs)
+            self.tokens_for(first, handles, tokens, finished, logprobs)
             return
         for replica in np.unique(replicas).tolist():
             mine = replicas == replica
             part = None if logprobs is None else logprobs[mine]
             self._of(replica).add(handles[mine], tokens[mine], finished[mine], part)
+
+    def tokens_for(
+        self,
+        replica: int,
+        handles: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        finished: NDArray[np.int8],
+        logprobs: NDArray[np.float32] | None,
+    ) -> None:
+        """The same where all of them are this replica's."""
+        self._of(replica).add(handles, tokens, finished, logprobs)
 
     def reports(self, replicas: NDArray[np.int32], reports: LogprobReports) -> None:
         """Log-probabilities of tokens, by handle; `replicas[i]` wants entry i."""

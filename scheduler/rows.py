@@ -40,6 +40,8 @@ class RowTable:
         self.fixed = np.zeros(max_rows, np.int32)
         """The prompt's length of deterministic rows, which are computed in the same pieces always; else 0."""
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
+        self.changes = 0
+        """How often it was changed in any way but that a row has one token more."""
         self._free = list(range(max_rows))
         self._reporting = 0
 
@@ -65,6 +67,7 @@ class RowTable:
 
     def take(self, sequence: Sequence, replica: int, limit: int, cached: int) -> int:
         """Gives `sequence` the lowest free row; `cached` of its tokens need no computing."""
+        self.changes += 1
         row = heapq.heappop(self._free)
         sequence.row = row
         self.sequences[row] = sequence
@@ -91,6 +94,7 @@ class RowTable:
         sequence = self.sequences[row]
         if sequence is None:
             raise ValueError(f"row {row} is free")
+        self.changes += 1
         sequence.row = -1
         self._reporting -= int(self.reports[row])
         self.sequences[row] = None

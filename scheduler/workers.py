@@ -19,6 +19,7 @@ from interfaces.forced_tokens import ForcedTokens
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from scheduler.blocks import BlockPool
+from scheduler.lineup import Lineup
 from scheduler.pace import Pace
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
@@ -78,6 +79,7 @@ class Worker:
         self.dropped: list[int] = []
         self.joined: list[Sequence] = []
         self.new_blocks: list[tuple[int, int, int]] = []
+        self.lineup: Lineup | None = None
         self.steps = 0
         self.last_step = time.monotonic()
 
@@ -125,6 +127,7 @@ class Worker:
         self.new_blocks.append((row, len(sequence.blocks), block))
         sequence.blocks.append(block)
         self.rows.num_blocks[row] = len(sequence.blocks)
+        self.rows.changes += 1
 
     def sent(self, rows: NDArray[np.int32], ntok: NDArray[np.int32] | None) -> None:
         """Books a step that computes `ntok` more tokens of each row; None: one."""
@@ -142,15 +145,49 @@ class Worker:
         tokens, decoding = (len(rows), len(rows)) if ntok is None else (int(ntok.sum()), int((ntok == 1).sum()))
         owners = table.generation[rows]
         generations = owners[at_the_end]
-        now = time.monotonic()
-        self.in_flight.append(
-            StepInFlight(self.steps, sampling, generations, reporting, tokens, decoding, rows, owners, now)
-        )
-        self.dropped, self.joined, self.new_blocks = [], [], []
+        self._fly(sampling, generations, reporting, tokens, decoding, rows, owners)
+        self.lineup = Lineup.of(table, rows, self.block_size) if ntok is None and len(sampling) == len(rows) else None
         for row in rows[ntok > 1].tolist() if ntok is not None else ():
             self._sequence(row).chunks += 1
             # Whoever comes next may share these blocks: its step runs after this one.
             self._register(row, int(min(table.computed[row], table.length[row])))
+
+    def repeat(self) -> tuple[NDArray[np.int32], list[tuple[int, int, int]]] | None:
+        """Books one more step of the rows of the last one, if that is what comes next; returns them, and new blocks."""
+        lineup, table = self.lineup, self.rows
+        if lineup is None or lineup.changes != table.changes or lineup.steps < 1:
+            return None
+        rows = lineup.rows
+        known = table.known[rows]
+        crossing = np.flatnonzero(known > lineup.capacity)
+        if len(crossing) > self.pool.available:
+            return None
+        for place in crossing[np.argsort(table.order[rows[crossing]])].tolist() if len(crossing) else ():
+            self.grow(int(rows[place]))
+            lineup.capacity[place] += self.block_size
+        lineup.changes = table.changes
+        lineup.steps -= 1
+        table.computed[rows], table.known[rows] = known, known + 1
+        self.steps += 1
+        blocks = self.new_blocks
+        self._fly(rows, lineup.generations, {}, len(rows), len(rows), rows, lineup.generations)
+        return rows, blocks
+
+    def _fly(
+        self,
+        rows: NDArray[np.int32],
+        generations: NDArray[np.int64],
+        reporting: dict[int, int],
+        tokens: int,
+        decoding: int,
+        computing: NDArray[np.int32],
+        owners: NDArray[np.int64],
+    ) -> None:
+        now = time.monotonic()
+        self.in_flight.append(
+            StepInFlight(self.steps, rows, generations, reporting, tokens, decoding, computing, owners, now)
+        )
+        self.dropped, self.joined, self.new_blocks = [], [], []
 
     def received(self, result: StepResult) -> NewTokens:
         """Matches a result with the step it answers; late and foreign rows are left out.
@@ -237,6 +274,7 @@ class Worker:
         runs = {row: run for row, run in forced.runs().items() if row in rows}
         for row, run in runs.items():
             waiting = [step.rows[step.generations == table.generation[step.rows]] for step in self.in_flight]
+            table.changes += 1
             table.known[row] += max(0, len(run) - sum(row in sampling for sampling in waiting))
         return runs
 

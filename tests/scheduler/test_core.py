@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from interfaces import Finish, RequestID, SamplingParams, Step, Submit, Terms, TextContext, decode, encode
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
+from scheduler.lineup import Lineup
+from scheduler.workers import Worker
 from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate
 
 REPLICA = b"replica"
@@ -400,3 +403,46 @@ def test_a_deterministic_request_waits_for_no_kernels() -> None:
     assert not yard.scheduler.worker_hello(hello)
     ask(2)
     assert len(yard.tokens[2]) == 5
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_that_repeat_the_last_one_are_those_that_would_be_found_anew(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(found_anew: bool) -> tuple[list[bytes], dict[int, list[int]], dict[int, int], int]:
+        with monkeypatch.context() as patched:
+            if found_anew:
+                patched.setattr(Lineup, "of", lambda *_: None)
+            yard, repeated = Yard(seed=seed, num_blocks=30), 0
+            steps: list[bytes] = []
+            choice, next_steps = random.Random(seed), yard.scheduler.next_steps
+            repeat = Worker.repeat
+
+            def kept() -> list[tuple[int, Step]]:
+                new = next_steps()
+                steps.extend(encode(step) for _, step in new)
+                return new
+
+            def counted(worker: Worker) -> Any:
+                nonlocal repeated
+                found = repeat(worker)
+                repeated += found is not None
+                return found
+
+            patched.setattr(yard.scheduler, "next_steps", kept)
+            patched.setattr(Worker, "repeat", counted)
+            for handle in range(12):
+                prompt = [choice.randrange(1, VOCAB) for _ in range(choice.randrange(1, 12))]
+                stops = [choice.randrange(VOCAB)] if choice.random() < 0.5 else []
+                yard.submit(handle, prompt, choice.randrange(1, 40), stops)
+                for _ in range(choice.randrange(6)):
+                    yard.turn()
+                if choice.random() < 0.2:
+                    yard.cancel(choice.randrange(handle + 1))
+            yard.drain()
+            return steps, dict(yard.tokens), yard.finished, repeated
+
+    anew, again = told(True), told(False)
+    assert again[:3] == anew[:3]
+    assert anew[3] == 0
+    assert again[3] > len(again[0]) // 4

@@ -1,0 +1,64 @@
+"""The rows of a step that the next steps repeat: what need not be found anew while nobody comes or goes.
+
+In decode most steps are the step before with one token more for each row, and now and then a block. How long that holds
+is known when it begins: until a row comes to its limit, or something changes the table in another way, which it counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.rows import RowTable
+from scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Lineup:
+    """`steps` more steps may repeat it, and `tokens` more results cannot end a row by its limit.
+
+    `capacity` is the tokens that each row has blocks for, `stops` the stop ids of any row; `replica` is the one that
+    all rows are for, or None.
+    """
+
+    changes: int
+    rows: NDArray[np.int32]
+    generations: NDArray[np.int64]
+    capacity: NDArray[np.int32]
+    steps: int
+    tokens: int
+    sequences: list[Sequence | None]
+    stops: frozenset[int]
+    handles: NDArray[np.int32]
+    replica: int | None
+    active: NDArray[np.int8]
+
+    @classmethod
+    def of(cls, table: RowTable, rows: NDArray[np.int32], block_size: int) -> Lineup | None:
+        """After a step of these rows was booked as sent, in which each got one token and sampled."""
+        limit, replicas = table.limit[rows], table.replica[rows]
+        steps = int((limit - table.known[rows]).min())
+        if steps < 1 or table.any_reports:
+            return None
+        first = int(replicas[0])
+        return cls(
+            changes=table.changes,
+            rows=rows,
+            generations=table.generation[rows],
+            capacity=table.num_blocks[rows] * block_size,
+            steps=steps,
+            tokens=int((limit - table.length[rows]).min()) - 1,
+            sequences=[table.sequences[row] for row in rows.tolist()],
+            stops=frozenset(table.stop_ids[rows].ravel().tolist()),
+            handles=table.handle[rows],
+            replica=first if (replicas == first).all() else None,
+            active=np.zeros(len(rows), np.int8),
+        )
+
+    def books(self, table: RowTable, rows: NDArray[np.int32], tokens: list[int]) -> bool:
+        """Whether these tokens are for this line-up, and can end no row."""
+        if self.changes != table.changes or self.tokens < 1 or not np.array_equal(rows, self.rows):
+            return False
+        return self.stops.isdisjoint(tokens)
