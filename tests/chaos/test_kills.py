@@ -11,14 +11,17 @@ from tests.chaos.waves import Disturbance, both, compare, kill, kill_again_while
 from tests.system.server import Server
 from tests.system.test_resilience import used_blocks
 
+MID_WAVE = 0.25
+"""Seconds; a wave takes half a second and more."""
+
 
 @pytest.mark.parametrize(
     ("disturb", "after"),
     [
-        (kill("model_worker"), 0.6),
+        (kill("model_worker"), MID_WAVE),
         (kill("model_worker"), 0.05),
-        (kill("scheduler"), 0.6),
-        (both(kill("model_worker"), kill("scheduler")), 0.4),
+        (kill("scheduler"), MID_WAVE),
+        (both(kill("model_worker"), kill("scheduler")), MID_WAVE),
     ],
     ids=["worker", "worker in prefill", "scheduler", "both"],
 )
@@ -33,7 +36,7 @@ def test_a_killed_process_is_only_a_pause(
 def test_a_stopped_worker_is_noticed_named_and_replaced(
     server: Server, asked: list[Request], undisturbed: list[Heard]
 ) -> None:
-    outcome = compare(asked, undisturbed, run(server, asked, kill("model_worker", number=signal.SIGSTOP), 0.6))
+    outcome = compare(asked, undisturbed, run(server, asked, kill("model_worker", number=signal.SIGSTOP), MID_WAVE))
     assert outcome.clean, f"{outcome}\n{server.log.read_text()[-5000:]}"
     [line] = [line for line in server.log.read_text().splitlines() if "stalled: the step has taken" in line]
     for fact in (
@@ -50,7 +53,7 @@ def test_a_stopped_worker_is_noticed_named_and_replaced(
 def test_a_worker_that_dies_again_while_it_loads(
     second: Server, asked: list[Request], undisturbed: list[Heard]
 ) -> None:
-    outcome = compare(asked, undisturbed, run(second, asked, kill_again_while_it_loads, 0.4))
+    outcome = compare(asked, undisturbed, run(second, asked, kill_again_while_it_loads, MID_WAVE))
     assert outcome.clean, f"{outcome}\n{second.log.read_text()[-5000:]}"
     assert second.log.read_text().count("died after") == 2
     second.wait_for("all blocks are free", 5, lambda: used_blocks(second) == 0)
@@ -67,7 +70,7 @@ def test_sighup_restarts_one_by_one_and_nobody_notices(
     def hang_up(_: Server) -> None:
         second.process.send_signal(signal.SIGHUP)
 
-    outcome = compare(asked, undisturbed, run(second, asked, hang_up, 0.4))
+    outcome = compare(asked, undisturbed, run(second, asked, hang_up, MID_WAVE))
     assert outcome.clean, f"{outcome}\n{told()}"
     second.wait_for("everyone is restarted", 90, lambda: told().count("was restarted") == 3)
     for name in ("model_worker:0 (cpu)", "api_server:0", "api_server:1"):
