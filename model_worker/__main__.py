@@ -23,6 +23,9 @@ from shared.settings import Settings, parse_memory
 if TYPE_CHECKING:
     from model_worker import kernels
     from model_worker.engine import Engine
+    from model_worker.loader import LoadedModel
+    from model_worker.runner import ModelRunner
+    from model_worker.sampler import SamplerRows
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ def build(
     # torch takes over a second to import: only now, so that the supervisor sees the phase.
     import torch
 
-    from model_worker import forbid, kernels
+    from model_worker import kernels
     from model_worker.capacity import capacity_for
     from model_worker.engine import Engine, WorkerIdentity
     from model_worker.loader import load_model
@@ -94,19 +97,12 @@ def build(
     phases.phase("compile kernels")
     processors = load_processors(settings.processor_paths)
     sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors)
-    unproven = loaded.unproven
-
-    def warm_up() -> None:
-        sampler.warm_up()
-        for dtype in {torch.float32, loaded.dtype}:
-            forbid.warm_up(dtype)
-
     runner.warm_up()
     runner.record_decode(settings.max_running, capacity.max_model_len)
     rows = WorkerRows(settings.max_running, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
     masks = Masks(settings.model, settings.max_running, loaded.vocab_size)
-    if unproven is None:
-        warm_up()
+    if loaded.unproven is None:
+        _warm_up(sampler, loaded)
     masks.start()
     hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
     identity, pick, ahead = WorkerIdentity(index, epoch), runner.pick, loaded.device.type == "cuda"
@@ -114,20 +110,7 @@ def build(
     engine = Engine(
         runner.forward, rows, sampler, loaded.device, identity, hidden_forward, masks, pick, ahead, begin_pick
     )
-
-    def go_over() -> None:
-        warm_up()
-        if unproven is None or not unproven.proves_itself():
-            sys.exit("the compiled stack gives other logits than the model: starting anew, without it")
-        runner.go_over()
-        if runner.runs_ahead:
-            engine.run_ahead(runner.begin_pick)
-        log.info("the kernels are compiled: from now on answers come at full speed")
-
-    compilation = None
-    if unproven is not None:
-        log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
-        compilation = kernels.Compilation(loaded.dtype, go_over)
+    compilation = None if loaded.unproven is None else _compilation(loaded, runner, sampler, engine)
     hello = WorkerHello(
         device=device,
         index=index,
@@ -146,6 +129,37 @@ def build(
     )
     torch.set_grad_enabled(False)
     return engine, hello, compilation
+
+
+def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:
+    """Compiles what sampling on a CPU takes, or loads what was compiled before."""
+    import torch
+
+    from model_worker import forbid
+
+    sampler.warm_up()
+    for dtype in {torch.float32, loaded.dtype}:
+        forbid.warm_up(dtype)
+
+
+def _compilation(loaded: LoadedModel, runner: ModelRunner, sampler: SamplerRows, engine: Engine) -> kernels.Compilation:
+    """Has the kernels compiled; at the end of it they prove themselves, and all go over to them."""
+    from model_worker import kernels
+
+    unproven = loaded.unproven
+    assert unproven is not None
+
+    def go_over() -> None:
+        _warm_up(sampler, loaded)
+        if not unproven.proves_itself():
+            sys.exit("the compiled stack gives other logits than the model: starting anew, without it")
+        runner.go_over()
+        if runner.runs_ahead:
+            engine.run_ahead(runner.begin_pick)
+        log.info("the kernels are compiled: from now on answers come at full speed")
+
+    log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
+    return kernels.Compilation(loaded.dtype, go_over)
 
 
 def serve(

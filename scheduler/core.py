@@ -34,11 +34,9 @@ from scheduler.batch import build_step
 from scheduler.deadlines import Deadlines
 from scheduler.journal import Journal
 from scheduler.limits import Limits
-from scheduler.lineup import Lineup
 from scheduler.outbox import Outbox
 from scheduler.replay import Replays, Stream
 from scheduler.replicas import NOBODY, Replicas
-from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
 from scheduler.suspects import Suspects
@@ -384,45 +382,30 @@ class Scheduler:
                 sequence.next_hidden = max(sequence.next_hidden, position + 1)
         self.outbox.hidden(table.replica[rows], hidden.owned_by(table.handle[rows]))
 
-    def _book_again(self, lineup: Lineup, table: RowTable, new: NewTokens, tokens: list[int]) -> None:
-        """As `_book`, for rows of which none ends."""
-        for sequence, token in zip(lineup.sequences, tokens, strict=True):
+    def _book(self, worker: Worker, new: NewTokens) -> None:
+        table, rows, lineup = worker.rows, new.rows, worker.lineup
+        tokens = new.tokens.tolist()
+        again = lineup if lineup is not None and lineup.books(table, rows, tokens) else None
+        sequences = [table.sequences[row] for row in rows.tolist()] if again is None else again.sequences
+        for sequence, token in zip(sequences, tokens, strict=True):
             assert sequence is not None
             sequence.context.tokens.advance_with_token(token)
             if sequence.queued_us >= 0:
                 self._tell_placed(sequence, int(table.replica[sequence.row]))
-        self.replays.heard(table, new.rows, new.logprobs)
-        table.length[lineup.rows] += 1
-        if lineup.replica is None:
-            self.outbox.tokens(table.replica[lineup.rows], lineup.handles, new.tokens, lineup.active, new.logprobs)
-        else:
-            self.outbox.tokens_for(lineup.replica, lineup.handles, new.tokens, lineup.active, new.logprobs)
-
-    def _book(self, worker: Worker, new: NewTokens) -> None:
-        table, rows, tokens, lineup = worker.rows, new.rows, new.tokens, worker.lineup
-        given = tokens.tolist()
-        if lineup is not None:
-            again = lineup.books(table, rows, given)
-            lineup.tokens -= 1
-            if again:
-                self._book_again(lineup, table, new, given)
-                return
-        sequences = table.sequences
-        for row, token in zip(rows.tolist(), given, strict=True):
-            sequence = sequences[row]
-            assert sequence is not None
-            sequence.context.tokens.advance_with_token(token)
-            if sequence.queued_us >= 0:
-                self._tell_placed(sequence, int(table.replica[row]))
         self.replays.heard(table, rows, new.logprobs)
         length = table.length[rows] + 1
         table.length[rows] = length
+        if lineup is not None:
+            lineup.tokens -= 1
+        if again is not None and again.replica is not None:
+            self.outbox.tokens_for(again.replica, again.handles, new.tokens, again.active, new.logprobs)
+            return
         finished = np.where(length >= table.limit[rows], _LENGTH, _ACTIVE)
-        finished[table.hits_stop(rows, tokens)] = _STOP
-        self.outbox.tokens(table.replica[rows], table.handle[rows], tokens, finished, new.logprobs)
+        finished[table.hits_stop(rows, new.tokens)] = _STOP
+        self.outbox.tokens(table.replica[rows], table.handle[rows], new.tokens, finished, new.logprobs)
         ended = finished != _ACTIVE
         for row, code in zip(rows[ended].tolist(), finished[ended].tolist(), strict=True):
-            sequence = sequences[row]
+            sequence = table.sequences[row]
             assert sequence is not None
             self._note(sequence, f"finished with {sequence.emitted} tokens")
             self._forget(sequence, code)
