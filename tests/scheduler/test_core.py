@@ -117,7 +117,7 @@ def test_sixteen_sequences_in_few_blocks_give_what_each_gives_alone(
 ) -> None:
     seed = random.randrange(2**32)
     limits = replace(LIMITS, steps_in_flight=steps_in_flight, prefix_cache=prefix_cache)
-    yard = Yard(limits, workers, seed)
+    yard = Yard(limits, workers, seed, num_blocks=24)  # with 40 for each of two workers one draw in a thousand fitted
     asked = prompts(16, seed)
     for handle, prompt in enumerate(asked):
         yard.submit(handle, prompt, max_new_tokens=40, stop_token_ids=list(range(0, VOCAB, 50)))
