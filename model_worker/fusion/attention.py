@@ -13,10 +13,10 @@ from numba import njit
 from numpy.typing import NDArray
 
 from model_worker.fusion.cache_tile import GROUP, PANEL_GROUPS, gather, score
-from model_worker.fusion.elements import element
+from model_worker.fusion.elements import INSIDE, element
 from model_worker.fusion.plan import PANEL_KEYS
 from model_worker.fusion.softmax import LOWEST, soften
-from model_worker.fusion.tile import TILE_ROWS
+from model_worker.fusion.tile import LANES, TILE_ROWS
 
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
 _LOWEST = np.float32(LOWEST)
@@ -47,38 +47,39 @@ class Attention(NamedTuple):
     tiles: NDArray[np.int64]
     members: NDArray[np.int64]
     units: NDArray[np.int64]
+    last_units: NDArray[np.int64]  # of the last layer
     scales: NDArray[np.float32]  # [L], for powers of two
     windows: NDArray[np.int64]  # [L]
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _head_bytes(cache: Any, dim: int) -> Any:
     """Bytes of one head in one block."""
     return cache.block_size * dim * cache.like.itemsize
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def key_group(cache: Any, layer: int, head: int, block: int, offset: int) -> Any:
     """The address of K of the group that begins at `offset` of a block."""
     return cache.k[layer] + (block * cache.kv_heads + head) * _head_bytes(cache, cache.k_dim) + offset * _WORD_BYTES
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def value_group(cache: Any, layer: int, head: int, block: int, offset: int) -> Any:
     begin = (block * cache.kv_heads + head) * _head_bytes(cache, cache.v_dim)
     return cache.v[layer] + begin + offset * cache.like.itemsize * cache.v_dim
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _token(attention: Any, tile: Any, number: int) -> int:
     """Where in the batch a tile's token is."""
     token: int = attention.members[tile[0] + number, 1] if tile[4] else tile[1] + number
     return token
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, own: Any) -> None:
-    queries, acc, peak, total = own[0], own[3], own[4], own[5]
+    queries, acc, peak, totals = own[0], own[3], own[4], own[5]
     for row in range(tile[2] * group):
         token = _token(attention, tile, row // group)
         query, to, sums = q[token, head * group + row % group], queries[row], acc[row]
@@ -86,22 +87,33 @@ def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, own: Any) -
             to[d] = query[d]
         for d in range(len(sums)):
             sums[d] = np.float32(0.0)
-        peak[row], total[row] = _LOWEST, np.float32(0.0)
+        peak[row] = _LOWEST
+        for lane in range(LANES):
+            totals[row, lane] = np.float32(0.0)
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _end(out: Any, attention: Any, tile: Any, head: int, group: int, own: Any) -> None:
-    acc, total = own[3], own[5]
+    acc, totals = own[3], own[5]
     width = acc.shape[1]
     for row in range(tile[2] * group):
         at = (head * group + row % group) * width
         to, sums = out[_token(attention, tile, row // group), at : at + width], acc[row]
-        share = np.float32(1.0) / total[row]
+        total = np.float32(0.0)
+        for lane in range(LANES):
+            total += totals[row, lane]
+        share = np.float32(1.0) / total
         for d in range(width):
             to[d] = element(sums[d] * share, out)
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
+def _next_group(index: int, offset: int, size: int) -> Any:
+    """The block, as its place in a table, and the token of it where the group after this one begins."""
+    return (index + 1, 0) if offset + GROUP == size else (index, offset + GROUP)
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _walk(
     layer: int,
     table: Any,
@@ -121,45 +133,48 @@ def _walk(
 
     `positions` are that of the first row, how many rows have the same, and by how much it grows after these.
     """
-    queries, scores, weights, acc, peak, total, k_groups, v_groups, k_early = own
+    queries, scores, weights, acc, peak, totals, k_groups, v_groups, k_early = own
     first_row, end_row = rows
     position_of_first, group, growth = positions
-    count_rows = end_row - first_row
+    count_rows, size = end_row - first_row, cache.block_size
     pieces = -(-count_rows // TILE_ROWS)
+    least, longer = count_rows // pieces, count_rows % pieces
     first_key, end = keys_walked
+    index, offset = first_key // size, first_key % size
     for start in range(first_key, end, PANEL_KEYS):
         keys = min(PANEL_KEYS, end - start)
         count = -(-keys // GROUP)
         for g in range(PANEL_GROUPS):
-            # What lies beyond the last group is computed with it and hidden.
-            position = start + min(g, count - 1) * GROUP
-            block, offset = table[position // cache.block_size], position % cache.block_size
-            k_groups[g] = key_group(cache, layer, head, block, offset)
-            v_groups[g] = value_group(cache, layer, head, block, offset)
-            position = start + PANEL_KEYS + g * GROUP
-            if position < end:
-                block, offset = table[position // cache.block_size], position % cache.block_size
-            k_early[g] = key_group(cache, layer, head, block, offset)
+            if g < count:
+                k_groups[g] = key_group(cache, layer, head, table[index], offset)
+                v_groups[g] = value_group(cache, layer, head, table[index], offset)
+                index, offset = _next_group(index, offset, size)
+            else:  # what lies beyond the last group is computed with it and hidden
+                k_groups[g], v_groups[g] = k_groups[count - 1], v_groups[count - 1]
+        early_index, early_offset = index, offset
+        for g in range(PANEL_GROUPS):
+            if start + PANEL_KEYS + g * GROUP < end:
+                k_early[g] = key_group(cache, layer, head, table[early_index], early_offset)
+                early_index, early_offset = _next_group(early_index, early_offset, size)
         for piece in range(pieces):
-            at, following = count_rows * piece // pieces, count_rows * (piece + 1) // pieces
-            score(queries, first_row + at, following - at, k_groups, cache.block_size, v_groups, scores)
+            at, many = first_row + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
+            score(queries, at, many, k_groups, size, v_groups, scores)
         for query in range(count_rows // group):
             position = position_of_first + query * growth - start
             visible = max(0, min(keys, position + 1))
             hidden = min(max(0, position - window + 1), visible)
             for row in range(first_row + query * group, first_row + (query + 1) * group):
-                shrink = soften(scores, row, hidden, visible, scale, weights, peak, total)
-                if shrink < np.float32(1.0):  # the maximum settles after a few panels
+                shrink = soften(scores, row, hidden, visible, scale, weights, peak, totals)
+                if shrink < np.float32(1.0):
                     sums = acc[row]
                     for d in range(len(sums)):
                         sums[d] *= shrink
         for piece in range(pieces):
-            at, following = count_rows * piece // pieces, count_rows * (piece + 1) // pieces
-            many, size = following - at, cache.block_size
-            gather(weights, first_row + at, many, count, v_groups, cache.v_dim, k_early, size, acc)
+            at, many = first_row + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
+            gather(weights, at, many, count, v_groups, cache.v_dim, k_early, size, acc)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _run_tile(layer: int, attention: Any, tile: Any, head: int, group: int, cache: Any, own: Any) -> None:
     """All keys that any of a tile's queries sees: first those that its sequences share, then those of each."""
     scale, window, tables = attention.scales[layer], attention.windows[layer], attention.tables
@@ -182,7 +197,7 @@ def _run_tile(layer: int, attention: Any, tile: Any, head: int, group: int, cach
         _walk(layer, tables[members[m, 0]], head, of_m, keys, (position, group, 1), cache, scale, window, own)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def attention_room(q: Any, cache: Any, attention: Any) -> Any:
     """Memory of a core's own for the widest tile."""
     group, most = q.shape[1] // cache.kv_heads, 0
@@ -194,21 +209,22 @@ def attention_room(q: Any, cache: Any, attention: Any) -> Any:
         np.empty((most, PANEL_KEYS), cache.like.dtype),
         np.empty((most, cache.v_dim), np.float32),
         np.empty(most, np.float32),
-        np.empty(most, np.float32),
+        np.empty((most, LANES), np.float32),
         np.empty(PANEL_GROUPS, np.int64),
         np.empty(PANEL_GROUPS, np.int64),
         np.empty(PANEL_GROUPS, np.int64),
     )
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def attend(layer: int, taken: Any, q: Any, cache: Any, attention: Any, own: Any, out: Any) -> None:
     """The heads of `out` [T, >= heads * v_dim] from `q` [T, heads, k_dim], both operands, of some units: the first, and
     how many."""
-    group = q.shape[1] // cache.kv_heads
+    group, last = q.shape[1] // cache.kv_heads, layer == len(attention.scales) - 1
     for number in range(taken[0], taken[0] + taken[1]):
-        tile = attention.tiles[attention.units[number, 0]]
-        for head in range(attention.units[number, 1], attention.units[number, 2]):
+        unit = attention.last_units[number] if last else attention.units[number]
+        tile = attention.tiles[unit[0]]
+        for head in range(unit[1], unit[2]):
             _begin(q, attention, tile, head, group, own)
             _run_tile(layer, attention, tile, head, group, cache, own)
             _end(out, attention, tile, head, group, own)

@@ -13,6 +13,7 @@ import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
+from model_worker.fusion.elements import INSIDE
 from model_worker.fusion.tile import (
     FLOATS,
     INDEX,
@@ -126,7 +127,7 @@ _four_1, _four_2, _four_3, _four_4, _four_5, _four_6 = (_gather(rows, 4) for row
 _one_1, _one_2, _one_3, _one_4, _one_5, _one_6 = (_gather(rows, 1) for rows in range(1, TILE_ROWS + 1))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def score(q: Any, first: int, rows: int, groups: Any, stride: int, early: Any, out: Any) -> None:
     """out[first + r, g * GROUP + token] = q[first + r] . K, for up to TILE_ROWS rows and PANEL_GROUPS groups.
 
@@ -147,7 +148,7 @@ def score(q: Any, first: int, rows: int, groups: Any, stride: int, early: Any, o
         _score_6(q, first, groups, stride, early, out)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def gather(
     weights: Any, first: int, rows: int, count: int, groups: Any, width: int, early: Any, early_stride: int, out: Any
 ) -> None:
@@ -165,7 +166,7 @@ def gather(
             lane += LANES
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _gather_four(
     w: Any,
     first: int,
@@ -192,7 +193,7 @@ def _gather_four(
         _four_6(w, first, count, groups, width, lane, early, early_stride, out)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _gather_one(
     w: Any,
     first: int,

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
+import numba.core.cgutils
 import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
+
+INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Of functions that compiled ones alone call: without the wrappers for others they take a fifth less to compile. Called
+from Python they end the process."""
 
 
 @intrinsic
@@ -56,3 +62,40 @@ def pointer(typing: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def borrowed(typing: Any, value: Any) -> Any:
+    """An array, or a tuple of arrays and others, whose arrays nobody counts references to.
+
+    numba counts references with atomic operations, of slices too. Where the cores of a team slice the same array, its
+    count goes back and forth between their caches. The caller must hold the array as long as what is borrowed is used.
+    """
+
+    def one(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+        if isinstance(kind, types.Array):
+            array = context.make_array(kind)(context, builder, value)
+            array.meminfo = numba.core.cgutils.get_null_value(array.meminfo.type)
+            array.parent = numba.core.cgutils.get_null_value(array.parent.type)
+            return array._getvalue()
+        if isinstance(kind, types.BaseTuple):
+            fields = numba.core.cgutils.unpack_tuple(builder, value)
+            kinds: Any = kind
+            uncounted = [one(context, builder, kinds[i], field) for i, field in enumerate(fields)]
+            return context.make_tuple(builder, kind, uncounted)
+        return value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return one(context, builder, signature.args[0], args[0])
+
+    return value(value), codegen
+
+
+@intrinsic
+def hold(typing: Any, value: Any) -> Any:
+    """Nothing but a use of an array, or of a tuple of them: what is borrowed of it may be used up to here."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(value), codegen

@@ -20,7 +20,7 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from model_worker.fusion.kernel import Weights
+from model_worker.fusion.layer import Weights
 from model_worker.fusion.tile import LANES
 from model_worker.int8_linear import Int8Linear
 from model_worker.kv_cache import LayerShape

@@ -1,8 +1,8 @@
 """A whole stack of decoder layers in one compiled call, from embeddings to logits.
 
-Knows arrays: packed weights by address, as linears.py lays them out, and the paged cache as cpu_kernel.py reads it. The
-residual and all sums are float32; what goes into a product is rounded to the weights' dtype first. A pass is a row of
-phases; each is cut into pieces that the cores of a team take, and those that are over at once are left to one core.
+Knows arrays as layer.py and attention.py do. A pass is a row of phases; each is cut into pieces that the cores of a
+team take, and those that are over at once are left to one core. Few tokens are multiplied by every core with its share
+of the weights; of many tokens each core takes some at a time through all of a layer but attention.
 Indices are not checked: what is out of place here corrupts memory. Does not know which models have this form (stack.py
 does).
 """
@@ -11,39 +11,41 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from model_worker.fusion.attention import attend, attention_room, key_group, value_group
-from model_worker.fusion.elements import element, pointer, widened
+from model_worker.fusion.attention import Attention, Cache, attend, attention_room
+from model_worker.fusion.elements import INSIDE, borrowed, hold, widened
 from model_worker.fusion.largest import agree
-from model_worker.fusion.products import (
-    HALVES,
-    HEAD_PANELS,
-    LANE_BYTES,
-    PANEL,
-    add_product,
-    gated,
-    halves_of,
-    pick_product,
-    room_of,
+from model_worker.fusion.layer import (
+    INNER,
+    MLP_NORM,
+    MLP_OUT,
+    NORM,
+    OUT,
+    PARTS,
+    PLACE,
+    QKV,
+    Buffers,
+    Weights,
+    do_part,
+    every,
+    normalise,
+    pieces_in,
 )
+from model_worker.fusion.products import HALVES, HEAD_PANELS, PANEL, pick_product, room_of
 from model_worker.fusion.screen import choose, screen
 from model_worker.fusion.team import begin, phase_of, take, wait, was_last
 from model_worker.fusion.tile import TILE_ROWS
 
-_numba: Any = numba
-carray = _numba.carray
-
-_MATH = {"reassoc", "contract", "arcp", "nsz"}
-Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741 - the field's names
-BEFORE_ATTENTION, BEFORE_MLP = range(2)
-
-# A pass is BEGIN, those of each layer, and those of the end.
-NORM, QKV, PLACE, ATTEND, OUT, MLP_NORM, INNER, MLP_OUT, LAYER_PHASES = range(9)
-FINAL_NORM, SCREEN, CHOOSE, HEAD, AGREE, BEGIN, KINDS = range(LAYER_PHASES, LAYER_PHASES + 7)
+# What is done in a phase, beside the parts of a layer: for many tokens, all parts before or after attention at once,
+# block by block; the others have no pieces then. AGREE and what is before it from FINAL_NORM on are the end of a pass.
+BEFORE, ATTEND, KEEP, AFTER, BEGIN, FINAL_NORM, SCREEN, CHOOSE, HEAD, AGREE, KINDS = range(PARTS, PARTS + 11)
+LAYER = NORM, QKV, PLACE, BEFORE, ATTEND, KEEP, OUT, MLP_NORM, INNER, MLP_OUT, AFTER
+BLOCK_TOKENS = 64
+"""What a core takes of many tokens: few enough that all that becomes of them stays in its second-level cache, enough
+that weights, which each core then reads for itself, do not hold it up."""
 GRAIN_ROWS = 4
 """Of work that is done token by token."""
 FEW_ROWS = 2
@@ -74,19 +76,14 @@ class Outputs(NamedTuple):
     panels: NDArray[np.int64]  # [1 + panels]: how many of lm_head's panels are multiplied, and which
 
 
-class Weights(NamedTuple):
-    """What the model is made of. Arrays begin with the layer."""
+class Kept(NamedTuple):
+    """Tokens whose logits count: from the last layer's attention on, the others are nobody's concern.
 
-    panels: NDArray[np.int64]  # [L, 7] addresses of packed weights
-    biases: NDArray[np.float32]  # [L, q + k + v outputs]
-    norms: NDArray[np.float32]  # [L, 2, hidden]
-    head_norms: NDArray[np.float32]  # [L, 2, head_dim] of Q and K, or [L, 2, 0]
-    final_norm: NDArray[np.float32]  # [hidden]
-    head: int  # address of lm_head's panels
-    screen: int  # address of its int8 copy's, as screen.py knows it, or 0
-    bounds: NDArray[np.float32]  # [panels of lm_head], or nothing
-    mlp_width: int
-    epsilon: np.float32
+    If all T tokens count, these are the arrays of all.
+    """
+
+    x: NDArray[np.float32]  # [L, hidden]: the residual
+    heads: NDArray[Any]  # operand [L, >= heads * v's head_dim]
 
 
 class Rotary(NamedTuple):
@@ -97,93 +94,33 @@ class Rotary(NamedTuple):
     rows: NDArray[np.int64]  # [T]
 
 
-class Buffers(NamedTuple):
-    """Room for T tokens. The operands of products are as wide as panels have steps, and zero beyond their contents."""
+class Work(NamedTuple):
+    """A forward pass."""
 
-    hidden: NDArray[Any]  # operand [T, >= hidden]
-    qkv: NDArray[np.float32]  # [T, q + k + v outputs]
-    q: NDArray[Any]  # operand [T, heads, head_dim]
-    heads: NDArray[Any]  # operand [T, >= heads * v's head_dim]
-    inner: NDArray[Any]  # operand [T, >= mlp_width]
-
-
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _normalise(x: Any, row: int, weight: Any, epsilon: Any, out: Any, to: int) -> None:
-    total, values, normed = np.float32(0.0), x[row], out[to]
-    for c in range(len(weight)):
-        total += values[c] * values[c]
-    share = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + epsilon)
-    for c in range(len(weight)):
-        normed[c] = element(values[c] * share * weight[c], out)
+    inputs: Inputs
+    x: NDArray[np.float32]  # [T, hidden]: the residual, from the embeddings on
+    kept: Kept
+    rotary: Rotary
+    weights: Weights
+    cache: Cache
+    attention: Attention
+    buffers: Buffers
+    outputs: Outputs
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _normalise_head(head: Any, weight: Any, epsilon: Any) -> None:
-    total = np.float32(0.0)
-    for d in range(len(weight)):
-        total += head[d] * head[d]
-    share = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + epsilon)
-    for d in range(len(weight)):
-        head[d] *= share * weight[d]
+class Own(NamedTuple):
+    """What each core has for itself."""
+
+    core: int
+    room: Any  # for widened int8 panels, as products.py knows it
+    up_room: Any
+    tile: NDArray[np.float32]  # [TILE_ROWS, PANEL]
+    bits: NDArray[np.int32]  # the same memory
+    other: NDArray[np.float32]
+    attention: Any  # as `attention_room` makes it
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def _rotate(head: Any, cos: Any, sin: Any) -> None:
-    """Rotate the first elements: element d with element d + half."""
-    half = len(cos) // 2
-    low, high = head[:half], head[half : 2 * half]
-    cos_low, cos_high, sin_low, sin_high = cos[:half], cos[half:], sin[:half], sin[half:]
-    for d in range(half):
-        a, b = low[d], high[d]
-        low[d] = a * cos_low[d] - b * sin_low[d]
-        high[d] = b * cos_high[d] + a * sin_high[d]
-
-
-@njit(nogil=True, cache=True)
-def _keep_key(cache: Any, layer: int, head: int, block: int, offset: int, values: Any) -> None:
-    """Put one token's K where cache_tile.py expects it."""
-    part, dim, size = LANE_BYTES // cache.like.itemsize, cache.k_dim, cache.block_size
-    memory = carray(pointer(key_group(cache, layer, head, block, 0)), (dim * size,), cache.like.dtype)
-    for d in range(dim):
-        memory[((d // part) * size + offset) * part + d % part] = element(values[d], memory)
-
-
-@njit(nogil=True, cache=True)
-def _keep_value(cache: Any, layer: int, head: int, block: int, offset: int, values: Any, unused: int) -> None:
-    """Put one token's V there, and zeros after it: their weight is 0, but 0 times what is no number is no number."""
-    part, dim, size = LANE_BYTES // cache.like.itemsize, cache.v_dim, cache.block_size
-    memory = carray(pointer(value_group(cache, layer, head, block, 0)), (dim * size,), cache.like.dtype)
-    for d in range(dim):
-        memory[((offset // part) * dim + d) * part + offset % part] = element(values[d], memory)
-    for after in range(offset + 1, offset + 1 + unused):
-        for d in range(dim):
-            memory[((after // part) * dim + d) * part + after % part] = element(np.float32(0.0), memory)
-
-
-@njit(nogil=True, cache=True)
-def _place(layer: int, row: int, qkv: Any, rotary: Any, head_norms: Any, epsilon: Any, q: Any, cache: Any) -> None:
-    """Turn one token's projections: Q into `q`, K and V into its slot of the cache."""
-    block, offset, angle = cache.blocks[row], cache.offsets[row], rotary.rows[row]
-    cos, sin = rotary.cos[angle], rotary.sin[angle]
-    heads, dim, v_dim = q.shape[1], q.shape[2], cache.v_dim
-    values = qkv[row, (heads + cache.kv_heads) * dim :]
-    for head in range(heads + cache.kv_heads):
-        part = qkv[row, head * dim : (head + 1) * dim]
-        if head_norms.shape[1]:
-            _normalise_head(part, head_norms[0 if head < heads else 1], epsilon)
-        _rotate(part, cos, sin)
-        if head < heads:
-            to = q[row, head]
-            for d in range(dim):
-                to[d] = element(part[d], q)
-        else:
-            kv = head - heads
-            _keep_key(cache, layer, kv, block, offset, part)
-            value = values[kv * v_dim : (kv + 1) * v_dim]
-            _keep_value(cache, layer, kv, block, offset, value, cache.unused[row])
-
-
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _embed(row: int, inputs: Any, x: Any) -> None:
     """The embedding of one token, widened."""
     token = inputs.tokens[row] if inputs.rows[row] < 0 else max(0, inputs.last_tokens[inputs.rows[row]])
@@ -192,96 +129,61 @@ def _embed(row: int, inputs: Any, x: Any) -> None:
         to[c] = widened(vector[c])
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _kind(phase: int, layers: int) -> Any:
     """What is done in a phase, and in which layer."""
     if phase == 0:
         return BEGIN, 0
-    if phase <= layers * LAYER_PHASES:
-        return (phase - 1) % LAYER_PHASES, (phase - 1) // LAYER_PHASES
-    return phase - 1 - layers * LAYER_PHASES + FINAL_NORM, 0
+    if phase <= layers * len(LAYER):
+        return LAYER[(phase - 1) % len(LAYER)], (phase - 1) // len(LAYER)
+    return phase - 1 - layers * len(LAYER) + FINAL_NORM, 0
 
 
-@njit(nogil=True, cache=True)
-def _by_rows(kind: int) -> bool:
-    """Whether a phase's pieces are tokens."""
-    return kind in (BEGIN, NORM, PLACE, MLP_NORM, FINAL_NORM)
+@njit(nogil=True, cache=True, **INSIDE)
+def _blocks(tokens: int, cores: int) -> int:
+    """Into how many blocks many tokens are cut, as many for each core; 0 for few tokens."""
+    return -(-tokens // (cores * BLOCK_TOKENS)) * cores if tokens >= cores * BLOCK_TOKENS else 0
 
 
-@njit(nogil=True, cache=True)
-def _sizes(x: Any, weights: Any, cache: Any, attention: Any, buffers: Any, outputs: Any) -> Any:
-    """[kind, 2]: how many pieces a phase has, and how many of them are a grain."""
-    rows, wanted = x.shape[0], len(outputs.logit_rows)
-    k_width, v_width = cache.kv_heads * cache.k_dim, cache.kv_heads * cache.v_dim
-    sizes = np.zeros((KINDS, 2), np.int64)
-    sizes[:, 0], sizes[:, 1] = rows, GRAIN_ROWS
-    sizes[QKV, 0] = halves_of(buffers.q.shape[1] * buffers.q.shape[2]) + halves_of(k_width) + halves_of(v_width)
-    sizes[OUT, 0] = sizes[MLP_OUT, 0] = halves_of(x.shape[1])
-    sizes[INNER, 0] = halves_of(weights.mlp_width)
-    sizes[QKV, 1] = sizes[OUT, 1] = sizes[MLP_OUT, 1] = sizes[INNER, 1] = HALVES
-    sizes[ATTEND, 0], sizes[ATTEND, 1] = len(attention.units), 1
-    sizes[FINAL_NORM, 0] = wanted
-    sizes[SCREEN, 0], sizes[CHOOSE, 0], sizes[AGREE, 0] = outputs.peaks.size // max(wanted, 1), 0, 0
-    sizes[HEAD, 0] = len(outputs.panels) - 1 if wanted else 0
+@njit(nogil=True, cache=True, **INSIDE)
+def _fill_sizes(sizes: Any, last: bool, cores: int, work: Any) -> None:
+    """[kind, 2]: how many pieces a phase has, and how many of them are a grain; those of the last layer may differ."""
+    attention, outputs, tokens, wanted = work.attention, work.outputs, work.x.shape[0], work.kept.x.shape[0]
+    after = wanted if last else tokens
+    sizes[BEFORE, 0], sizes[AFTER, 0] = _blocks(tokens, cores), _blocks(after, cores)
+    for part in range(PARTS):
+        if sizes[BEFORE if part < OUT else AFTER, 0] == 0:
+            sizes[part, 0] = pieces_in(part, tokens if part < OUT else after, work)
+    sizes[ATTEND, 0] = len(attention.last_units if last else attention.units)
+    sizes[KEEP, 0] = wanted if last and wanted < tokens else 0
+    sizes[BEGIN, 0], sizes[FINAL_NORM, 0] = tokens, wanted
+    sizes[SCREEN, 0], sizes[HEAD, 0] = outputs.peaks.size // max(wanted, 1), len(outputs.panels) - 1 if wanted else 0
+    sizes[CHOOSE, 0], sizes[AGREE, 0] = min(outputs.peaks.size, 1), 1
+    sizes[:, 1] = GRAIN_ROWS
+    sizes[QKV, 1] = sizes[OUT, 1] = sizes[INNER, 1] = sizes[MLP_OUT, 1] = HALVES
+    sizes[BEFORE, 1] = sizes[AFTER, 1] = sizes[ATTEND, 1] = 1
     sizes[SCREEN, 1] = sizes[HEAD, 1] = HEAD_PANELS
-    return sizes
 
 
-@njit(nogil=True, cache=True)
-def _do_rows(
-    kind: int,
-    layer: int,
-    taken: Any,
-    inputs: Any,
-    x: Any,
-    rotary: Any,
-    weights: Any,
-    cache: Any,
-    buffers: Any,
-    outputs: Any,
-) -> None:
-    """The part of a phase for some tokens: the first, and how many."""
-    first, count = taken
-    if kind == BEGIN:
-        for row in range(first, first + count if len(inputs.tokens) else first):
-            _embed(row, inputs, x)
-    elif kind == PLACE:
-        for row in range(first, first + count):
-            _place(layer, row, buffers.qkv, rotary, weights.head_norms[layer], weights.epsilon, buffers.q, cache)
-    elif kind == FINAL_NORM:
-        for row in range(first, first + count):
-            _normalise(x, outputs.logit_rows[row], weights.final_norm, weights.epsilon, buffers.hidden, row)
-    else:
-        norm = weights.norms[layer, BEFORE_ATTENTION if kind == NORM else BEFORE_MLP]
-        for row in range(first, first + count):
-            _normalise(x, row, norm, weights.epsilon, buffers.hidden, row)
+@njit(nogil=True, cache=True, **INSIDE)
+def _keep(taken: Any, rows: Any, x: Any, heads: Any, kept: Any) -> None:
+    """Copy what goes on of some tokens whose logits count."""
+    for number in range(taken[0], taken[0] + taken[1]):
+        kept.x[number] = x[rows[number]]
+        kept.heads[number] = heads[rows[number]]
 
 
-@njit(nogil=True, cache=True)
-def _project(
-    core: int,
-    taken: Any,
-    operand: Any,
-    panels: Any,
-    widths: Any,
-    out: Any,
-    biases: Any,
-    layer: int,
-    room: Any,
-    tile: Any,
-) -> None:
-    """Some halves of panels of Q's, K's and V's weights, which lie anywhere, but are counted as if in a row."""
-    start = column = 0
-    for part in range(V + 1):
-        halves = halves_of(widths[part])
-        first, end = max(taken[0] - start, 0), min(taken[0] + taken[1] - start, halves)
-        if first < end:
-            weights, width = panels[layer, part], widths[part]
-            add_product(core, (first, end - first), operand, weights, width, out, column, biases, layer, room, tile)
-        start, column = start + halves, column + widths[part]
+@njit(nogil=True, cache=True, **INSIDE)
+def _over_at_once(phase: int, layers: int, tokens: int, sizes: Any) -> Any:
+    """Whether a phase is over before another core has heard of it."""
+    kind, layer = _kind(phase, layers)
+    pieces = sizes[int(layer == layers - 1), kind, 0]
+    few = tokens if kind == PLACE else pieces
+    by_rows = kind in (BEGIN, NORM, PLACE, KEEP, MLP_NORM, FINAL_NORM)
+    return pieces == 0 or kind in (CHOOSE, AGREE) or (by_rows and few <= FEW_ROWS)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _agree(outputs: Any) -> None:
     """The largest tokens, also as the last ones of their rows."""
     agree(outputs.keys, outputs.places, outputs.tokens)
@@ -290,74 +192,86 @@ def _agree(outputs: Any) -> None:
             outputs.last_tokens[outputs.rows[row]] = outputs.tokens[row]
 
 
+@njit(inline="always")
+def _do(kind: int, layer: int, taken: Any, pieces: int, work: Any, own: Any) -> None:
+    """Those of a phase's pieces that are `taken`: the first, and how many."""
+    first, end, x, heads = taken[0], taken[0] + taken[1], work.x, work.buffers.heads
+    weights, kept, outputs, hidden = work.weights, work.kept, work.outputs, work.buffers.hidden
+    if layer == len(weights.panels) - 1 and (kind == AFTER or OUT <= kind < PARTS):
+        x, heads = kept.x, kept.heads
+    tokens = x.shape[0]
+    if kind < PARTS or kind == BEFORE or kind == AFTER:
+        blocks, first_part, end_part = end - first, NORM if kind == BEFORE else OUT, OUT if kind == BEFORE else PARTS
+        if kind < PARTS:
+            blocks, first_part, end_part = 1, kind, kind + 1
+        for number in range(first, first + blocks):
+            block, every_piece = (0, tokens, 0), kind >= PARTS
+            if every_piece:
+                begins, ends = tokens * number // pieces, tokens * (number + 1) // pieces
+                block = begins, ends - begins, own.core * BLOCK_TOKENS
+            for part in range(first_part, end_part):
+                some = every(pieces_in(part, block[1], work)) if every_piece else taken
+                do_part(part, layer, block, some, x, heads, work, own)
+    elif kind == ATTEND:
+        attend(layer, taken, work.buffers.q, work.cache, work.attention, own.attention, heads)
+    elif kind == KEEP:
+        _keep(taken, outputs.logit_rows, x, heads, kept)
+    elif kind == BEGIN:
+        for token in range(first, end if len(work.inputs.tokens) else first):
+            _embed(token, work.inputs, x)
+    elif kind == FINAL_NORM:
+        for row in range(first, end):
+            normalise(kept.x, row, weights.final_norm, weights.epsilon, hidden, row)
+    elif kind == SCREEN:
+        screen(taken, hidden, weights.screen, outputs.logits.shape[1], outputs.peaks, own.tile, own.bits)
+    elif kind == CHOOSE:
+        choose(hidden, weights.bounds, outputs.peaks, outputs.panels)
+    elif kind == HEAD:
+        numbers, keys, places = outputs.panels[1 : 1 + pieces], outputs.keys[own.core], outputs.places[own.core]
+        wanted, logits, room, tile = outputs.wanted, outputs.logits, own.room, own.tile
+        pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, room, tile, own.bits)
+    elif kind == AGREE:
+        _agree(outputs)
+
+
 @njit(nogil=True, cache=True)
-def run_stack(
-    core: int,
-    counter: Any,
-    inputs: Any,
-    x: Any,
-    rotary: Any,
-    weights: Any,
-    cache: Any,
-    attention: Any,
-    buffers: Any,
-    outputs: Any,
-    rooms: Any,
-) -> None:
-    """One core's part of a forward pass: x [T, hidden] is the residual, from the embeddings on.
+def run_stack(core: int, counter: Any, work: Any, rooms: Any) -> None:
+    """One core's part of a forward pass.
 
     `rooms` is None, or for int8 weights uint32 [cores, 2, steps of the widest operand, PANEL].
     """
-    layers, cores = len(weights.panels), len(outputs.keys)
-    end = layers * LAYER_PHASES + KINDS - LAYER_PHASES
-    tile, other = np.empty((TILE_ROWS, PANEL), np.float32), np.empty((TILE_ROWS, PANEL), np.float32)
-    bits, own = tile.view(np.int32), attention_room(buffers.q, cache, attention)
+    counter, work = borrowed(counter), borrowed(work)
+    layers, cores, tokens = len(work.weights.panels), len(work.outputs.keys), work.x.shape[0]
+    end = 1 + layers * len(LAYER) + KINDS - FINAL_NORM
+    tiles, scratch = (
+        np.empty((2, TILE_ROWS, PANEL), np.float32),
+        attention_room(work.buffers.q, work.cache, work.attention),
+    )
     room, up_room = room_of(room_of(rooms, core), 0), room_of(room_of(rooms, core), 1)
-    sizes = _sizes(x, weights, cache, attention, buffers, outputs)
-    hidden, heads, inner, q, qkv = buffers.hidden, buffers.heads, buffers.inner, buffers.q, buffers.qkv
-    widths = (q.shape[1] * q.shape[2], cache.kv_heads * cache.k_dim, cache.kv_heads * cache.v_dim)
-    wanted, logits, keys, places = outputs.wanted, outputs.logits, outputs.keys[core], outputs.places[core]
-    panels, biases = weights.panels, weights.biases
-    phase = phase_of(counter)
+    tile, other = borrowed(tiles)[0], borrowed(tiles)[1]
+    own = Own(core, room, up_room, tile, tile.view(np.int32), other, borrowed(scratch))
+    sizes = np.zeros((2, KINDS, 2), np.int64)
+    for last in range(2):
+        _fill_sizes(sizes[last], last == 1, cores, work)
+    phase, alone = phase_of(counter), False
     while phase < end:
         kind, layer = _kind(phase, layers)
-        pieces, grain, done = sizes[kind, 0] if kind != HEAD else outputs.panels[0], sizes[kind, 1], 0
-        taken = take(counter, phase, pieces, grain, core, cores)
+        pieces, grain = sizes[int(layer == layers - 1), kind]
+        if kind == HEAD:
+            pieces = work.outputs.panels[0]
+        done, taken = 0, every(pieces) if alone else take(counter, phase, pieces, grain, core, cores)
         while taken[1] > 0:
-            if kind == QKV:
-                _project(core, taken, hidden, panels, widths, qkv, biases, layer, room, tile)
-            elif kind == ATTEND:
-                attend(layer, taken, q, cache, attention, own, heads)
-            elif kind == OUT:
-                add_product(core, taken, heads, panels[layer, O], x.shape[1], x, 0, biases, -1, room, tile)
-            elif kind == INNER:
-                gate, up, width = panels[layer, GATE], panels[layer, UP], weights.mlp_width
-                gated(core, taken, hidden, gate, up, width, inner, room, up_room, tile, other)
-            elif kind == MLP_OUT:
-                add_product(core, taken, inner, panels[layer, DOWN], x.shape[1], x, 0, biases, -1, room, tile)
-            elif kind == SCREEN:
-                screen(taken, hidden, weights.screen, logits.shape[1], outputs.peaks, tile, bits)
-            elif kind == HEAD:
-                numbers = outputs.panels[1 : 1 + pieces]
-                pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, room, tile, bits)
-            else:
-                _do_rows(kind, layer, taken, inputs, x, rotary, weights, cache, buffers, outputs)
+            _do(kind, layer, taken, pieces, work, own)
             done += taken[1]
-            taken = take(counter, phase, pieces, grain, core, cores)
-        if done > 0 and was_last(counter, done, pieces):
+            taken = every(0) if alone else take(counter, phase, pieces, grain, core, cores)
+        if alone or (done > 0 and was_last(counter, done, pieces)):
             phase += 1
-            kind, layer = _kind(phase, layers)
             # What is over at once is not worth telling the others of.
-            while phase < end and (sizes[kind, 0] == 0 or (_by_rows(kind) and sizes[kind, 0] <= FEW_ROWS)):
-                if kind == AGREE:
-                    _agree(outputs)
-                elif kind == CHOOSE and outputs.peaks.size > 0:
-                    choose(hidden, weights.bounds, outputs.peaks, outputs.panels)
-                elif sizes[kind, 0] > 0:
-                    _do_rows(kind, layer, (0, sizes[kind, 0]), inputs, x, rotary, weights, cache, buffers, outputs)
-                phase += 1
-                kind, layer = _kind(phase, layers)
-            begin(counter, phase)
+            alone = phase < end and _over_at_once(phase, layers, tokens, sizes)
+            if not alone:
+                begin(counter, phase)
         else:
             wait(counter, phase)
-        phase = phase_of(counter)
+            phase = phase_of(counter)
+    hold(tiles)
+    hold(scratch)

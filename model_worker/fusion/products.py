@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit, types
 
 from model_worker.attention.cpu_kernel import _exp
-from model_worker.fusion.elements import element, pointer
+from model_worker.fusion.elements import INSIDE, element, pointer
 from model_worker.fusion.int8_tile import INT8_ROWS, multiply_and_keep, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.fusion.largest import take_largest
 from model_worker.fusion.team import begin, take, wait, was_last
@@ -39,7 +39,7 @@ MOST_NARROW_ROWS = 12
 _INT8_HALF_BYTES = 2 * HALF
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _panel(operand: Any, panels: int, unit: int, room: Any) -> Any:
     """Addresses of half panel number `unit`, of weights as wide as the operand, and of its scales if it has any."""
     if room is None:
@@ -52,13 +52,13 @@ def _panel(operand: Any, panels: int, unit: int, room: Any) -> Any:
     return place, scales
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _widens(rows: int, room: Any) -> Any:
     """Whether an int8 panel is widened once; for fewer rows, widening it again costs less than keeping it."""
     return room is not None and rows > MOST_NARROW_ROWS
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _pieces(rows: int, room: Any) -> Any:
     """Into how many pieces rows are cut: so few rows in each that their sums stay in registers."""
     if _widens(rows, room):
@@ -66,7 +66,7 @@ def _pieces(rows: int, room: Any) -> Any:
     return -(-rows // (TILE_ROWS if room is None else INT8_ROWS))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _piece(rows: int, pieces: int, piece: int, room: Any) -> Any:
     """The first row of a piece, and how many it has."""
     skipped = 0
@@ -94,13 +94,13 @@ def _room_of(rooms: Any, index: int) -> Any:
     return none if rooms is types.none else one
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def halves_of(width: int) -> int:
     """Pieces of a product: halves of panels. The last half may have no output."""
     return HALVES * -(-width // PANEL)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _following(unit: int, taken: Any, halves: int, core: int) -> int:
     """Where this core goes on after the panel of half number `unit`: with what it has `taken`, the first half and how
     many, or where it will most likely take more.
@@ -112,7 +112,7 @@ def _following(unit: int, taken: Any, halves: int, core: int) -> int:
     return following if 0 <= following < halves else unit
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _early(operand: Any, place: Any, following: Any, pieces: int, piece: int, widens: bool, room: Any) -> Any:
     """What to ask memory for while a piece is multiplied, as tile.EARLY.
 
@@ -129,7 +129,7 @@ def _early(operand: Any, place: Any, following: Any, pieces: int, piece: int, wi
     return following + piece * steps * stride, stride, steps, 0
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _multiply_words(operand: Any, first: int, rows: int, place: Any, whole: bool, early: Any, tile: Any) -> None:
     if whole:
         multiply_panel(operand, first, rows, place, early, tile)
@@ -137,7 +137,7 @@ def _multiply_words(operand: Any, first: int, rows: int, place: Any, whole: bool
         multiply_half_panel(operand, first, rows, place, early, tile)
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _multiply(
     operand: Any,
     first: int,
@@ -166,7 +166,7 @@ def _multiply(
         _scale(rows, scales, lanes, tile)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True, cache=True, **INSIDE)
 def _scale(rows: int, scales: int, lanes: int, tile: Any) -> None:
     factors = carray(pointer(scales), (PANEL,), np.float32)[:lanes]
     for r in range(rows):
@@ -175,7 +175,7 @@ def _scale(rows: int, scales: int, lanes: int, tile: Any) -> None:
             sums[lane] *= factors[lane]
 
 
-@njit(error_model="numpy", nogil=True, cache=True)
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def int8_product(operand: Any, rows: int, panels: int, number: int, count: int, lanes: int, tile: Any) -> None:
     """tile[r, :lanes] = operand[r] . int8 panel `number` of `count`, for up to INT8_ROWS rows."""
     room = np.empty((0, PANEL), np.uint32)  # not needed for so few rows, but it says which kind of panels these are
@@ -186,7 +186,7 @@ def int8_product(operand: Any, rows: int, panels: int, number: int, count: int, 
     _scale(rows, scales, lanes, tile)
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def add_product(
     core: int,
     taken: Any,
@@ -267,7 +267,7 @@ def pick_product(
                         to[lane] = sums[lane]
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def gated(
     core: int,
     taken: Any,
@@ -304,7 +304,7 @@ def gated(
         unit += HALVES if whole else 1
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: Any, room: Any, tile: Any) -> None:
     """out = operand . weights + bias as elements of `out`; a bias of length 0 is none. Outputs as `add_product`."""
     rows, width = out.shape

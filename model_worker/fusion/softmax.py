@@ -15,7 +15,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from model_worker.fusion.cache_tile import PANEL_GROUPS
-from model_worker.fusion.tile import FLOATS, HAS_BF16_DOT, INDEX, LANES, WORD, WORDS, BFloat, splat, sums_at
+from model_worker.fusion.lanes import constant, larger, power_of_two, store_lanes
+from model_worker.fusion.tile import INDEX, LANES, WORD, WORDS, splat, sums_at
 
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
@@ -23,37 +24,8 @@ intrinsic: Any = numba.extending.intrinsic
 LOG2_E = 1.4426950408889634
 LOWEST = -1e30
 """The peak of a row that has seen no key."""
-_FLOAT = ir.FloatType()
-# 2^x for x within half of zero, to a relative error of 2e-7: least squares of the relative error at Chebyshev's points.
-_POWERS = (1.0, 0.693146884, 0.24022238, 0.0555089302, 0.00967169832, 0.00132186722)
-# Below, a weight is 0 but for what float32 cannot hold.
-_LEAST_POWER = -126.0
-
-
-def _constant(value: float) -> Any:
-    return ir.Constant(FLOATS, [value] * LANES)
-
-
-def _larger(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
-
-
-def _call(builder: Any, name: str, *operands: Any) -> Any:
-    kind = ir.FunctionType(FLOATS, (FLOATS,) * len(operands))
-    return builder.call(builder.module.declare_intrinsic(f"{name}.v16f32", (), kind), operands)
-
-
-def _power_of_two(builder: Any, x: Any) -> Any:
-    """2^x for x up to 0, and no number for what is none."""
-    least = _constant(_LEAST_POWER)
-    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
-    whole = _call(builder, "llvm.nearbyint", x)
-    part = builder.fsub(x, whole)
-    y = _constant(_POWERS[-1])
-    for coefficient in _POWERS[-2::-1]:
-        y = _call(builder, "llvm.fmuladd", y, part, _constant(coefficient))
-    exponent = builder.shl(builder.fptosi(whole, WORDS), ir.Constant(WORDS, [23] * LANES))
-    return builder.bitcast(builder.add(builder.bitcast(y, WORDS), exponent), FLOATS)
+_SLACK = 8.0
+"""By how much a score may be above the peak before that rises, which then seldom happens after a row's first panel."""
 
 
 def _over_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
@@ -66,74 +38,83 @@ def _over_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], An
     return builder.extract_element(vector, ir.Constant(WORD, 0))
 
 
-def _add(builder: Any, a: Any, b: Any) -> Any:
-    return builder.fadd(a, b)
+def _seen(builder: Any, begin: Any, end: Any) -> list[Any]:
+    """For each vector of a panel's keys, which of them are among `begin` to `end`."""
+    # A key is if its number less `begin`, as a number without a sign, is below their count.
+    first, count = builder.trunc(begin, WORD), builder.trunc(builder.sub(end, begin), WORD)
+    masks = []
+    for v in range(PANEL_GROUPS):
+        numbers = ir.Constant(WORDS, [v * LANES + lane for lane in range(LANES)])
+        masks.append(builder.icmp_unsigned("<", builder.sub(numbers, splat(builder, first)), splat(builder, count)))
+    return masks
 
 
-def _store_bfloat16(builder: Any, vector: Any, place: Any) -> None:
-    """The nearest bfloat16, even among two."""
-    halves = ir.VectorType(ir.IntType(16), LANES)
-    if HAS_BF16_DOT:
-        kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), (FLOATS,))
-        convert = builder.module.declare_intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", (), kind)
-        rounded = builder.bitcast(builder.call(convert, (vector,)), halves)
-    else:
-        bits, sixteen = builder.bitcast(vector, WORDS), ir.Constant(WORDS, [16] * LANES)
-        odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(WORDS, [1] * LANES))
-        up = builder.add(bits, builder.add(odd, ir.Constant(WORDS, [0x7FFF] * LANES)))
-        rounded = builder.trunc(builder.lshr(up, sixteen), halves)
-    builder.store(rounded, builder.bitcast(place, halves.as_pointer()), align=2)
+def _raise_peak(builder: Any, highest: Any, peak_place: Any, totals_place: Any) -> Any:
+    """Where a lane of `highest` is far above the peak: raise it, and shrink the totals. By how much, or 1."""
+    before, entry = builder.load(peak_place), builder.block
+    limit = splat(builder, builder.fadd(before, ir.Constant(before.type, _SLACK)))
+    above = builder.bitcast(builder.fcmp_ordered(">", highest, limit), ir.IntType(LANES))
+    with builder.if_then(builder.icmp_unsigned("!=", above, ir.Constant(above.type, 0)), likely=False):
+        peak = _over_lanes(builder, highest, larger)
+        fall = power_of_two(builder, splat(builder, builder.fsub(before, peak)))
+        builder.store(peak, peak_place)
+        builder.store(builder.fmul(builder.load(totals_place, align=4), fall), totals_place, align=4)
+        raised, fallen = builder.block, builder.extract_element(fall, ir.Constant(WORD, 0))
+    shrink = builder.phi(before.type)
+    shrink.add_incoming(ir.Constant(before.type, 1.0), entry)
+    shrink.add_incoming(fallen, raised)
+    return shrink
+
+
+def _powers(builder: Any, scaled: list[Any], seen: list[Any], peak_place: Any, totals_place: Any) -> list[Any]:
+    """What a row's scores become, and by how much earlier results shrink. Nothing `seen` says that all are."""
+    known = (
+        [builder.select(mask, x, constant(LOWEST)) for mask, x in zip(seen, scaled, strict=True)] if seen else scaled
+    )
+    highest = larger(builder, larger(builder, *known[:2]), larger(builder, *known[2:]))
+    shrink = _raise_peak(builder, highest, peak_place, totals_place)
+    top = splat(builder, builder.load(peak_place))
+    powers = [power_of_two(builder, builder.fsub(x, top)) for x in scaled]
+    if seen:
+        powers = [builder.select(mask, power, constant(0.0)) for mask, power in zip(seen, powers, strict=True)]
+    return [*powers, shrink]
 
 
 @intrinsic
 def soften(
-    typing: Any, scores: Any, row: Any, begin: Any, end: Any, scale: Any, weights: Any, peak: Any, total: Any
+    typing: Any, scores: Any, row: Any, begin: Any, end: Any, scale: Any, weights: Any, peak: Any, totals: Any
 ) -> Any:
     """weights[row] = 2^(scale * scores[row] - peak[row]) of keys begin to end of a panel, and 0 of the others.
 
-    `peak` and `total` f32[rows] are the highest scaled score so far and the sum of weights; returns by how much earlier
-    results shrink because the peak has risen. `scores` f32[rows, 64], `weights` likewise, or bfloat16's bits.
+    `peak` f32[rows] is about the highest scaled score so far: weights may be as large as 2^_SLACK, so that it seldom
+    has to rise. `totals` f32[rows, LANES] add up to the sum of weights. Returns by how much earlier results shrink
+    because the peak has risen. `scores` f32[rows, 64], `weights` likewise, or bfloat16's bits.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds, bfloat16 = signature.args, signature.args[5].dtype == types.uint16
-        places = sums_at(context, builder, kinds[0], args[0], args[1], ir.Constant(INDEX, 0), 1, PANEL_GROUPS)
+        kinds, nothing, every = signature.args, ir.Constant(INDEX, 0), ir.Constant(INDEX, LANES * PANEL_GROUPS)
+        places = sums_at(context, builder, kinds[0], args[0], args[1], nothing, 1, PANEL_GROUPS)
         scaled = [builder.fmul(builder.load(place, align=4), splat(builder, args[4])) for place in places]
-        # A key is seen if its number less `begin`, as a number without a sign, is below their count.
-        first, count = builder.trunc(args[2], WORD), builder.trunc(builder.sub(args[3], args[2]), WORD)
-        seen = []
-        for v in range(PANEL_GROUPS):
-            numbers = ir.Constant(WORDS, [v * LANES + lane for lane in range(LANES)])
-            seen.append(builder.icmp_unsigned("<", builder.sub(numbers, splat(builder, first)), splat(builder, count)))
-        masked = [builder.select(mask, x, _constant(LOWEST)) for mask, x in zip(seen, scaled, strict=True)]
-        pairs = [_larger(builder, masked[v], masked[v + 1]) for v in range(0, PANEL_GROUPS, 2)]
-        here = _over_lanes(builder, _larger(builder, *pairs), _larger)
-        peak_place, total_place = (
-            builder.gep(context.make_array(kinds[i])(context, builder, args[i]).data, [args[1]]) for i in (6, 7)
-        )
-        before = builder.load(peak_place)
-        highest = _larger(builder, before, here)
-        top = splat(builder, highest)
-        powers = [
-            builder.select(mask, _power_of_two(builder, builder.fsub(x, top)), _constant(0.0))
-            for mask, x in zip(seen, scaled, strict=True)
-        ]
+        peak_place = builder.gep(context.make_array(kinds[6])(context, builder, args[6]).data, [args[1]])
+        totals_place = sums_at(context, builder, kinds[7], args[7], args[1], nothing, 1, 1)[0]
+        whole = builder.and_(builder.icmp_signed("<=", args[2], nothing), builder.icmp_signed(">=", args[3], every))
+        ways, masks = [], _seen(builder, args[2], args[3])
+        with builder.if_else(whole, likely=True) as branches:
+            for branch, seen in zip(branches, ([], masks), strict=True):
+                with branch:
+                    made = _powers(builder, scaled, seen, peak_place, totals_place)
+                    ways.append((made, builder.block))
+        *powers, shrink = (builder.phi(value.type) for value in ways[0][0])
+        for made, block in ways:
+            for phi, value in zip((*powers, shrink), made, strict=True):
+                phi.add_incoming(value, block)
         array = context.make_array(kinds[5])(context, builder, args[5])
         line = builder.gep(array.data, [builder.mul(args[1], builder.extract_value(array.shape, 1))])
         for v, power in enumerate(powers):
-            place = builder.gep(line, [ir.Constant(INDEX, v * LANES)])
-            if bfloat16:
-                _store_bfloat16(builder, power, place)
-            else:
-                builder.store(power, builder.bitcast(place, FLOATS.as_pointer()), align=4)
-        added = _over_lanes(
-            builder, builder.fadd(builder.fadd(powers[0], powers[1]), builder.fadd(powers[2], powers[3])), _add
-        )
-        fall = _power_of_two(builder, splat(builder, builder.fsub(before, highest)))
-        shrink = builder.extract_element(fall, ir.Constant(WORD, 0))
-        builder.store(highest, peak_place)
-        builder.store(builder.fadd(builder.fmul(builder.load(total_place), shrink), added), total_place)
+            store_lanes(builder, power, builder.gep(line, [ir.Constant(INDEX, v * LANES)]), kinds[5].dtype)
+        added = builder.fadd(builder.fadd(powers[0], powers[1]), builder.fadd(powers[2], powers[3]))
+        builder.store(builder.fadd(builder.load(totals_place, align=4), added), totals_place, align=4)
         return shrink
 
     numbers = (types.int64, types.int64, types.int64, types.float32)
-    return types.float32(scores, *numbers, weights, peak, total), codegen
+    return types.float32(scores, *numbers, weights, peak, totals), codegen

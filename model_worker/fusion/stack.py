@@ -21,9 +21,10 @@ from model_worker.batch import ForwardBatch
 from model_worker.fusion.attention import Attention, Cache
 from model_worker.fusion.cache_tile import GROUP
 from model_worker.fusion.form import OtherForm, Parts
-from model_worker.fusion.kernel import Buffers, Inputs, Outputs, Rotary, run_stack
+from model_worker.fusion.kernel import BLOCK_TOKENS, Inputs, Kept, Outputs, Rotary, Work, run_stack
 from model_worker.fusion.largest import Largest
-from model_worker.fusion.plan import plan_for
+from model_worker.fusion.layer import Buffers
+from model_worker.fusion.plan import plan_for, units_with
 from model_worker.fusion.products import LANE_BYTES, PANEL
 from model_worker.fusion.screen import SCREENED_ROWS, WORTH_SCREENING, Screen
 from model_worker.fusion.softmax import LOG2_E
@@ -117,9 +118,8 @@ class FusedStack:
     def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Also what the logits were made of, float32 [L, hidden]."""
         logits, residual, _ = self._run(batch, cache, _every(batch))
-        wanted, weights = residual[batch.logit_positions], self._weights
-        shares = torch.rsqrt(wanted.square().mean(-1, keepdim=True) + float(weights.epsilon))
-        return logits, wanted * shares * torch.from_numpy(weights.final_norm)
+        shares = torch.rsqrt(residual.square().mean(-1, keepdim=True) + float(self._weights.epsilon))
+        return logits, residual * shares * torch.from_numpy(self._weights.final_norm)
 
     @property
     def runs_ahead(self) -> bool:
@@ -140,11 +140,11 @@ class FusedStack:
         return wait
 
     def _run(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor, Outputs]:
-        """Logits of rows that have a place in `wanted`, the residual [T, hidden] after all layers, largest tokens."""
+        """Logits of rows that have a place in `wanted`, the residual [L, hidden] after all layers, largest tokens."""
         nobody = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
-        job, outputs, x = self._begun(batch, cache, wanted, nobody)
+        job, outputs, residual = self._begun(batch, cache, wanted, nobody)
         self._finish(job, outputs)
-        return torch.from_numpy(outputs.logits), torch.from_numpy(x), outputs
+        return torch.from_numpy(outputs.logits), torch.from_numpy(residual), outputs
 
     def _finish(self, job: Job, outputs: Outputs) -> None:
         job.finish()
@@ -171,19 +171,23 @@ class FusedStack:
             panels=self._every_panel if screen is None else screen.chosen,
         )
         inputs, x = self._embedded(batch, drawn)
-        job = team(self._cores).begin(
-            run_stack,
-            inputs,
-            x,
-            self._angles_of(batch),
-            self._weights,
-            self._cache(batch, cache),
-            self._attention(batch),
-            self._buffers(batch.num_tokens),
-            outputs,
-            self._rooms,
+        buffers = self._buffers(batch.num_tokens)
+        kept = Kept(x, buffers.heads)
+        if len(wanted) < batch.num_tokens:
+            kept = Kept(*(np.empty((len(wanted), array.shape[1]), array.dtype) for array in kept))
+        work = Work(
+            inputs=inputs,
+            x=x,
+            kept=kept,
+            rotary=self._angles_of(batch),
+            weights=self._weights,
+            cache=self._cache(batch, cache),
+            attention=self._attention(batch),
+            buffers=buffers,
+            outputs=outputs,
         )
-        return job, outputs, x
+        job = team(self._cores).begin(run_stack, work, self._rooms)
+        return job, outputs, kept.x
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
         """The tokens, and room for their embeddings; or these, where the module must make them."""
@@ -233,8 +237,10 @@ class FusedStack:
     def _attention(self, batch: ForwardBatch) -> Attention:
         layer = self._layout
         plan = plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
-        tables = batch.block_tables.numpy()
-        return Attention(tables, plan.tiles, plan.members, plan.units, self._scales, self._windows)
+        tables, last_units = batch.block_tables.numpy(), plan.units
+        if len(batch.logit_positions) < batch.num_tokens:
+            last_units = units_with(plan, batch.logit_positions.numpy(), batch.num_tokens)
+        return Attention(tables, plan.tiles, plan.members, plan.units, last_units, self._scales, self._windows)
 
     def _buffers(self, tokens: int) -> Buffers:
         if tokens > len(self._room.q):
@@ -243,12 +249,14 @@ class FusedStack:
 
     def _make_room(self, tokens: int) -> Buffers:
         layer, (hidden, heads, inner) = self._layout, self._widths
+        at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
         return Buffers(
             hidden=np.zeros((tokens, hidden), self._element),
-            qkv=np.zeros((tokens, self._weights.biases.shape[1]), np.float32),
+            qkv=np.zeros((at_a_time, self._weights.biases.shape[1]), np.float32),
             q=np.zeros((tokens, self._q_heads, layer.k_dim), self._element),
+            keys=np.zeros((at_a_time, layer.kv_heads * layer.k_dim), self._element),
             heads=np.zeros((tokens, heads), self._element),
-            inner=np.zeros((tokens, inner), self._element),
+            inner=np.zeros((at_a_time, inner), self._element),
         )
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from numba import njit
 from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
+from model_worker.fusion.kernel import BLOCK_TOKENS
 from model_worker.fusion.team import Team, begin, phase_of, take, wait, was_last
 from model_worker.fusion.tile import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
 from model_worker.linears import PANEL, PackedLinear
@@ -52,17 +54,20 @@ def batches(rng: np.random.Generator, block_size: int, num_blocks: int) -> list[
     sequences = int(rng.integers(1, 9))
     tables = rng.permutation(num_blocks)[: sequences * (num_blocks // sequences)].reshape(sequences, -1)
     lengths = np.zeros(sequences, np.int64)
-    steps = []
+    steps: list[ForwardBatch] = []
     for _ in range(4):
         members = rng.permutation(sequences)[: rng.integers(1, sequences + 1)]
         room = tables.shape[1] * block_size - lengths[members]
-        chunks = np.minimum(np.where(rng.random(len(members)) < 0.5, 1, rng.integers(1, 30, len(members))), room)
+        longest = rng.choice([30, 150])  # in one or in several blocks for each core
+        chunks = np.where(rng.random(len(members)) < 0.5, 1, rng.integers(1, longest, len(members)))
+        chunks = np.minimum(chunks, room)
         members, chunks = members[chunks > 0], chunks[chunks > 0]
         if not len(members):
             continue
         lengths[members] += chunks
         total = int(chunks.sum())
-        logit_rows = np.flatnonzero(rng.random(total) < 0.7)
+        logit_rows = np.flatnonzero(rng.random(total) < rng.choice([0.05, 0.7, 1.0]))
+        logit_rows = logit_rows if len(logit_rows) or steps else np.array([total - 1])
         tokens = rng.integers(3, VOCAB, total)
         steps.append(ForwardBatch.build(tokens, chunks, lengths[members], tables[members], block_size, logit_rows))
     return steps
@@ -155,6 +160,38 @@ def test_picked_tokens_are_the_largest_logits(arch: str, dtype: str, quantizatio
         tokens, some = picking.pick(step, wanted)
         assert tokens.tolist() == every.argmax(-1).tolist()
         assert torch.equal(some, every[torch.from_numpy(wanted)])
+
+
+@pytest.fixture
+def two_cores() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [16, 48, 64])
+def test_many_tokens_at_once_give_what_a_few_at_a_time_give(
+    dtype: str, head_dim: int, two_cores: None, tmp_path_factory: Any
+) -> None:
+    """To the last bit, although cores share them otherwise, and the last layer leaves out those nobody asks about."""
+    rng = np.random.default_rng()
+    loaded = load("llama", dtype, tmp_path_factory.getbasetemp(), head_dim=head_dim)
+    assert loaded.stack is not None
+    count = int(rng.integers(2, 6)) * BLOCK_TOKENS + int(rng.integers(1, 60))  # in blocks for each of two cores
+    tokens, table = rng.integers(3, VOCAB, count), rng.permutation(24)[None]
+    wanted = np.unique(rng.integers(0, count, rng.choice([1, 5, count])))
+    at_once, few = ModelRunner(loaded, 24, 16), ModelRunner(loaded, 24, 16)
+    batch = ForwardBatch.build(tokens, np.array([count]), np.array([count]), table, 16, wanted)
+    parts = []
+    for first in range(0, count, 37):
+        end = min(first + 37, count)
+        here = wanted[(wanted >= first) & (wanted < end)] - first
+        lengths = np.array([end - first]), np.array([end])
+        parts.append(few.forward(ForwardBatch.build(tokens[first:end], *lengths, table, 16, here)))
+    assert torch.equal(at_once.forward(batch), torch.cat(parts))
+    assert all(torch.equal(a, b) for a, b in zip(at_once.cache.k, few.cache.k, strict=True))
 
 
 def test_what_an_earlier_sequence_left_in_a_block_does_not_matter(tmp_path_factory: Any) -> None:
