@@ -79,11 +79,13 @@ class Outputs(NamedTuple):
 class Kept(NamedTuple):
     """Tokens whose logits count: from the last layer's attention on, the others are nobody's concern.
 
-    If all T tokens count, these are the arrays of all.
+    They come in any order, and more than once if asked for so. If all T tokens count, in order, these are the arrays of
+    all, and nothing is `copied`.
     """
 
     x: NDArray[np.float32]  # [L, hidden]: the residual
     heads: NDArray[Any]  # operand [L, >= heads * v's head_dim]
+    copied: bool
 
 
 class Rotary(NamedTuple):
@@ -155,7 +157,7 @@ def _fill_sizes(sizes: Any, last: bool, cores: int, work: Any) -> None:
         if sizes[BEFORE if part < OUT else AFTER, 0] == 0:
             sizes[part, 0] = pieces_in(part, tokens if part < OUT else after, work)
     sizes[ATTEND, 0] = len(attention.last_units if last else attention.units)
-    sizes[KEEP, 0] = wanted if last and wanted < tokens else 0
+    sizes[KEEP, 0] = wanted if last and work.kept.copied else 0
     sizes[BEGIN, 0], sizes[FINAL_NORM, 0] = tokens, wanted
     sizes[SCREEN, 0], sizes[HEAD, 0] = outputs.peaks.size // max(wanted, 1), len(outputs.panels) - 1 if wanted else 0
     sizes[CHOOSE, 0], sizes[AGREE, 0] = min(outputs.peaks.size, 1), 1

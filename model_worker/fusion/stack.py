@@ -171,10 +171,11 @@ class FusedStack:
             panels=self._every_panel if screen is None else screen.chosen,
         )
         inputs, x = self._embedded(batch, drawn)
-        buffers = self._buffers(batch.num_tokens)
-        kept = Kept(x, buffers.heads)
-        if len(wanted) < batch.num_tokens:
-            kept = Kept(*(np.empty((len(wanted), array.shape[1]), array.dtype) for array in kept))
+        buffers = self._buffers(max(batch.num_tokens, len(wanted)))
+        kept = Kept(x, buffers.heads, copied=False)
+        if not _every_token(batch):
+            few, heads = np.empty((len(wanted), x.shape[1]), x.dtype), buffers.heads
+            kept = Kept(few, np.empty((len(wanted), heads.shape[1]), heads.dtype), copied=True)
         work = Work(
             inputs=inputs,
             x=x,
@@ -238,7 +239,7 @@ class FusedStack:
         layer = self._layout
         plan = plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
         tables, last_units = batch.block_tables.numpy(), plan.units
-        if len(batch.logit_positions) < batch.num_tokens:
+        if not _every_token(batch):
             last_units = units_with(plan, batch.logit_positions.numpy(), batch.num_tokens)
         return Attention(tables, plan.tiles, plan.members, plan.units, last_units, self._scales, self._windows)
 
@@ -258,6 +259,12 @@ class FusedStack:
             heads=np.zeros((tokens, heads), self._element),
             inner=np.zeros((at_a_time, inner), self._element),
         )
+
+
+def _every_token(batch: ForwardBatch) -> bool:
+    """Whether the logits of all tokens are wanted, in order."""
+    positions = batch.logit_positions.numpy()
+    return len(positions) == batch.num_tokens and bool((positions == np.arange(batch.num_tokens)).all())
 
 
 def _every(batch: ForwardBatch) -> NDArray[np.int64]:
