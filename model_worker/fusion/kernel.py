@@ -202,7 +202,7 @@ def _do(kind: int, layer: int, taken: Any, pieces: int, work: Any, own: Any) -> 
     if layer == len(weights.panels) - 1 and (kind == AFTER or OUT <= kind < PARTS):
         x, heads = kept.x, kept.heads
     tokens = x.shape[0]
-    if kind < PARTS or kind == BEFORE or kind == AFTER:
+    if kind < PARTS or kind in (BEFORE, AFTER):
         blocks, first_part, end_part = end - first, NORM if kind == BEFORE else OUT, OUT if kind == BEFORE else PARTS
         if kind < PARTS:
             blocks, first_part, end_part = 1, kind, kind + 1
