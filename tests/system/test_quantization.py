@@ -28,20 +28,33 @@ def generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]
     return outputs
 
 
+def parts_at_a_tie(model: Any, prompt: list[int], got: list[int], wanted: list[int]) -> bool:
+    """Whether the first token that differs has the same logit in the reference, to float32's precision."""
+    at = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), None)
+    if at is None:
+        return False
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + wanted[:at]])).logits[0, -1]
+    return abs(float(logits[got[at]] - logits[wanted[at]])) < 1e-5 * float(logits.std())
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
 def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Blocks of 4 tokens run as modules, blocks of 16 as the fused stack where there is one."""
     seed = random.randrange(2**31)
     path = tiny_model(arch, tmp_path_factory.getbasetemp())
     prompts = mixed_prompts(seed)
-    wanted = generate(dequantized_model(path), prompts, NEW_TOKENS)
+    reference = dequantized_model(path)
+    wanted = generate(reference, prompts, NEW_TOKENS)
     loaded = load(path, "int8")
     params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, stop_token_ids=[EOS])
     for block_size, num_blocks in ((4, 48), (16, 16)):
         server = InProcessServer(loaded, Shape(block_size=block_size, num_blocks=num_blocks))
         for prompt in prompts:
             server.submit(prompt, params)
-        assert [answer.tokens for answer in server.run()] == wanted, f"{arch}, seed {seed}, {block_size=}"
+        for prompt, answer, want in zip(prompts, server.run(), wanted, strict=True):
+            same = answer.tokens == want or parts_at_a_tie(reference, prompt, answer.tokens, want)
+            assert same, f"{arch}, seed {seed}, {block_size=}: {answer.tokens} instead of {want}"
 
 
 def test_a_server_with_int8_weights(model: Path, tmp_path: Path) -> None:
