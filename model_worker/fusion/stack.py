@@ -173,7 +173,8 @@ class FusedStack:
         inputs, x = self._embedded(batch, drawn)
         buffers = self._buffers(max(batch.num_tokens, len(wanted)))
         kept = Kept(x, buffers.heads, copied=False)
-        if not _every_token(batch):
+        last_tokens = None if _every_token(batch) else batch.logit_positions.numpy()
+        if last_tokens is not None:
             few, heads = np.empty((len(wanted), x.shape[1]), x.dtype), buffers.heads
             kept = Kept(few, np.empty((len(wanted), heads.shape[1]), heads.dtype), copied=True)
         work = Work(
@@ -183,7 +184,7 @@ class FusedStack:
             rotary=self._angles_of(batch),
             weights=self._weights,
             cache=self._cache(batch, cache),
-            attention=self._attention(batch),
+            attention=self._attention(batch, last_tokens),
             buffers=buffers,
             outputs=outputs,
         )
@@ -235,12 +236,13 @@ class FusedStack:
         ahead.use(int(blocks.max()))
         return known._replace(blocks=blocks, offsets=offsets, unused=_unused(batch, offsets))
 
-    def _attention(self, batch: ForwardBatch) -> Attention:
+    def _attention(self, batch: ForwardBatch, last_tokens: NDArray[np.int64] | None) -> Attention:
+        """`last_tokens` are those that attend in the last layer; None: all."""
         layer = self._layout
         plan = plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
         tables, last_units = batch.block_tables.numpy(), plan.units
-        if not _every_token(batch):
-            last_units = units_with(plan, batch.logit_positions.numpy(), batch.num_tokens)
+        if last_tokens is not None:
+            last_units = units_with(plan, last_tokens, batch.num_tokens)
         return Attention(tables, plan.tiles, plan.members, plan.units, last_units, self._scales, self._windows)
 
     def _buffers(self, tokens: int) -> Buffers:

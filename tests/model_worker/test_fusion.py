@@ -68,9 +68,8 @@ def batches(rng: np.random.Generator, block_size: int, num_blocks: int) -> list[
         total = int(chunks.sum())
         logit_rows = np.flatnonzero(rng.random(total) < rng.choice([0.05, 0.7, 1.0]))
         logit_rows = logit_rows if len(logit_rows) or steps else np.array([total - 1])
-        if (
-            len(logit_rows) and rng.random() < 0.5
-        ):  # in any order, some of them twice, as prompts' log-probabilities are
+        # In any order, and some of them twice, as log-probabilities of prompts are asked for.
+        if len(logit_rows) and rng.random() < 0.5:
             twice = rng.choice(logit_rows, rng.integers(0, total))
             logit_rows = rng.permutation(np.concatenate([logit_rows, twice]))
         tokens = rng.integers(3, VOCAB, total)
