@@ -27,6 +27,7 @@ from interfaces.text_context import TextContext
 from interfaces.vision_context import ImageMetadata, TextAndVisionContext
 
 _LARGEST_INT32 = 2**31 - 1
+_NO_ROWS, _NO_BLOCKS = np.empty(0, np.int32), np.empty((0, 3), np.int32)
 
 
 @message(1)
@@ -352,6 +353,10 @@ class Step:
     Row rows[i] computes its next ntok[i] tokens (1 each when `ntok` is None). A row whose known tokens are all
     computed then samples one more. `new_blocks` are triples (row, index in the row's block table, block).
     `incarnation` names the scheduler process; a worker that sees a new one forgets all rows first.
+
+    Afterwards the worker computes one more token of each row, and another, `repeats` times in all, unless it is given
+    another step before it begins the next of them: then that one follows. They are numbered on from `step`, and each
+    has its result. The step itself is always done.
     """
 
     incarnation: int
@@ -362,6 +367,15 @@ class Step:
     new_blocks: I32x3
     drop: I32
     joins: list[Join]
+    repeats: int = 0
+
+    @property
+    def again(self) -> Step | None:
+        """Its first repetition, which has the others; None when there is none."""
+        if not self.repeats:
+            return None
+        number, left = self.step + 1, self.repeats - 1
+        return Step(self.incarnation, self.epoch, number, self.rows, None, _NO_BLOCKS, _NO_ROWS, [], left)
 
 
 @message(18)

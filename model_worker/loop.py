@@ -50,6 +50,7 @@ class Loop:
         self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
         self._flights: deque[Flight] = deque()
+        self._again: Step | None = None
         self._stopping = False
 
     def stop(self) -> None:
@@ -70,7 +71,7 @@ class Loop:
                     next_hello = now + HELLO_SECONDS
                 # What was begun is waited for when there is nothing more to begin, which the answer to the last step's
                 # result brings, if anything does.
-                step = self._receive(timeout_ms=PATIENCE_MS if self._flights else int((next_hello - now) * 1000) + 1)
+                step = self._next(timeout_ms=PATIENCE_MS if self._flights else int((next_hello - now) * 1000) + 1)
                 if step is not None and not self._engine.ahead:
                     self._send(encode(self._engine.step(step)))
                 elif step is not None:
@@ -86,6 +87,13 @@ class Loop:
         """Sends the results of steps that were begun, oldest first: those that are there, and all but the last few."""
         while self._flights and (len(self._flights) > leave or self._flights[0].over):
             self._send(encode(self._flights.popleft().result()))
+
+    def _next(self, timeout_ms: int) -> Step | None:
+        """The step that has come; else the last one again, while it is to be repeated; else what comes in time."""
+        step = self._receive(timeout_ms if self._again is None else 0) or self._again
+        if step is not None:
+            self._again = step.again
+        return step
 
     def _receive(self, timeout_ms: int) -> Step | None:
         if not self._socket.poll(timeout_ms):

@@ -25,36 +25,38 @@ _NO_BLOCKS, _NOBODY = np.empty((0, 3), np.int32), np.empty(0, np.int32)
 Preempted = Callable[[Sequence], None]
 
 
-def build_step(worker: Worker, incarnation: int, budget: int, preempted: Preempted) -> Step | None:
+def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, preempted: Preempted) -> Step | None:
     """The next step for `worker`, booked as sent; None when nothing can run.
 
-    `preempted` gets each sequence that had to leave.
+    It is done again up to `repeats` times. `preempted` gets each sequence that had to leave.
     """
     number = worker.steps + 1
-    again = worker.repeat()
-    if again is not None:
-        rows, blocks = again
-        new_blocks = np.array(blocks, np.int32) if blocks else _NO_BLOCKS
-        return Step(incarnation, worker.hello.epoch, number, rows, None, new_blocks, _NOBODY, [])
-    rows = _with_blocks(worker, preempted)
-    if not len(rows):
-        return None
-    ntok = _chunks(worker, rows, max(budget, worker.rows.running))
-    if ntok is not None:
-        chosen = ntok > 0
-        rows, ntok = rows[chosen], ntok[chosen]
-    step = Step(
+    ntok: NDArray[np.int32] | None = None
+    joins: list[Join] = []
+    rows = worker.repeat()
+    if rows is None:
+        rows = _with_blocks(worker, preempted)
+        if not len(rows):
+            return None
+        ntok = _chunks(worker, rows, max(budget, worker.rows.running))
+        if ntok is not None:
+            chosen = ntok > 0
+            rows, ntok = rows[chosen], ntok[chosen]
+        joins = [_join(worker, sequence) for sequence in worker.joined]
+        worker.sent(rows, ntok)
+    again = worker.go_on(repeats)
+    drop, blocks = worker.take_changes()
+    return Step(
         incarnation=incarnation,
         epoch=worker.hello.epoch,
         step=number,
         rows=rows,
         ntok=ntok,
-        new_blocks=np.array(worker.new_blocks, np.int32).reshape(-1, 3),
-        drop=np.array(worker.dropped, np.int32),
-        joins=[_join(worker, sequence) for sequence in worker.joined],
+        new_blocks=np.array(blocks, np.int32) if blocks else _NO_BLOCKS,
+        drop=np.array(drop, np.int32) if drop else _NOBODY,
+        joins=joins,
+        repeats=again,
     )
-    worker.sent(rows, ntok)
-    return step
 
 
 def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:

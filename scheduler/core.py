@@ -213,8 +213,9 @@ class Scheduler:
         self.waiting.take_while(self._place)
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
-            if len(worker.in_flight) < self.limits.steps_in_flight:
-                step = build_step(worker, self.incarnation, self.limits.max_batch_tokens, self._preempted)
+            if worker.has_room(self.limits.steps_in_flight):
+                limits = self.limits
+                step = build_step(worker, self.incarnation, limits.max_batch_tokens, limits.repeats, self._preempted)
                 if step is not None:
                     steps.append((index, step))
         return steps
@@ -227,7 +228,6 @@ class Scheduler:
         worker = self.workers.get(result.index)
         if worker is None or result.incarnation != self.incarnation or result.epoch != worker.hello.epoch:
             return
-        failed = worker.failed_rows(result, worker.in_flight[0]) if result.errors and worker.in_flight else {}
         new = worker.received(result)
         if new.reports is not None:
             self._report(worker, new.reports)
@@ -237,7 +237,7 @@ class Scheduler:
             runs = {row: (int(worker.rows.generation[row]), run) for row, run in new.forced.items()}
             self._book(worker, new)
             self._book_forced(worker, runs)
-        for row, text in failed.items():
+        for row, text in new.failed.items():
             sequence = worker.rows.sequences[row]
             if sequence is not None:
                 self._fail(sequence, RequestError(ErrorCode.FAILED, text))

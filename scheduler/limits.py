@@ -18,6 +18,8 @@ class Limits:
     max_model_len: int | None
     steps_in_flight: int
     prefix_cache: bool
+    repeats: int = 0
+    """How often a worker may do a step of decode rows again before it needs another message."""
     max_queued_tokens: int = 2**62
     max_open_per_tenant: int = 2**62
     stall_seconds: float = 15.0

@@ -20,7 +20,7 @@ class Lineup:
     """`steps` more steps may repeat it, and `tokens` more results cannot end a row by its limit.
 
     `capacity` is the tokens that each row has blocks for, `stops` the stop ids of any row; `replica` is the one that
-    all rows are for, or None.
+    all rows are for, or None. `free` says that no row has a grammar, which may give it more tokens than it samples.
     """
 
     changes: int
@@ -34,6 +34,8 @@ class Lineup:
     handles: NDArray[np.int32]
     replica: int | None
     active: NDArray[np.int8]
+    free: bool
+    row_bytes: bytes
 
     @classmethod
     def of(cls, table: RowTable, rows: NDArray[np.int32], block_size: int) -> Lineup | None:
@@ -55,10 +57,14 @@ class Lineup:
             handles=table.handle[rows],
             replica=first if (replicas == first).all() else None,
             active=np.zeros(len(rows), np.int8),
+            free=not table.any_grammar,
+            row_bytes=rows.tobytes(),
         )
+
+    def holds(self, table: RowTable, rows: NDArray[np.int32]) -> bool:
+        """Whether these are its rows, and whose they were."""
+        return self.changes == table.changes and rows.tobytes() == self.row_bytes
 
     def books(self, table: RowTable, rows: NDArray[np.int32], tokens: list[int]) -> bool:
         """Whether these tokens are for this line-up, and can end no row."""
-        if self.changes != table.changes or self.tokens < 1 or not np.array_equal(rows, self.rows):
-            return False
-        return self.stops.isdisjoint(tokens)
+        return self.tokens > 0 and self.holds(table, rows) and self.stops.isdisjoint(tokens)

@@ -127,7 +127,10 @@ class Outbox:
         return ready
 
     def _of(self, replica: int) -> _Columns:
-        return self._columns.setdefault(replica, _Columns())
+        columns = self._columns.get(replica)
+        if columns is None:
+            columns = self._columns[replica] = _Columns()
+        return columns
 
     def _results(self, columns: _Columns) -> Results:
         return Results(

@@ -44,10 +44,15 @@ class RowTable:
         """How often it was changed in any way but that a row has one token more."""
         self._free = list(range(max_rows))
         self._reporting = 0
+        self._constrained = 0
 
     @property
     def any_reports(self) -> bool:
         return self._reporting > 0
+
+    @property
+    def any_grammar(self) -> bool:
+        return self._constrained > 0
 
     @property
     def running(self) -> int:
@@ -82,6 +87,7 @@ class RowTable:
         self.replica[row] = replica
         self.reports[row] = sequence.sampling.reports or sequence.context.hidden_states
         self._reporting += int(self.reports[row])
+        self._constrained += sequence.context.grammar is not None
         self.fixed[row] = sequence.prompt_len if sequence.terms.deterministic else 0
         self.unreported[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
         if sequence.context.hidden_states:
@@ -97,6 +103,7 @@ class RowTable:
         self.changes += 1
         sequence.row = -1
         self._reporting -= int(self.reports[row])
+        self._constrained -= sequence.context.grammar is not None
         self.sequences[row] = None
         self.in_use[row] = False
         self.generation[row] += 1

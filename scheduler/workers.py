@@ -31,9 +31,12 @@ FIXED_TOKENS = 64
 """A deterministic prompt is computed in pieces of so many tokens, or of the next whole number of blocks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepInFlight:
     """Rows that will sample in a step, and whose they were when it was sent.
+
+    `step` is the number of the next result, after which come `repeats` more. `repeating` says that its own is here
+    already, so that what is left is done only if no other step comes before.
 
     `reporting` maps rows that may report log-probabilities or hidden states to their generations. `computing` are all
     rows of the step and `owners` their generations. Of its `tokens`, `decoding` are those of rows that have just one.
@@ -48,13 +51,15 @@ class StepInFlight:
     computing: NDArray[np.int32]
     owners: NDArray[np.int64]
     sent: float
+    repeats: int = 0
+    repeating: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
     """Tokens and reports of one step for the rows that still have the owner they were computed for.
 
-    `forced` are the tokens that follow those of some rows at once.
+    `forced` are the tokens that follow those of some rows at once; `failed` says of rows why they alone failed.
     """
 
     rows: NDArray[np.int32]
@@ -63,6 +68,7 @@ class NewTokens:
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
     forced: dict[int, NDArray[np.int32]] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
 
 
 class Worker:
@@ -113,7 +119,8 @@ class Worker:
 
     def remove(self, row: int) -> Sequence:
         """Takes a sequence off the worker and keeps its full blocks findable."""
-        self._register(row, int(min(self.rows.computed[row], self.rows.length[row])))
+        # K and V of its last token may be for a repeated step to write, which will not come.
+        self._register(row, int(min(self.rows.computed[row], self.rows.length[row] - 1)))
         sequence = self.rows.give_back(row)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
@@ -128,6 +135,20 @@ class Worker:
         sequence.blocks.append(block)
         self.rows.num_blocks[row] = len(sequence.blocks)
         self.rows.changes += 1
+
+    def has_room(self, steps: int) -> bool:
+        """Whether it is to get one more step, of which so many may be in flight.
+
+        While it does one again, only when that is not what it should do. A step whose repetitions have come to their
+        end, because another one follows it, does not count.
+        """
+        flying = self.in_flight
+        if not flying:
+            return True
+        if flying[-1].repeats and self.lineup is not None and self.lineup.changes == self.rows.changes:
+            return False
+        ending = len(flying) > 1 and flying[0].repeating and flying[0].repeats > 0
+        return len(flying) - ending < steps
 
     def sent(self, rows: NDArray[np.int32], ntok: NDArray[np.int32] | None) -> None:
         """Books a step that computes `ntok` more tokens of each row; None: one."""
@@ -152,26 +173,59 @@ class Worker:
             # Whoever comes next may share these blocks: its step runs after this one.
             self._register(row, int(min(table.computed[row], table.length[row])))
 
-    def repeat(self) -> tuple[NDArray[np.int32], list[tuple[int, int, int]]] | None:
-        """Books one more step of the rows of the last one, if that is what comes next; returns them, and new blocks."""
+    def repeat(self) -> NDArray[np.int32] | None:
+        """Books one more step of the rows of the last one, if that is what comes next; returns them."""
         lineup, table = self.lineup, self.rows
         if lineup is None or lineup.changes != table.changes or lineup.steps < 1:
             return None
         rows = lineup.rows
         known = table.known[rows]
-        crossing = np.flatnonzero(known > lineup.capacity)
-        if len(crossing) > self.pool.available:
+        if not self._grown(lineup, known):
             return None
-        for place in crossing[np.argsort(table.order[rows[crossing]])].tolist() if len(crossing) else ():
-            self.grow(int(rows[place]))
-            lineup.capacity[place] += self.block_size
-        lineup.changes = table.changes
         lineup.steps -= 1
         table.computed[rows], table.known[rows] = known, known + 1
         self.steps += 1
-        blocks = self.new_blocks
         self._fly(rows, lineup.generations, {}, len(rows), len(rows), rows, lineup.generations)
-        return rows, blocks
+        return rows
+
+    def go_on(self, most: int) -> int:
+        """Books that the step just booked is done again, and returns how often: `most` times at most.
+
+        Never up to the end of a row, because whoever ends the repetitions must find it with something left to compute.
+        """
+        lineup, table = self.lineup, self.rows
+        if most == 0 or lineup is None or not lineup.free:
+            return 0
+        repeats = min(most, lineup.steps // 2, self.block_size)
+        rows = lineup.rows
+        known = table.known[rows]
+        if repeats < 1 or not self._grown(lineup, known + (repeats - 1)):
+            return 0
+        lineup.steps -= repeats
+        table.computed[rows], table.known[rows] = known + (repeats - 1), known + repeats
+        self.steps += repeats
+        self.in_flight[-1].repeats = repeats
+        return repeats
+
+    def take_changes(self) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """What the worker is to drop, and its new blocks, which it is told of with the step just booked."""
+        dropped, blocks = self.dropped, self.new_blocks
+        self.dropped, self.joined, self.new_blocks = [], [], []
+        return dropped, blocks
+
+    def _grown(self, lineup: Lineup, tokens: NDArray[np.int32]) -> bool:
+        """Gives the rows blocks for so many tokens, at most one more each; False when there are not enough."""
+        crossing = np.flatnonzero(tokens > lineup.capacity)
+        if not len(crossing):
+            return True
+        if len(crossing) > self.pool.available:
+            return False
+        rows = lineup.rows
+        for place in crossing[np.argsort(self.rows.order[rows[crossing]])].tolist():
+            self.grow(int(rows[place]))
+            lineup.capacity[place] += self.block_size
+        lineup.changes = self.rows.changes
+        return True
 
     def _fly(
         self,
@@ -187,31 +241,56 @@ class Worker:
         self.in_flight.append(
             StepInFlight(self.steps, rows, generations, reporting, tokens, decoding, computing, owners, now)
         )
-        self.dropped, self.joined, self.new_blocks = [], [], []
 
     def received(self, result: StepResult) -> NewTokens:
         """Matches a result with the step it answers; late and foreign rows are left out.
 
         ValueError when it answers none.
         """
-        if not self.in_flight or self.in_flight[0].step != result.step:
-            raise ValueError(f"result of step {result.step} answers no step in flight")
-        step = self.in_flight.popleft()
+        step = self._answered(result.step)
         begun, self.last_step = max(step.sent, self.last_step), time.monotonic()
         self.clock.learn(step.tokens, self.last_step - begun)
         self.pace.learn(step.decoding, step.tokens - step.decoding, self.last_step - begun)
-        generations = step.generations
-        if len(result.rows) != len(step.rows):
-            generations = generations[np.isin(step.rows, result.rows)]
-        current = self.rows.generation[result.rows] == generations
         reports = None if result.reports is None else self._current(result.reports, step)
         hidden = None if result.hidden is None else self._current(result.hidden, step)
         rows, tokens, logprobs = result.rows, result.tokens, result.logprobs
-        if not current.all():
-            rows, tokens = rows[current], tokens[current]
-            logprobs = None if logprobs is None else logprobs[current]
+        lineup = self.lineup
+        if lineup is None or step.generations is not lineup.generations or not lineup.holds(self.rows, rows):
+            generations = step.generations
+            if len(rows) != len(step.rows):
+                generations = generations[np.isin(step.rows, rows)]
+            current = self.rows.generation[rows] == generations
+            if not current.all():
+                rows, tokens = rows[current], tokens[current]
+                logprobs = None if logprobs is None else logprobs[current]
         forced = {} if result.forced is None else self._jump(result.forced, rows)
-        return NewTokens(rows, tokens, logprobs, reports, hidden, forced)
+        failed = self._failed(result, step) if result.errors else {}
+        return NewTokens(rows, tokens, logprobs, reports, hidden, forced, failed)
+
+    def _answered(self, number: int) -> StepInFlight:
+        """The step in flight of that number."""
+        flying = self.in_flight
+        if len(flying) > 1 and flying[0].repeating and flying[1].step == number:
+            self._take_back(flying.popleft())
+        if not flying or flying[0].step != number:
+            raise ValueError(f"result of step {number} answers no step in flight")
+        step = flying[0]
+        if step.repeats:
+            step.step += 1
+            step.repeats -= 1
+            step.repeating = True
+        else:
+            flying.popleft()
+        return step
+
+    def _take_back(self, step: StepInFlight) -> None:
+        """The repetitions that were left of a step were not done."""
+        table = self.rows
+        rows = step.rows[table.generation[step.rows] == step.generations]
+        table.computed[rows] -= step.repeats + 1
+        table.known[rows] -= step.repeats + 1
+        if self.lineup is None or not np.isin(rows, self.lineup.rows).all():
+            table.changes += 1  # there may be a row that seemed to have come to its limit
 
     def computing(self) -> list[Sequence]:
         """Those that the steps in flight are for: when the worker dies, one of them may be why."""
@@ -237,7 +316,7 @@ class Worker:
         rows = f"{head.computing[:16].tolist()}{' and more' if len(head.computing) > 16 else ''}"
         return f"{text} in step {head.step} with rows {rows} of requests {shown or 'that have ended'}"
 
-    def failed_rows(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
+    def _failed(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
         """Rows of `result.errors` that still have the owner the step was computed for."""
         owners = dict(zip(step.rows.tolist(), step.generations.tolist(), strict=True))
         return {row: text for row, text in result.errors.items() if owners.get(row) == self.rows.generation[row]}

@@ -52,8 +52,8 @@ class Scheduler:
         self._router = bind_router(self._context, self.endpoint)
         self.worker = b""
 
-    def send(self, number: int) -> None:
-        step = Step(1, 0, number, NOTHING, None, NOTHING.reshape(0, 3), NOTHING, [])
+    def send(self, number: int, repeats: int = 0) -> None:
+        step = Step(1, 0, number, NOTHING, None, NOTHING.reshape(0, 3), NOTHING, [], repeats)
         self._router.send_multipart([self.worker, encode(step)])
 
     def next(self, kind: type) -> Any:
@@ -97,6 +97,28 @@ def test_a_step_begins_before_the_last_one_is_read(scheduler: Scheduler) -> None
         *("begin 1", "begin 2", "read 1", "begin 3", "read 2", "begin 4", "read 3"),
         *("begin 5", "read 5"),
     ]
+
+
+def test_a_step_is_repeated_until_the_next_one_comes(scheduler: Scheduler) -> None:
+    device = Device()
+    hello = WorkerHello("cuda:0", 0, 0, os.getpid(), 10, 256, 4, 100, 100, "none", "bfloat16", "cuda")
+    loop = Loop(cast(Engine, device), hello, scheduler.endpoint)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    scheduler.next(WorkerHello)
+    scheduler.send(10, repeats=3)
+    device.go.set()
+    assert [scheduler.next(StepResult).step for _ in range(4)] == [10, 11, 12, 13]
+    device.go.clear()
+    scheduler.send(20, repeats=5)
+    scheduler.send(30, repeats=1)
+    time.sleep(0.3)  # until both are where the loop looks
+    device.go.set()
+    assert [scheduler.next(StepResult).step for _ in range(3)] == [20, 30, 31]
+    loop.stop()
+    scheduler.next(WorkerGoodbye)
+    thread.join(10)
+    assert [word for word in device.heard if word.startswith("begin")][4:] == ["begin 20", "begin 30", "begin 31"]
 
 
 class Kernels:

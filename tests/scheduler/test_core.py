@@ -33,6 +33,9 @@ class Yard:
         self.random = random.Random(seed)
         self.workers: dict[int, SimulatedWorker] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
+        self.again: dict[int, Step | None] = {}
+        self.repeated = 0
+        self.cut = 0
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finished: dict[int, int] = {}
         self.cached: dict[int, int] = {}
@@ -44,6 +47,7 @@ class Yard:
     def start_worker(self, index: int, epoch: int) -> None:
         self.workers[index] = SimulatedWorker(index, epoch, **self.shape)
         self.in_flight[index].clear()
+        self.again[index] = None
         assert self.scheduler.worker_hello(self.workers[index].hello)
 
     def submit(self, handle: int, prompt: list[int], max_new_tokens: int, stop_token_ids: list[int]) -> None:
@@ -59,13 +63,25 @@ class Yard:
         for index, step in self.scheduler.next_steps():
             assert len(self.in_flight[index]) < self.scheduler.limits.steps_in_flight
             self.in_flight[index].append(step)
-        busy = [index for index, steps in self.in_flight.items() if steps]
+        busy = [index for index in self.workers if self.in_flight[index] or self.again[index]]
         if busy:
             index = self.random.choice(busy)
-            self.scheduler.step_result(self.workers[index].run(self.in_flight[index].popleft()))
+            self.scheduler.step_result(self.workers[index].run(self._next_step(index)))
         self._read_news()
         self.check_blocks()
         return bool(busy)
+
+    def _next_step(self, index: int) -> Step:
+        """A step that was sent, or the last one again: which is there first is chance."""
+        sent, again = self.in_flight[index], self.again[index]
+        if again is not None and (not sent or self.random.random() < 0.5):
+            step = again
+            self.repeated += 1
+        else:
+            self.cut += again is not None
+            step = sent.popleft()
+        self.again[index] = step.again
+        return step
 
     def drain(self) -> None:
         for _ in range(100_000):
@@ -111,12 +127,13 @@ def prompts(count: int, seed: int, longest: int = 30) -> list[list[int]]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("repeats", [0, 5])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_sixteen_sequences_in_few_blocks_give_what_each_gives_alone(
-    workers: int, steps_in_flight: int, prefix_cache: bool
+    workers: int, steps_in_flight: int, repeats: int, prefix_cache: bool
 ) -> None:
     seed = random.randrange(2**32)
-    limits = replace(LIMITS, steps_in_flight=steps_in_flight, prefix_cache=prefix_cache)
+    limits = replace(LIMITS, steps_in_flight=steps_in_flight, repeats=repeats, prefix_cache=prefix_cache)
     yard = Yard(limits, workers, seed, num_blocks=24)  # with 40 for each of two workers one draw in a thousand fitted
     asked = prompts(16, seed)
     for handle, prompt in enumerate(asked):
@@ -138,6 +155,7 @@ def test_random_walks(data: st.DataObject) -> None:
     limits = replace(
         LIMITS,
         steps_in_flight=data.draw(st.integers(1, 2)),
+        repeats=data.draw(st.integers(0, 8)),
         prefix_cache=data.draw(st.booleans()),
         max_batch_tokens=data.draw(st.integers(1, 40)),
         max_running=data.draw(st.integers(1, 8)),
@@ -168,6 +186,30 @@ def test_random_walks(data: st.DataObject) -> None:
             assert yard.tokens[handle] == wanted
     assert all(worker.pool.used == 0 and worker.rows.running == 0 for worker in yard.scheduler.workers.values())
     assert not yard.scheduler.replicas[REPLICA].sequences
+
+
+def test_steps_are_repeated_until_something_changes() -> None:
+    """While a request runs alone, a worker is sent a fraction of the steps that it does."""
+    yard = Yard(replace(LIMITS, repeats=8), num_blocks=200)
+    for handle in range(3):
+        yard.submit(handle, [1, 2, 3], 60, [])
+    yard.drain()
+    assert [len(yard.tokens[handle]) for handle in range(3)] == [60] * 3
+    assert yard.repeated > 35
+
+
+def test_blocks_of_an_answer_are_cached_only_as_far_as_they_were_computed() -> None:
+    """A worker was to write K and V of a cancelled request's last token in a repetition that it never did."""
+    for turns in range(1, 60):
+        yard = Yard(replace(LIMITS, repeats=8), seed=turns, num_blocks=200)
+        yard.submit(0, [1, 2, 3], 70, [])
+        for _ in range(turns):
+            yard.turn()
+        yard.cancel(0)
+        told = [1, 2, 3, *yard.tokens[0]]
+        yard.submit(1, [*told, 5], 5, [])
+        yard.drain()
+        assert yard.tokens[1] == naive_generate([*told, 5], 1, [], min(len(told) + 6, 80))
 
 
 def crash_in_a_step(yard: Yard, epoch: int) -> None:

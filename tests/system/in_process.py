@@ -75,12 +75,14 @@ class InProcessServer:
             max_queued=1000,
             max_model_len=shape.max_model_len,
             steps_in_flight=2 if shape.overlap else 1,
+            repeats=8 if shape.overlap else 0,
             prefix_cache=shape.prefix_cache,
         )
         self.scheduler = Scheduler(limits, incarnation=1)
         self.answers: dict[int, Answer] = defaultdict(Answer)
         self.engines: dict[int, Engine] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
+        self.again: dict[int, Step | None] = {index: None for index in range(shape.workers)}
         self.flights: dict[int, deque[Flight]] = defaultdict(deque)
         for made in masks:
             for row in range(shape.max_rows):  # what another server has left there
@@ -111,7 +113,7 @@ class InProcessServer:
             message = decode(encode(step))
             assert isinstance(message, Step)
             self.in_flight[index].append(message)
-        busy = [index for index, steps in self.in_flight.items() if steps]
+        busy = [index for index in self.engines if self.in_flight[index] or self.again[index] or self.flights[index]]
         for index in busy:
             result = self._next_result(index)
             if result is not None:
@@ -120,17 +122,15 @@ class InProcessServer:
         return bool(busy)
 
     def _next_result(self, index: int) -> StepResult | None:
-        engine, steps = self.engines[index], self.in_flight[index]
-        if not engine.ahead:
-            return engine.step(steps.popleft())
+        engine, sent, flights = self.engines[index], self.in_flight[index], self.flights[index]
+        step = sent.popleft() if sent else self.again[index]
+        self.again[index] = None if step is None else step.again
+        if step is not None and not engine.ahead:
+            return engine.step(step)
         # As in the worker's loop, a step's result is read when the next one has begun, or when there is none.
-        flights = self.flights[index]
-        fresh = [engine.begin(step) for step in list(steps)[len(flights) :]]
-        flights.extend(fresh)
-        if fresh and len(flights) == 1:
-            return None
-        steps.popleft()
-        return flights.popleft().result()
+        if step is not None:
+            flights.append(engine.begin(step))
+        return None if step is not None and len(flights) == 1 else flights.popleft().result()
 
     def _read_news(self) -> None:
         for _, results in self.scheduler.take_results():
