@@ -86,6 +86,17 @@ def _store(typing: Any, counter: Any, at: Any, value: Any) -> Any:
 
 
 @intrinsic
+def _raise(typing: Any, counter: Any, at: Any, value: Any) -> Any:
+    """Set counter[at], unless it is more already; everything written before is seen by who reads it."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.atomic_rmw("max", _place(context, builder, signature, args), args[2], "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(counter, types.int64, types.int64), codegen
+
+
+@intrinsic
 def _load(typing: Any, counter: Any, at: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = _place(context, builder, signature, args)
@@ -158,7 +169,9 @@ def begin(counter: Any, phase: int) -> None:
     """Let the team go on to this phase."""
     _store(counter, _DONE, 0)
     _store(counter, _WORD, phase)
-    _store(counter, _OVER, phase)
+    # From here on others may end this phase, and all that follow: whoever loses its core here must not take that back,
+    # or it waits for what has been.
+    _raise(counter, _OVER, phase)
     if _load(counter, _SLEEPERS) > 0:
         _futex(counter, _OVER, _WAKE, _EVERYONE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -317,6 +318,17 @@ def test_nobody_waits_for_who_has_not_come() -> None:
         assert (owners == 2).all()
         assert (times == 1).all()
         assert not early.any()
+
+
+def test_who_loses_its_core_while_a_phase_begins_waits_for_nothing_that_has_been() -> None:
+    """Others may end that phase and the job meanwhile; once this left a thread asleep for good, and a core idle."""
+    counter = np.zeros(64, np.int64)
+    begin(counter, 9)
+    begin(counter, 5)  # by who stood still since then
+    waiting = threading.Thread(target=wait, args=(counter, 5), daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
 
 
 @given(st.integers(1, 300), st.integers(1, 9), st.integers(1, 5), st.randoms())
