@@ -386,7 +386,8 @@ class StepResult:
 
     `errors` maps a row to the reason why it alone failed; such rows are absent from `rows`. `device_us` is the time of
     the pass in microseconds. `forced` are further tokens of rows: the worker knows them, and samples the row again when
-    they are computed, so a step in flight that computes fewer gives it no token.
+    they are computed, so a step in flight that computes fewer gives it no token. `last` says that another step follows,
+    and not the repetitions that were left; who does not know that yet leaves it out.
     """
 
     incarnation: int
@@ -401,6 +402,7 @@ class StepResult:
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
     forced: ForcedTokens | None = None
+    last: bool = False
 
 
 @message(19)

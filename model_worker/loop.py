@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from interfaces import Retire, Step, WireError, WorkerGoodbye, WorkerHello, decode, encode
+from interfaces import Retire, Step, StepResult, WireError, WorkerGoodbye, WorkerHello, decode, encode
 from model_worker.engine import Engine, Flight
 from model_worker.kernels import Compilation
 from shared.endpoints import worker_identity
@@ -51,6 +51,8 @@ class Loop:
         self._epoch = hello.epoch
         self._flights: deque[Flight] = deque()
         self._again: Step | None = None
+        self._waiting: Step | None = None
+        self._ended: tuple[int, int] | None = None
         self._stopping = False
 
     def stop(self) -> None:
@@ -73,7 +75,7 @@ class Loop:
                 # result brings, if anything does.
                 step = self._next(timeout_ms=PATIENCE_MS if self._flights else int((next_hello - now) * 1000) + 1)
                 if step is not None and not self._engine.ahead:
-                    self._send(encode(self._engine.step(step)))
+                    self._tell(self._engine.step(step))
                 elif step is not None:
                     self._flights.append(self._engine.begin(step))
                 self._answer(leave=0 if step is None else 1)
@@ -86,11 +88,24 @@ class Loop:
     def _answer(self, leave: int) -> None:
         """Sends the results of steps that were begun, oldest first: those that are there, and all but the last few."""
         while self._flights and (len(self._flights) > leave or self._flights[0].over):
-            self._send(encode(self._flights.popleft().result()))
+            self._tell(self._flights.popleft().result())
+
+    def _tell(self, result: StepResult) -> None:
+        """Sends a result, and with it whether the step's repetitions are over because another step has come."""
+        again = self._again
+        if again is not None and not self._flights and self._waiting is None:
+            self._waiting = self._receive(0)
+        if again is not None and self._waiting is not None:
+            self._ended = again.incarnation, again.step - 1
+        last = self._ended == (result.incarnation, result.step)
+        self._send(encode(replace(result, last=True) if last else result))
 
     def _next(self, timeout_ms: int) -> Step | None:
         """The step that has come; else the last one again, while it is to be repeated; else what comes in time."""
-        step = self._receive(timeout_ms if self._again is None else 0) or self._again
+        step, again = self._waiting or self._receive(timeout_ms if self._again is None else 0), self._again
+        if step is not None and again is not None:
+            self._ended = again.incarnation, again.step - 1
+        self._waiting, step = None, step or again
         if step is not None:
             self._again = step.again
         return step

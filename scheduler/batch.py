@@ -33,6 +33,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, pree
     number = worker.steps + 1
     ntok: NDArray[np.int32] | None = None
     joins: list[Join] = []
+    again = 0
     rows = worker.repeat()
     if rows is None:
         rows = _with_blocks(worker, preempted)
@@ -44,7 +45,9 @@ def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, pree
             rows, ntok = rows[chosen], ntok[chosen]
         joins = [_join(worker, sequence) for sequence in worker.joined]
         worker.sent(rows, ntok)
-    again = worker.go_on(repeats)
+    else:
+        # Not in the first step after a change: requests often come together, and the next ones would wait for more.
+        again = worker.go_on(repeats)
     drop, blocks = worker.take_changes()
     return Step(
         incarnation=incarnation,

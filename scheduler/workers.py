@@ -139,16 +139,12 @@ class Worker:
     def has_room(self, steps: int) -> bool:
         """Whether it is to get one more step, of which so many may be in flight.
 
-        While it does one again, only when that is not what it should do. A step whose repetitions have come to their
-        end, because another one follows it, does not count.
+        While it does one again, only when that is not what it should do.
         """
-        flying = self.in_flight
-        if not flying:
-            return True
-        if flying[-1].repeats and self.lineup is not None and self.lineup.changes == self.rows.changes:
+        flying, lineup = self.in_flight, self.lineup
+        if flying and flying[-1].repeats and lineup is not None and lineup.changes == self.rows.changes:
             return False
-        ending = len(flying) > 1 and flying[0].repeating and flying[0].repeats > 0
-        return len(flying) - ending < steps
+        return len(flying) < steps
 
     def sent(self, rows: NDArray[np.int32], ntok: NDArray[np.int32] | None) -> None:
         """Books a step that computes `ntok` more tokens of each row; None: one."""
@@ -247,7 +243,7 @@ class Worker:
 
         ValueError when it answers none.
         """
-        step = self._answered(result.step)
+        step = self._answered(result)
         begun, self.last_step = max(step.sent, self.last_step), time.monotonic()
         self.clock.learn(step.tokens, self.last_step - begun)
         self.pace.learn(step.decoding, step.tokens - step.decoding, self.last_step - begun)
@@ -267,9 +263,9 @@ class Worker:
         failed = self._failed(result, step) if result.errors else {}
         return NewTokens(rows, tokens, logprobs, reports, hidden, forced, failed)
 
-    def _answered(self, number: int) -> StepInFlight:
-        """The step in flight of that number."""
-        flying = self.in_flight
+    def _answered(self, result: StepResult) -> StepInFlight:
+        """The step in flight that has this result."""
+        flying, number = self.in_flight, result.step
         if len(flying) > 1 and flying[0].repeating and flying[1].step == number:
             self._take_back(flying.popleft())
         if not flying or flying[0].step != number:
@@ -279,6 +275,8 @@ class Worker:
             step.step += 1
             step.repeats -= 1
             step.repeating = True
+            if result.last:
+                self._take_back(flying.popleft())
         else:
             flying.popleft()
         return step

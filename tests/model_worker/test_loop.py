@@ -114,7 +114,8 @@ def test_a_step_is_repeated_until_the_next_one_comes(scheduler: Scheduler) -> No
     scheduler.send(30, repeats=1)
     time.sleep(0.3)  # until both are where the loop looks
     device.go.set()
-    assert [scheduler.next(StepResult).step for _ in range(3)] == [20, 30, 31]
+    results = [scheduler.next(StepResult) for _ in range(3)]
+    assert [(result.step, result.last) for result in results] == [(20, True), (30, False), (31, False)]
     loop.stop()
     scheduler.next(WorkerGoodbye)
     thread.join(10)

@@ -66,7 +66,12 @@ class Yard:
         busy = [index for index in self.workers if self.in_flight[index] or self.again[index]]
         if busy:
             index = self.random.choice(busy)
-            self.scheduler.step_result(self.workers[index].run(self._next_step(index)))
+            step = self._next_step(index)
+            result = self.workers[index].run(step)
+            if step.again is not None and self.in_flight[index] and self.random.random() < 0.3:
+                self.again[index], result = None, replace(result, last=True)
+                self.cut += 1
+            self.scheduler.step_result(decode(encode(result)))
         self._read_news()
         self.check_blocks()
         return bool(busy)
