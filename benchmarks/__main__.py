@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import server
-from benchmarks.client import Client
+from benchmarks.client import Client, Form
 from benchmarks.plot import write_plot
 from benchmarks.report import Report, print_report, write_json
 from benchmarks.run import Load, Run, failed, measured_run
@@ -84,7 +84,7 @@ async def _measure(
     if supervisor is None:
         await server.wait_until_ready(url, None, None, options.start_timeout)
     model = options.model or await server.model_name(url, options.api_key)
-    client = Client(url, model, options.request_timeout, options.api_key)
+    client = Client(url, model, options.request_timeout, options.api_key, Form(whole=options.whole))
     load = Load(options.concurrency, options.time_limit, options.request_timeout)
     if options.warmup:
         warmup = dataclasses.replace(workload, requests=options.warmup, seed=workload.seed + WARMUP_SEED_OFFSET)
@@ -129,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--spread", type=float, default=0.0, help="0: all equally long; 0.5: from half to one and a half times the mean"
     )
+    add("--whole", action="store_true", help="ask for answers in one piece instead of streams: no TTFT, ITL and TPOT")
     add("--seed", type=int, default=0, help="of the workload; repeats take the following ones")
     add("--repeats", type=_positive, default=1, help="measured runs")
     add("--warmup", type=int, default=4, help="requests before the first run that are not measured")

@@ -1,7 +1,7 @@
 """The load itself, over HTTP: a closed loop, or arrivals by the clock.
 
 Speaks /v1/completions with token-id prompts, streaming, temperature 0 and ignore_eos, so that every server does the
-same work; a `Form` says where a server cannot be asked so. Knows HTTP and the clock. It does not know what the numbers
+same work; a `Form` says where a server cannot be asked so, or is to be asked for answers in one piece. Knows HTTP and the clock. It does not know what the numbers
 mean.
 """
 
@@ -38,12 +38,14 @@ class Form:
     `text_prompts`: it takes no token ids; it is sent a text of as many letters, which are as many tokens for the
     tokenizer of the standard models. `plain_body`: it refuses ignore_eos and stream_options; tokens are counted as
     chunks unless it sends `usage` unasked, and a reason to finish ends its streams, with or without [DONE].
-    `close_connections`: it wants a new connection for each request.
+    `close_connections`: it wants a new connection for each request. `whole`: answers come in one piece, so that their
+    time lines have no chunks.
     """
 
     text_prompts: bool = False
     plain_body: bool = False
     close_connections: bool = False
+    whole: bool = False
 
 
 class Client:
@@ -113,7 +115,10 @@ class Client:
             async with session.post(f"{self._url}/v1/completions", json=self._body(request)) as response:
                 if response.status != 200:
                     raise StreamError(f"HTTP {response.status}")
-                usage = await _read(response, timeline, marked=not self._form.plain_body)
+                if self._form.whole:
+                    usage = (await response.json()).get("usage")
+                else:
+                    usage = await _read(response, timeline, marked=not self._form.plain_body)
             self._count(request, timeline, usage)
             timeline.outcome = COMPLETED
         except StreamError as error:
@@ -131,15 +136,16 @@ class Client:
             "prompt": _letters(request.prompt) if self._form.text_prompts else request.prompt,
             "max_tokens": request.output_tokens,
             "temperature": 0,
-            "stream": True,
+            "stream": not self._form.whole,
         }
         if self._form.plain_body:
             return body
-        return body | {"ignore_eos": True, "stream_options": {"include_usage": True}}
+        body |= {"ignore_eos": True}
+        return body if self._form.whole else body | {"stream_options": {"include_usage": True}}
 
     def _count(self, request: PlannedRequest, timeline: Timeline, usage: dict[str, Any] | None) -> None:
         if usage is None and not self._form.plain_body:
-            raise StreamError("no usage in stream")
+            raise StreamError("no usage in answer" if self._form.whole else "no usage in stream")
         usage = usage or {"prompt_tokens": len(request.prompt), "completion_tokens": len(timeline.chunks)}
         timeline.prompt_tokens, timeline.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
 

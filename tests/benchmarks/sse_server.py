@@ -38,6 +38,10 @@ def application(recorder: Recorder) -> Starlette:
         script = body["prompt"][0]
         if script == BUSY:
             return JSONResponse({"error": {"message": "busy"}}, status_code=429)
+        if not body["stream"]:
+            tokens = int(body["max_tokens"])
+            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}
+            return JSONResponse({"choices": [{"text": " t" * tokens}], "usage": usage})
         return StreamingResponse(_counted(recorder, body, script), media_type="text/event-stream")
 
     async def models(request: Request) -> Response:

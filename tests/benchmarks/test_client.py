@@ -81,6 +81,15 @@ async def test_the_body_makes_every_server_do_the_same_work(server: RunningServe
     ]
 
 
+async def test_answers_in_one_piece_have_tokens_and_no_chunks(server: RunningServer) -> None:
+    client = server.client(form=Form(whole=True))
+    [timeline] = await client.run([PlannedRequest([sse_server.STEADY, 2, 3], 7)], 1, 10.0, lambda _: None)
+    assert timeline.completed
+    assert (timeline.prompt_tokens, timeline.output_tokens, timeline.chunks) == (3, 7, [])
+    assert server.recorder.bodies[-1]["stream"] is False
+    assert "stream_options" not in server.recorder.bodies[-1]
+
+
 async def test_each_failure_has_its_name_and_the_others_complete(server: RunningServer) -> None:
     scripts = [
         sse_server.STEADY,
