@@ -81,6 +81,11 @@ class Answer:
         return TextDelta(choice.index, text, choice.completion_tokens - before, choice.tokens[before:], finish, parts)
 
     @property
+    def may_end_itself(self) -> bool:
+        """Whether its text may say that no more tokens are wanted."""
+        return self._reader is not None or self._stoppable
+
+    @property
     def has_thought_enough(self) -> bool:
         """Whether reasoning is to be ended from outside, and there is room for that."""
         if self._reader is None or not self._reader.exhausted or not self._closing:
