@@ -94,6 +94,20 @@ async def test_news_of_a_slow_reader_coalesce(engine: EngineClient, double: Sche
     assert len(await read_all(submission)) == 1
 
 
+async def test_an_inbox_may_wait_for_several_tokens_but_never_with_the_first_or_the_end(
+    engine: EngineClient, double: SchedulerDouble
+) -> None:
+    double.step_seconds = 0.01
+    inbox = Inbox()
+    inbox.at_a_time = 8
+    submission = engine.submit(asking("r", sampling(20)), inbox=inbox)
+    counts = [len(output_of(news).tokens) for news in await read_all(submission)]
+    assert sum(counts) == 20
+    assert counts[0] < 8
+    assert all(count >= 8 for count in counts[1:-1])
+    assert len(counts) <= 4
+
+
 async def test_one_inbox_serves_many_submissions(engine: EngineClient) -> None:
     inbox = Inbox()
     open_ = {engine.submit(asking(str(i), sampling(3 + i)), inbox=inbox): 3 + i for i in range(10)}

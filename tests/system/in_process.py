@@ -82,7 +82,7 @@ class InProcessServer:
         self.answers: dict[int, Answer] = defaultdict(Answer)
         self.engines: dict[int, Engine] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
-        self.again: dict[int, Step | None] = {index: None for index in range(shape.workers)}
+        self.again: dict[int, Step | None] = dict.fromkeys(range(shape.workers))
         self.flights: dict[int, deque[Flight]] = defaultdict(deque)
         for made in masks:
             for row in range(shape.max_rows):  # what another server has left there
