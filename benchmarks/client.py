@@ -1,8 +1,8 @@
 """The load itself, over HTTP: a closed loop, or arrivals by the clock.
 
 Speaks /v1/completions with token-id prompts, streaming, temperature 0 and ignore_eos, so that every server does the
-same work; a `Form` says where a server cannot be asked so, or is to be asked for answers in one piece. Knows HTTP and the clock. It does not know what the numbers
-mean.
+same work; a `Form` says where a server cannot be asked so, or is to be asked for answers in one piece. Knows HTTP and
+the clock. It does not know what the numbers mean.
 """
 
 from __future__ import annotations

@@ -87,6 +87,8 @@ class Worker:
         self.new_blocks: list[tuple[int, int, int]] = []
         self.lineup: Lineup | None = None
         self.steps = 0
+        self.answered = 0
+        """Of the steps, repetitions that were not done being none."""
         self.last_step = time.monotonic()
 
     @property
@@ -271,6 +273,7 @@ class Worker:
         if not flying or flying[0].step != number:
             raise ValueError(f"result of step {number} answers no step in flight")
         step = flying[0]
+        self.answered += 1
         if step.repeats:
             step.step += 1
             step.repeats -= 1
@@ -328,7 +331,7 @@ class Worker:
             blocks_total=self.pool.num_blocks,
             blocks_used=self.pool.used,
             blocks_cached=self.pool.cached,
-            steps=self.steps,
+            steps=self.answered,
             seconds_since_step=time.monotonic() - self.last_step if self.in_flight else 0.0,
         )
 
