@@ -18,8 +18,8 @@ from shared.liveness import become, give_way
 from shared.settings import Settings, SettingsError
 
 REPEATS = 8
-"""Steps of decode rows that a worker does on its own: what a step costs the scheduler falls by a third, most of it with
-the first few. Whoever comes meanwhile waits no longer, because the next message ends them; a pause does not."""
+"""Steps of decode rows that a worker does on its own: the scheduler need not build, encode and send them. Whoever comes
+meanwhile waits no longer, because the next message ends them; a pause takes hold when they are done."""
 
 
 def limits_of(settings: Settings) -> Limits:
