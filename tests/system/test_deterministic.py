@@ -39,6 +39,12 @@ def drawn(rng: random.Random, count: int, **values: Any) -> Asked:
     return asked
 
 
+def growing(rng: random.Random, count: int) -> Asked:
+    """Requests that begin with few blocks and come to want many: where these are short, some must leave."""
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    return [([rng.randrange(3, VOCAB) for _ in range(5)], params) for _ in range(count)]
+
+
 def told(loaded: Any, shape: Shape, asked: Asked, crowd: Asked) -> tuple[Told, InProcessServer]:
     """What `asked` got, beside a crowd that wants nothing of the kind."""
     server = InProcessServer(loaded, shape)
@@ -58,7 +64,7 @@ def test_nothing_that_runs_beside_it_matters(tmp_path: Path, architecture: str) 
     loaded = load(path, dtype="bfloat16")
     seed = random.randrange(2**31)
     rng = random.Random(seed)
-    asked, crowd = drawn(rng, 6), drawn(rng, 14)
+    asked, crowd = drawn(rng, 6), drawn(rng, 14) + growing(rng, 6)
     alone: Told = []
     for each in asked:
         found, _ = told(loaded, ROOM, [each], [])
