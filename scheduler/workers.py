@@ -88,7 +88,7 @@ class Worker:
         self.lineup: Lineup | None = None
         self.steps = 0
         self.answered = 0
-        """Of the steps, repetitions that were not done being none."""
+        """Steps whose results are here: repetitions that another step took the place of never come to be."""
         self.last_step = time.monotonic()
 
     @property

@@ -78,13 +78,19 @@ def scheduler(tmp_path: Path) -> Iterator[Scheduler]:
     made.close()
 
 
-def test_a_step_begins_before_the_last_one_is_read(scheduler: Scheduler) -> None:
-    device = Device()
+def started(device: Device, scheduler: Scheduler) -> tuple[Loop, threading.Thread]:
+    """A loop that runs and has said hello."""
     hello = WorkerHello("cuda:0", 0, 0, os.getpid(), 10, 256, 4, 100, 100, "none", "bfloat16", "cuda")
     loop = Loop(cast(Engine, device), hello, scheduler.endpoint)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     scheduler.next(WorkerHello)
+    return loop, thread
+
+
+def test_a_step_begins_before_the_last_one_is_read(scheduler: Scheduler) -> None:
+    device = Device()
+    loop, thread = started(device, scheduler)
     for number in (1, 2, 3, 4, 5):
         scheduler.send(number)
     time.sleep(0.3)  # until they are where the loop looks
@@ -101,11 +107,7 @@ def test_a_step_begins_before_the_last_one_is_read(scheduler: Scheduler) -> None
 
 def test_a_step_is_repeated_until_the_next_one_comes(scheduler: Scheduler) -> None:
     device = Device()
-    hello = WorkerHello("cuda:0", 0, 0, os.getpid(), 10, 256, 4, 100, 100, "none", "bfloat16", "cuda")
-    loop = Loop(cast(Engine, device), hello, scheduler.endpoint)
-    thread = threading.Thread(target=loop.run, daemon=True)
-    thread.start()
-    scheduler.next(WorkerHello)
+    loop, thread = started(device, scheduler)
     scheduler.send(10, repeats=3)
     device.go.set()
     assert [scheduler.next(StepResult).step for _ in range(4)] == [10, 11, 12, 13]
