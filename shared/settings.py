@@ -48,7 +48,8 @@ class Settings:
         "access",
         "",
         "key that clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`, or several with commas between "
-        "them, each in plain or as sha256:HEX; none: everybody who reaches the port is served",
+        "them, each in plain or as sha256:HEX, and as --api-key=KEY if it begins with a dash; none: everybody who "
+        "reaches the port is served",
         secret=True,
     )
     api_key_file: str = _setting(

@@ -189,7 +189,7 @@ def unfair(options: argparse.Namespace) -> dict[str, object]:
     """One key's client asks now and then; another key's hundred never stop."""
     seconds = 60 * min(options.minutes, 2)
     quiet_key, loud_key = secrets.token_urlsafe(), secrets.token_urlsafe()
-    flags = [*FLAGS, "--api-key", f"{quiet_key},{loud_key}"]
+    flags = [*FLAGS, f"--api-key={quiet_key},{loud_key}"]
     with Server(options.model, flags, options.folder / "unfair.log") as server:
         # In company of its own size: what a fair share of the machine gives.
         peer = [Client(server.port, loud_key) for _ in range(CAPACITY)]

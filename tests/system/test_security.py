@@ -42,7 +42,7 @@ def locked(model: Path, folder: Path) -> Iterator[Server]:
     authority.cert_pem.write_to_path(str(folder / "authority.pem"))
     make_server_keys(folder / "keys")
     make_peer_keys(folder / "keys", "box")
-    flags = ["--dtype", "float32", "--kv-memory", "8MB", "--api-key", f"other-key,{KEY}", "--admin-api-key", ADMIN]
+    flags = ["--dtype", "float32", "--kv-memory", "8MB", f"--api-key=other-key,{KEY}", f"--admin-api-key={ADMIN}"]
     flags += ["--ssl-certfile", str(folder / "server.pem")]
     flags += ["--worker-endpoint", ENDPOINT, "--curve-keys", str(folder / "keys")]
     tls = ssl.create_default_context(cafile=str(folder / "authority.pem"))
