@@ -160,7 +160,7 @@ class Stage:
         self._say_hello()
         step = self._again if self._again is not None and not self._worker.poll(0) else self._receive(self._worker)
         assert isinstance(step, Step)
-        self._again = step.again
+        self._again = step.after(1)
         self._weights.sum()
         self._table.apply(step)
         packed = self._table.pack(step)

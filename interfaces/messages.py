@@ -369,12 +369,11 @@ class Step:
     joins: list[Join]
     repeats: int = 0
 
-    @property
-    def again(self) -> Step | None:
-        """Its first repetition, which has the others; None when there is none."""
-        if not self.repeats:
+    def after(self, steps: int) -> Step | None:
+        """Its first repetition that is not among so many steps, itself included, and has those that follow; or None."""
+        if steps > self.repeats:
             return None
-        number, left = self.step + 1, self.repeats - 1
+        number, left = self.step + steps, self.repeats - steps
         return Step(self.incarnation, self.epoch, number, self.rows, None, _NO_BLOCKS, _NO_ROWS, [], left)
 
 

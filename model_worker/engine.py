@@ -6,6 +6,7 @@ It knows rows and tokens; it does not know requests, sockets or text.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,7 @@ from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from model_worker import alone
 from model_worker.batch import ForwardBatch
-from model_worker.fusion.stack import Drawn
+from model_worker.fusion.stack import Drawn, Passes
 from model_worker.masks import Masks
 from model_worker.reports import ReportBuilder
 from model_worker.rows import HiddenPart, PackedStep, WorkerRows
@@ -29,7 +30,7 @@ from model_worker.transfer import Download, Mark, upload, upload_together
 
 Forward = Callable[[ForwardBatch], torch.Tensor]
 Pick = Callable[[ForwardBatch, NDArray[np.bool_]], tuple[NDArray[np.int64], torch.Tensor]]
-BeginPick = Callable[[ForwardBatch, Drawn], Callable[[], NDArray[np.int64]]]
+BeginPick = Callable[[ForwardBatch, Drawn, int], Passes]
 HiddenForward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -42,29 +43,59 @@ class WorkerIdentity:
 
 
 class Flight:
-    """A step that was begun. Its result is made once, when somebody asks for it."""
+    """A step that was begun, and `steps - 1` that repeat it. Results are made when somebody asks for them, in order."""
 
-    def __init__(self, read: Callable[[], StepResult]) -> None:
-        self._read = read
-        self._result: StepResult | None = None
+    def __init__(
+        self, read: Callable[[int], StepResult], steps: int = 1, stop: Callable[[], int] | None = None
+    ) -> None:
+        """`read(number)` waits for the result of a step; `stop()` leaves out those not begun, and says how many are."""
+        self.steps = steps
+        self._read, self._stop = read, stop
+        self._made: deque[StepResult] = deque()
+        self._asked = self._told = 0
 
     @classmethod
     def landed(cls, result: StepResult) -> Flight:
-        """One that has its result already."""
-        flight = cls(lambda: result)
-        flight.result()
+        """One step that has its result already."""
+        flight = cls(lambda _: result)
+        flight.land()
         return flight
 
     @property
+    def left(self) -> int:
+        """How many results nobody has been told of."""
+        return self.steps - self._told
+
+    @property
+    def flying(self) -> bool:
+        """Whether the device still owes a result."""
+        return self._asked < self.steps
+
+    @property
     def over(self) -> bool:
-        """Whether the result is there, so that asking for it waits for nothing."""
-        return self._result is not None
+        """Whether the next result is there, so that asking for it waits for nothing."""
+        return bool(self._made)
 
     def result(self) -> StepResult:
-        """Waits for the device if need be."""
-        if self._result is None:
-            self._result = self._read()
-        return self._result
+        """The next one. Waits for the device if need be."""
+        if not self._made:
+            self._make()
+        self._told += 1
+        return self._made.popleft()
+
+    def stop(self) -> None:
+        """Leaves out the steps that have not begun."""
+        if self._stop is not None and self.flying:
+            self.steps = self._stop()
+
+    def land(self) -> None:
+        """Waits for all results."""
+        while self.flying:
+            self._make()
+
+    def _make(self) -> None:
+        self._made.append(self._read(self._asked))
+        self._asked += 1
 
 
 class Engine:
@@ -121,18 +152,21 @@ class Engine:
     def begin(self, step: Step) -> Flight:
         """Gives a step to the device and does not wait for it, unless one of its rows needs the host to sample.
 
-        Raises as `step` does. Results must be asked for in the order of their steps.
+        So it may do with some of those that repeat it: the flight says how many. Steps before this one that have not
+        begun are left out. Raises as `step` does. Results must be asked for in the order of their steps.
         """
+        for flight in self._flights:
+            flight.stop()
         self._follow(step.incarnation)
         self._change_rows(step)
-        self._flights = [flight for flight in self._flights if not flight.over]
+        self._flights = [flight for flight in self._flights if flight.flying]
         packed = self._rows.pack(step)
         if self.ahead and not self._needs_host(packed):
             flight = self._launch(step, packed)
             self._flights.append(flight)
             return flight
         for flight in self._flights:
-            flight.result()
+            flight.land()
         # Tokens that were not read then are missing in what was packed.
         return Flight.landed(self._passes(step, None if self._flights else packed))
 
@@ -147,15 +181,17 @@ class Engine:
     def _launch(self, step: Step, packed: PackedStep) -> Flight:
         self._begun += 1
         number, rows = self._begun, packed.rows[packed.sampling]
-        wait = self._draw_on_device(packed, rows) if self._begin_pick is None else self._draw_in_stack(packed, rows)
-        self._rows.begun_step(packed, number)
         errors = self._refusals(rows)
+        if self._begin_pick is not None:
+            return self._launch_stack(step, packed, rows, errors, number)
+        wait = self._draw_on_device(packed, rows)
+        self._rows.begun_steps(packed, number, 1)
 
-        def read() -> StepResult:
+        def read(_: int) -> StepResult:
             tokens, device_us = wait()
             sampled = Sampled.of(tokens)
             self._rows.read_step(rows, sampled.tokens, number)
-            return self._result(step, rows, sampled, errors, device_us)
+            return self._result(step.step, step.incarnation, rows, sampled, errors, device_us)
 
         return Flight(read)
 
@@ -169,15 +205,36 @@ class Engine:
             copied = Download(tokens)
         return lambda: (copied.wait(), copied.done.us_since(began))
 
-    def _draw_in_stack(self, packed: PackedStep, rows: NDArray[np.int32]) -> Callable[[], tuple[NDArray[Any], int]]:
-        """The same on a CPU, for rows that take the largest of their logits."""
+    def _launch_stack(
+        self, step: Step, packed: PackedStep, rows: NDArray[np.int32], errors: dict[int, str], number: int
+    ) -> Flight:
+        """On a CPU, for rows that take the largest of their logits: the step, and what repeats it."""
         assert self._begin_pick is not None
-        started = time.perf_counter_ns()
+        since = time.perf_counter_ns()
         unread = np.full(len(packed.tokens), -1)
         places, owners = self._rows.unread(packed)
         unread[places] = owners
-        wait = self._begin_pick(self._batch(packed), Drawn(unread, rows.astype(np.int64), self._last_tokens.numpy()))
-        return lambda: (wait(), (time.perf_counter_ns() - started) // 1000)
+        drawn = Drawn(unread, rows.astype(np.int64), self._last_tokens.numpy())
+        passes = self._begin_pick(self._batch(packed), drawn, 1 + step.repeats)
+        planned = passes.count
+        self._rows.begun_steps(packed, number, planned)
+
+        def read(which: int) -> StepResult:
+            nonlocal since
+            sampled, last = Sampled.of(passes.wait(which)), which == passes.count - 1
+            if last:
+                self._rows.read_step(rows, sampled.tokens, number)
+            began, since = since, time.perf_counter_ns()
+            device_us = (since - began) // 1000
+            result = self._result(step.step + which, step.incarnation, rows, sampled, errors, device_us)
+            return replace(result, last=True) if last and passes.count < planned else result
+
+        def stop() -> int:
+            passes.stop()
+            self._rows.left_out(packed.rows, number, planned - passes.count)
+            return passes.count
+
+        return Flight(read, passes.count, stop)
 
     def _batch_ahead(self, packed: PackedStep) -> ForwardBatch:
         batch = self._batch(packed)
@@ -210,7 +267,7 @@ class Engine:
             self._sampler.follow(row, tokens)
         rows = packed.rows[packed.sampling]
         device_us = (time.perf_counter_ns() - started) // 1000
-        result = self._result(step, rows, sampled, self._refusals(rows), device_us)
+        result = self._result(step.step, step.incarnation, rows, sampled, self._refusals(rows), device_us)
         if forced:
             result = _with_forced(result, forced)
         if reports is None and hidden is None:
@@ -340,16 +397,22 @@ class Engine:
         return {row: self._refused[row] for row in rows.tolist() if row in self._refused} if self._refused else {}
 
     def _result(
-        self, step: Step, rows: NDArray[np.int32], sampled: Sampled, errors: dict[int, str], device_us: int
+        self,
+        number: int,
+        incarnation: int,
+        rows: NDArray[np.int32],
+        sampled: Sampled,
+        errors: dict[int, str],
+        device_us: int,
     ) -> StepResult:
         if sampled.bad is not None:
             errors = errors | {row: self._sampler.why_bad(row) for row in rows[sampled.bad].tolist()}
         kept = _kept(rows, errors)
         return StepResult(
-            incarnation=step.incarnation,
+            incarnation=incarnation,
             epoch=self._identity.epoch,
             index=self._identity.index,
-            step=step.step,
+            step=number,
             rows=rows[kept],
             tokens=sampled.tokens[kept],
             logprobs=None if sampled.logprobs is None else sampled.logprobs[kept],

@@ -73,22 +73,39 @@ class Loop:
                     next_hello = now + HELLO_SECONDS
                 # What was begun is waited for when there is nothing more to begin, which the answer to the last step's
                 # result brings, if anything does.
-                step = self._next(timeout_ms=PATIENCE_MS if self._flights else int((next_hello - now) * 1000) + 1)
-                if step is not None and not self._engine.ahead:
-                    self._tell(self._engine.step(step))
-                elif step is not None:
-                    self._flights.append(self._engine.begin(step))
-                self._answer(leave=0 if step is None else 1)
+                waiting = PATIENCE_MS if self._left == 1 else int((next_hello - now) * 1000) + 1
+                step = self._next(timeout_ms=0 if self._left > 1 else waiting)
+                if step is not None:
+                    self._begin(step)
+                self._answer(leave=self._left - 1 if step is None or not self._flights else self._flights[-1].left)
             self._answer(leave=0)
             self._send(encode(self._goodbye))
         finally:
             # The goodbye may leave; after an exception nothing waits to be sent.
             self._context.destroy(linger=LAST_WORDS_MS)
 
+    @property
+    def _left(self) -> int:
+        """Steps that were begun, or will be without another word, and whose results were not sent."""
+        return sum(flight.left for flight in self._flights)
+
+    def _begin(self, step: Step) -> None:
+        if not self._engine.ahead:
+            self._again = step.after(1)
+            self._tell(self._engine.step(step))
+            return
+        flight = self._engine.begin(step)
+        self._again = step.after(flight.steps)
+        self._flights.append(flight)
+
     def _answer(self, leave: int) -> None:
         """Sends the results of steps that were begun, oldest first: those that are there, and all but the last few."""
-        while self._flights and (len(self._flights) > leave or self._flights[0].over):
-            self._tell(self._flights.popleft().result())
+        while self._flights and (self._left > leave or self._flights[0].over):
+            flight = self._flights[0]
+            result = flight.result()
+            if not flight.left:
+                self._flights.popleft()
+            self._tell(result)
 
     def _tell(self, result: StepResult) -> None:
         """Sends a result, and with it whether the step's repetitions are over because another step has come."""
@@ -106,8 +123,6 @@ class Loop:
         if step is not None and again is not None:
             self._ended = again.incarnation, again.step - 1
         self._waiting, step = None, step or again
-        if step is not None:
-            self._again = step.again
         return step
 
     def _receive(self, timeout_ms: int) -> Step | None:

@@ -108,10 +108,13 @@ class WorkerRows:
         self._check_rows(rows)
         ntok = np.ones(len(rows), np.int32) if step.ntok is None else step.ntok
         kv_len = self.computed[rows] + ntok
+        most = int(kv_len.max()) + step.repeats
+        if most > self.block_tables.shape[1] * self.block_size:
+            raise StepError(f"step {step.step} and what repeats it compute more tokens than a row can have")
         if (ntok < 1).any() or (kv_len > self.known[rows]).any():
             raise StepError(f"step {step.step} computes tokens that a row does not have")
         sampling = np.flatnonzero(kv_len == self.known[rows])
-        blocks = -(-int(kv_len.max()) // self.block_size)
+        blocks = -(-most // self.block_size)
         return PackedStep(
             rows=rows,
             tokens=self._tokens(rows, ntok),
@@ -134,13 +137,23 @@ class WorkerRows:
         for row in rows.tolist() if self._ahead else ():
             self._forget_prompt(row)
 
-    def begun_step(self, packed: PackedStep, number: int) -> None:
-        """As `computed_step`, before the tokens are known: `read_step` brings them."""
+    def begun_steps(self, packed: PackedStep, number: int, steps: int) -> None:
+        """As `computed_step`, before the tokens are known: `read_step` brings those of the last of so many steps."""
         self.computed_step(packed, np.zeros(len(packed.sampling), np.int32))
+        self._add(packed.rows, steps - 1)
         self._unread[packed.rows[packed.sampling]] = number
 
+    def left_out(self, rows: NDArray[np.int32], number: int, steps: int) -> None:
+        """The last of the steps that `begun_steps` told of are not done."""
+        self._add(rows[self._unread[rows] == number], -steps)
+
+    def _add(self, rows: NDArray[np.int32], steps: int) -> None:
+        if steps:
+            self.computed[rows] += steps
+            self.known[rows] += steps
+
     def read_step(self, rows: NDArray[np.int32], tokens: NDArray[np.int32], number: int) -> None:
-        """The tokens of `begun_step`; rows that have gone on since, or to another sequence, stay as they are."""
+        """The tokens of the last of those steps; rows that have gone on, or to another sequence, stay as they are."""
         waiting = self._unread[rows] == number
         self.last_token[rows[waiting]] = tokens[waiting]
         self._unread[rows[waiting]] = 0

@@ -7,7 +7,6 @@ what the logits are for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from model_worker.sampler import largest
 from model_worker.taps import given_embeddings, taken_inputs
 
 if TYPE_CHECKING:
-    from model_worker.fusion.stack import Drawn
+    from model_worker.fusion.stack import Drawn, Passes
     from model_worker.loader import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -80,20 +79,16 @@ class ModelRunner:
         if self.backend is cpu.attend and self._stack is None:
             # Its parallel kernel only runs for more work than the passes below bring.
             cpu.warm_up(self.cache.layout.dtype)
-        for length in (1, min(2 * self.cache.block_size, self.token_capacity)):
-            blocks = np.zeros((1, -(-length // self.cache.block_size)), np.int32)
-            lengths = np.array([length], np.int32)
-            self.forward(
-                ForwardBatch.build(
-                    np.zeros(length, np.int64),
-                    lengths,
-                    lengths,
-                    blocks,
-                    self.cache.block_size,
-                    np.array([length - 1]),
-                    self.loaded.device,
-                )
-            )
+        self.forward(self._first_tokens(min(2 * self.cache.block_size, self.token_capacity)))
+        self.forward(self._first_tokens(1))
+        if self._stack is not None:
+            self._stack.warm_up(self._first_tokens(1), self.cache)
+
+    def _first_tokens(self, length: int) -> ForwardBatch:
+        """A sequence of so many tokens, all in block 0."""
+        blocks, lengths = np.zeros((1, -(-length // self.cache.block_size)), np.int32), np.array([length], np.int32)
+        tokens, size, wanted = np.zeros(length, np.int64), self.cache.block_size, np.array([length - 1])
+        return ForwardBatch.build(tokens, lengths, lengths, blocks, size, wanted, self.loaded.device)
 
     def record_decode(self, max_rows: int, max_model_len: int) -> None:
         """From now on decode steps of sequences up to `max_model_len` tokens run as graphs, where the device has them.
@@ -140,12 +135,12 @@ class ModelRunner:
         """Whether `begin_pick` may and should be used."""
         return self._stack is not None and self._stack.runs_ahead
 
-    def begin_pick(self, batch: ForwardBatch, drawn: Drawn) -> Callable[[], NDArray[np.int64]]:
+    def begin_pick(self, batch: ForwardBatch, drawn: Drawn, passes: int = 1) -> Passes:
         """As `pick` for no logits, but what is returned waits for the tokens; see `FusedStack.begin`."""
         assert self._stack is not None
         self._check(batch)
         with torch.inference_mode():
-            return self._stack.begin(batch, self.cache, drawn)
+            return self._stack.begin(batch, self.cache, drawn, passes)
 
     @property
     def hidden_size(self) -> int:

@@ -33,15 +33,18 @@ class Cache(NamedTuple):
     block_size: int
     k_dim: int
     v_dim: int
-    blocks: NDArray[np.int64]  # [T]
-    offsets: NDArray[np.int64]  # [T]
-    # [T]: how many tokens after this one are in its group, but in no sequence: 0 unless it is the last of its sequence
-    # and a token of this step began the group.
+    blocks: NDArray[np.int64]  # [turns, T]
+    offsets: NDArray[np.int64]  # [turns, T]
+    # [turns, T]: how many tokens after this one are in its group, but in no sequence: 0 unless it is the last of its
+    # sequence and a token of this step began the group.
     unused: NDArray[np.int64]
 
 
 class Attention(NamedTuple):
-    """How the batch attends: the plan of plan.py, and each layer's scale and window."""
+    """How the batch attends: the plan of plan.py, and each layer's scale and window.
+
+    With each turn after the first, positions are larger by one.
+    """
 
     tables: NDArray[np.int32]
     tiles: NDArray[np.int64]
@@ -175,23 +178,23 @@ def _walk(
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _run_tile(layer: int, attention: Any, tile: Any, head: int, group: int, cache: Any, own: Any) -> None:
+def _run_tile(layer: int, turn: int, attention: Any, tile: Any, head: int, group: int, cache: Any, own: Any) -> None:
     """All keys that any of a tile's queries sees: first those that its sequences share, then those of each."""
     scale, window, tables = attention.scales[layer], attention.windows[layer], attention.tables
-    rows, position, shared = tile[2] * group, tile[3], tile[5]
+    rows, position, shared = tile[2] * group, tile[3] + turn, tile[5]
     if tile[4] == 0:
         keys = max(0, position - window + 1) // GROUP * GROUP, position + tile[2]
         _walk(layer, tables[tile[0]], head, (0, rows), keys, (position, group, 1), cache, scale, window, own)
         return
     members = attention.members[tile[0] : tile[0] + tile[4]]
     for m in range(len(members)):
-        if members[m, 2] >= window:
+        if members[m, 2] + turn >= window:
             shared = 0  # it does not see the beginning, so its panels begin elsewhere
     if shared > 0:
         same = (shared - 1, group, 0)
         _walk(layer, tables[members[0, 0]], head, (0, rows), (0, shared), same, cache, scale, window, own)
     for m in range(len(members)):
-        position = members[m, 2]
+        position = members[m, 2] + turn
         keys = max(shared, (position - window + 1) // GROUP * GROUP), position + 1
         of_m = m * group, (m + 1) * group
         _walk(layer, tables[members[m, 0]], head, of_m, keys, (position, group, 1), cache, scale, window, own)
@@ -217,7 +220,7 @@ def attention_room(q: Any, cache: Any, attention: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def attend(layer: int, taken: Any, q: Any, cache: Any, attention: Any, own: Any, out: Any) -> None:
+def attend(layer: int, turn: int, taken: Any, q: Any, cache: Any, attention: Any, own: Any, out: Any) -> None:
     """The heads of `out` [T, >= heads * v_dim] from `q` [T, heads, k_dim], both operands, of some units: the first, and
     how many."""
     group, last = q.shape[1] // cache.kv_heads, layer == len(attention.scales) - 1
@@ -226,5 +229,5 @@ def attend(layer: int, taken: Any, q: Any, cache: Any, attention: Any, own: Any,
         tile = attention.tiles[unit[0]]
         for head in range(unit[1], unit[2]):
             _begin(q, attention, tile, head, group, own)
-            _run_tile(layer, attention, tile, head, group, cache, own)
+            _run_tile(layer, turn, attention, tile, head, group, cache, own)
             _end(out, attention, tile, head, group, own)

@@ -1,8 +1,10 @@
-"""A whole stack of decoder layers in one compiled call, from embeddings to logits.
+"""A whole stack of decoder layers in one compiled call, from embeddings to logits, and so for some passes in a row.
 
 Knows arrays as layer.py and attention.py do. A pass is a row of phases; each is cut into pieces that the cores of a
 team take, and those that are over at once are left to one core. Few tokens are multiplied by every core with its share
 of the weights; of many tokens each core takes some at a time through all of a layer but attention.
+Passes in a row are the turns of a team's job: those of a decode step and the steps after it, in which each sequence has
+the token that the turn before has drawn.
 Indices are not checked: what is out of place here corrupts memory. Does not know which models have this form (stack.py
 does).
 """
@@ -36,12 +38,13 @@ from model_worker.fusion.layer import (
 )
 from model_worker.fusion.products import HALVES, HEAD_PANELS, PANEL, pick_product, room_of
 from model_worker.fusion.screen import choose, screen
-from model_worker.fusion.team import begin, phase_of, take, wait, was_last
+from model_worker.fusion.team import OVER, another_turn, begin, phase_of, take, wait, was_last
 from model_worker.fusion.tile import TILE_ROWS
 
 # What is done in a phase, beside the parts of a layer: for many tokens, all parts before or after attention at once,
 # block by block; the others have no pieces then. AGREE and what is before it from FINAL_NORM on are the end of a pass.
 BEFORE, ATTEND, KEEP, AFTER, BEGIN, FINAL_NORM, SCREEN, CHOOSE, HEAD, AGREE, KINDS = range(PARTS, PARTS + 11)
+NO_LAYER = 1 + KINDS - FINAL_NORM
 LAYER = NORM, QKV, PLACE, BEFORE, ATTEND, KEEP, OUT, MLP_NORM, INNER, MLP_OUT, AFTER
 BLOCK_TOKENS = 64
 """What a core takes of many tokens: few enough that all that becomes of them stays in its second-level cache, enough
@@ -53,7 +56,10 @@ FEW_ROWS = 2
 
 
 class Inputs(NamedTuple):
-    """The tokens of a pass. Those of rows whose last token another pass draws are read when this one begins."""
+    """The tokens of a pass. Those of rows whose last token another pass draws are read when this one begins.
+
+    In turns after the first these are all: token t is the last one of the row that logits t were for.
+    """
 
     tokens: NDArray[np.int64]  # [T], or nothing if x holds the embeddings already
     rows: NDArray[np.int64]  # [T]: whose last token stands for this one; -1: nobody's
@@ -69,7 +75,7 @@ class Outputs(NamedTuple):
     logits: NDArray[np.float32]
     keys: NDArray[np.int32]  # [cores, L]
     places: NDArray[np.int64]  # [cores, L]
-    tokens: NDArray[np.int64]  # [L]
+    tokens: NDArray[np.int64]  # [turns, L]
     rows: NDArray[np.int64]  # [L]: whose last token this will be; -1: nobody's
     last_tokens: NDArray[np.int64]  # [rows]
     peaks: NDArray[np.int32]  # [L, panels of lm_head], as screen.py knows them, or nothing: not screened
@@ -89,7 +95,7 @@ class Kept(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Angles of rotary positions, and which of them each token has."""
+    """Angles of rotary positions, and which of them each token has in the first turn; in each after it the next one."""
 
     cos: NDArray[np.float32]  # [n, rotated elements]
     sin: NDArray[np.float32]
@@ -97,7 +103,7 @@ class Rotary(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A forward pass."""
+    """A forward pass, or several."""
 
     inputs: Inputs
     x: NDArray[np.float32]  # [T, hidden]: the residual, from the embeddings on
@@ -123,10 +129,11 @@ class Own(NamedTuple):
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _embed(row: int, inputs: Any, x: Any) -> None:
+def _embed(number: int, turn: int, inputs: Any, rows: Any, x: Any) -> None:
     """The embedding of one token, widened."""
-    token = inputs.tokens[row] if inputs.rows[row] < 0 else max(0, inputs.last_tokens[inputs.rows[row]])
-    vector, to = inputs.table[token], x[row]
+    row = inputs.rows[number] if turn == 0 else rows[number]
+    token = inputs.tokens[number] if row < 0 else max(0, inputs.last_tokens[row])
+    vector, to = inputs.table[token], x[number]
     for c in range(len(to)):
         to[c] = widened(vector[c])
 
@@ -186,16 +193,17 @@ def _over_at_once(phase: int, layers: int, tokens: int, sizes: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _agree(outputs: Any) -> None:
+def _agree(turn: int, outputs: Any) -> None:
     """The largest tokens, also as the last ones of their rows."""
-    agree(outputs.keys, outputs.places, outputs.tokens)
+    tokens = outputs.tokens[turn]
+    agree(outputs.keys, outputs.places, tokens)
     for row in range(len(outputs.rows)):
         if outputs.rows[row] >= 0:
-            outputs.last_tokens[outputs.rows[row]] = outputs.tokens[row]
+            outputs.last_tokens[outputs.rows[row]] = tokens[row]
 
 
 @njit(inline="always")
-def _do(kind: int, layer: int, taken: Any, pieces: int, work: Any, own: Any) -> None:
+def _do(kind: int, layer: int, turn: int, taken: Any, pieces: int, work: Any, own: Any) -> None:
     """Those of a phase's pieces that are `taken`: the first, and how many."""
     first, end, x, heads = taken[0], taken[0] + taken[1], work.x, work.buffers.heads
     weights, kept, outputs, hidden = work.weights, work.kept, work.outputs, work.buffers.hidden
@@ -213,14 +221,14 @@ def _do(kind: int, layer: int, taken: Any, pieces: int, work: Any, own: Any) -> 
                 block = begins, ends - begins, own.core * BLOCK_TOKENS
             for part in range(first_part, end_part):
                 some = every(pieces_in(part, block[1], work)) if every_piece else taken
-                do_part(part, layer, block, some, x, heads, work, own)
+                do_part(part, layer, turn, block, some, x, heads, work, own)
     elif kind == ATTEND:
-        attend(layer, taken, work.buffers.q, work.cache, work.attention, own.attention, heads)
+        attend(layer, turn, taken, work.buffers.q, work.cache, work.attention, own.attention, heads)
     elif kind == KEEP:
         _keep(taken, outputs.logit_rows, x, heads, kept)
     elif kind == BEGIN:
         for token in range(first, end if len(work.inputs.tokens) else first):
-            _embed(token, work.inputs, x)
+            _embed(token, turn, work.inputs, outputs.rows, x)
     elif kind == FINAL_NORM:
         for row in range(first, end):
             normalise(kept.x, row, weights.final_norm, weights.epsilon, hidden, row)
@@ -233,18 +241,24 @@ def _do(kind: int, layer: int, taken: Any, pieces: int, work: Any, own: Any) -> 
         wanted, logits, room, tile = outputs.wanted, outputs.logits, own.room, own.tile
         pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, room, tile, own.bits)
     elif kind == AGREE:
-        _agree(outputs)
+        _agree(turn, outputs)
+
+
+def most_turns(layers: int) -> int:
+    """That one call can have."""
+    return OVER // (layers * len(LAYER) + NO_LAYER)
 
 
 @njit(nogil=True, cache=True)
-def run_stack(core: int, counter: Any, work: Any, rooms: Any) -> None:
-    """One core's part of a forward pass.
+def run_stack(core: int, turns: int, counter: Any, work: Any, rooms: Any) -> None:
+    """One core's part of a forward pass, or of so many.
 
     `rooms` is None, or for int8 weights uint32 [cores, 2, steps of the widest operand, PANEL].
     """
     counter, work = borrowed(counter), borrowed(work)
     layers, cores, tokens = len(work.weights.panels), len(work.outputs.keys), work.x.shape[0]
-    end = 1 + layers * len(LAYER) + KINDS - FINAL_NORM
+    a_turn = layers * len(LAYER) + NO_LAYER
+    end = min(OVER, turns * a_turn)
     tiles, scratch = (
         np.empty((2, TILE_ROWS, PANEL), np.float32),
         attention_room(work.buffers.q, work.cache, work.attention),
@@ -257,19 +271,22 @@ def run_stack(core: int, counter: Any, work: Any, rooms: Any) -> None:
         _fill_sizes(sizes[last], last == 1, cores, work)
     phase, alone = phase_of(counter), False
     while phase < end:
-        kind, layer = _kind(phase, layers)
+        turn = phase // a_turn
+        kind, layer = _kind(phase % a_turn, layers)
         pieces, grain = sizes[int(layer == layers - 1), kind]
         if kind == HEAD:
             pieces = work.outputs.panels[0]
         done, taken = 0, every(pieces) if alone else take(counter, phase, pieces, grain, core, cores)
         while taken[1] > 0:
-            _do(kind, layer, taken, pieces, work, own)
+            _do(kind, layer, turn, taken, pieces, work, own)
             done += taken[1]
             taken = every(0) if alone else take(counter, phase, pieces, grain, core, cores)
         if alone or (done > 0 and was_last(counter, done, pieces)):
             phase += 1
+            if phase % a_turn == 0 and not another_turn(counter):
+                phase = OVER
             # What is over at once is not worth telling the others of.
-            alone = phase < end and _over_at_once(phase, layers, tokens, sizes)
+            alone = phase < end and _over_at_once(phase % a_turn, layers, tokens, sizes)
             if not alone:
                 begin(counter, phase)
         else:

@@ -65,7 +65,10 @@ def take_largest(tile: Any, bits: Any, rows: int, lanes: int, at: int, keys: Any
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def agree(keys: Any, places: Any, tokens: Any) -> None:
-    """tokens[row]: the place of each row's largest sum of all cores, the first among equals; -1 if it is not finite."""
+    """tokens[row]: the place of each row's largest sum of all cores, the first among equals; -1 if it is not finite.
+
+    `keys` and `places` are then as they were in the beginning.
+    """
     for row in range(len(tokens)):
         best = 0
         for core in range(1, len(keys)):
@@ -74,12 +77,13 @@ def agree(keys: Any, places: Any, tokens: Any) -> None:
                 best = core
         finite = _LOWEST < keys[best, row] < _HIGHEST
         tokens[row] = places[best, row] if finite else -1
+    keys[:], places[:] = _LEAST, 0
 
 
 class Largest:
-    """Room for what each core finds in its share of `rows` rows, and for what they agree on."""
+    """Room for what each core finds in its share of `rows` rows, and for what they agree on in each turn."""
 
-    def __init__(self, cores: int, rows: int) -> None:
+    def __init__(self, cores: int, rows: int, turns: int = 1) -> None:
         self.keys: NDArray[np.int32] = np.full((cores, rows), _LEAST, np.int32)
         self.places: NDArray[np.int64] = np.zeros((cores, rows), np.int64)
-        self.tokens: NDArray[np.int64] = np.empty(rows, np.int64)
+        self.tokens: NDArray[np.int64] = np.empty((turns, rows), np.int64)

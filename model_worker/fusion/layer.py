@@ -99,7 +99,7 @@ def pieces_in(part: int, tokens: int, work: Any) -> Any:
 
 
 @njit(inline="always")
-def do_part(part: int, layer: int, block: Any, taken: Any, x: Any, heads: Any, work: Any, own: Any) -> None:
+def do_part(part: int, layer: int, turn: int, block: Any, taken: Any, x: Any, heads: Any, work: Any, own: Any) -> None:
     """A phase of a layer for a block: its first token, how many, and from which row of the buffers on it has room.
 
     Of the phase's pieces those that are `taken`: the first, and how many. `x` [T, hidden] is the residual, `heads` the
@@ -115,7 +115,7 @@ def do_part(part: int, layer: int, block: Any, taken: Any, x: Any, heads: Any, w
     elif part == QKV:
         _project(layer, taken, hidden, buffers.qkv[at : at + count], work, own)
     elif part == PLACE:
-        place(layer, block, taken, work)
+        place(layer, turn, block, taken, work)
     elif part == OUT:
         operand, out, biases = heads[first : first + count], panels[layer, O], weights.biases
         add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.room, tile)

@@ -170,7 +170,7 @@ def pieces_of(tokens: int, q: Any, cache: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def place(layer: int, block: Any, taken: Any, work: Any) -> None:
+def place(layer: int, turn: int, block: Any, taken: Any, work: Any) -> None:
     """Turn the projections of a block of tokens, which are in the buffers: Q into `q`, K and V into the cache.
 
     Arguments are as those of layer.py's parts. The pieces follow each other as the projections do, so that most are
@@ -188,7 +188,7 @@ def place(layer: int, block: Any, taken: Any, work: Any) -> None:
         column = head * dim if head < heads + kv_heads else (heads + kv_heads) * dim + kv * v_dim
         for row in range(skipped, min(skipped + PIECE_TOKENS, count)):
             token, part = first + row, from_qkv + (at + row) * row_bytes + column * LANE_BYTES
-            angle, number, offset = rotary.rows[token], cache.blocks[token], cache.offsets[token]
+            angle, number, offset = rotary.rows[token] + turn, cache.blocks[turn, token], cache.offsets[turn, token]
             if head < heads + kv_heads and head_norms.shape[1]:
                 _normalise_head(part, head_norms[0 if head < heads else 1], epsilon)
             if head < heads:
@@ -199,4 +199,4 @@ def place(layer: int, block: Any, taken: Any, work: Any) -> None:
                 _keep_key(key_group(cache, layer, kv, number, offset), cache.block_size, steps, rotated)
             else:
                 to = value_group(cache, layer, kv, number, offset // GROUP * GROUP)
-                _keep_value(to, v_dim, offset % GROUP, part, cache.unused[token], like)
+                _keep_value(to, v_dim, offset % GROUP, part, cache.unused[turn, token], like)

@@ -332,7 +332,9 @@ def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: A
 
 
 @njit(nogil=True, cache=True)
-def run_product(core: int, counter: Any, operand: Any, panels: int, bias: Any, out: Any, rooms: Any) -> None:
+def run_product(
+    core: int, _turns: int, counter: Any, operand: Any, panels: int, bias: Any, out: Any, rooms: Any
+) -> None:
     """One core's part of a product alone, out = operand . weights + bias as elements of `out`; no bias has length 0.
 
     `rooms` [cores, steps, PANEL] need no steps for MOST_NARROW_ROWS rows.

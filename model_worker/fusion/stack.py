@@ -6,7 +6,6 @@ that the packed modules hold. loader.py uses a stack only after it has given the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ from model_worker.batch import ForwardBatch
 from model_worker.fusion.attention import Attention, Cache
 from model_worker.fusion.cache_tile import GROUP
 from model_worker.fusion.form import OtherForm, Parts
-from model_worker.fusion.kernel import BLOCK_TOKENS, Inputs, Kept, Outputs, Rotary, Work, run_stack
+from model_worker.fusion.kernel import BLOCK_TOKENS, Inputs, Kept, Outputs, Rotary, Work, most_turns, run_stack
 from model_worker.fusion.largest import Largest
 from model_worker.fusion.layer import Buffers
 from model_worker.fusion.plan import plan_for, units_with
@@ -50,6 +49,27 @@ class Drawn(NamedTuple):
     unread: NDArray[np.int64]  # [T]: the row whose last token stands for this one; -1: it is known
     rows: NDArray[np.int64]  # [L]: the row whose last token this pass draws; -1: nobody's
     last_tokens: NDArray[np.int64]  # [rows]
+
+
+class Passes:
+    """Some passes in a row that were begun, of which each has the tokens that the one before has drawn."""
+
+    def __init__(self, job: Job, tokens: NDArray[np.int64], screen: Screen | None) -> None:
+        self._job, self._tokens, self._screen = job, tokens, screen
+        self.count = len(tokens)
+        """How many there are."""
+
+    def wait(self, number: int) -> NDArray[np.int64]:
+        """Helps until the pass with this number, from 0 on, is over; returns its tokens [L], -1 for one not finite."""
+        self._job.finish(number + 1)
+        if self._screen is not None:
+            self._screen.look_back()
+        tokens: NDArray[np.int64] = self._tokens[number]
+        return tokens
+
+    def stop(self) -> None:
+        """Lets the pass in progress be the last; `count` says then how many there are."""
+        self.count = self._job.stop()
 
 
 def fused_stack(loaded: LoadedModel) -> FusedStack | None:
@@ -112,8 +132,8 @@ class FusedStack:
     def pick(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Tensor]:
         """Likewise, but the largest token of each of the L rows (-1: not finite), and the logits of those `wanted`."""
         rows = np.where(wanted, np.cumsum(wanted) - 1, -1)
-        logits, _, outputs = self._run(batch, cache, rows)
-        return outputs.tokens, logits
+        logits, _, tokens = self._run(batch, cache, rows)
+        return tokens, logits
 
     def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Also what the logits were made of, float32 [L, hidden]."""
@@ -126,35 +146,36 @@ class FusedStack:
         """Whether passes may and should be begun before the tokens of the one before are read."""
         return self._cores > 1 and self._table is not None and self._modules.weight_bytes >= WORTH_RUNNING_AHEAD
 
-    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Drawn) -> Callable[[], NDArray[np.int64]]:
-        """As `pick` for no logits, while the caller does something else; what is returned waits for the tokens.
+    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Drawn, passes: int = 1) -> Passes:
+        """As `pick` for no logits, while the caller does something else; decode steps so many times, or fewer.
 
-        The caller helps when it waits. Passes must be waited for in the order of their begin.
+        The block tables must hold the tokens of all. The caller helps when it waits. Passes must be waited for in the
+        order of their begin.
         """
-        job, outputs, _ = self._begun(batch, cache, np.full(len(drawn.rows), -1), drawn)
+        passes = min(passes, most_turns(len(self._windows))) if batch.decodes else 1
+        return self._begun(batch, cache, np.full(len(drawn.rows), -1), drawn, passes)[0]
 
-        def wait() -> NDArray[np.int64]:
-            self._finish(job, outputs)
-            return outputs.tokens
+    def warm_up(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Of what passes in a row take, compiles what a pass alone does not; `batch` is a decode step."""
+        nobody = np.full(batch.num_tokens, -1)
+        passes = self.begin(batch, cache, Drawn(nobody, nobody, np.empty(0, np.int64)))
+        passes.stop()
+        passes.wait(0)
 
-        return wait
-
-    def _run(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]) -> tuple[Tensor, Tensor, Outputs]:
+    def _run(
+        self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
         """Logits of rows that have a place in `wanted`, the residual [L, hidden] after all layers, largest tokens."""
         nobody = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
-        job, outputs, residual = self._begun(batch, cache, wanted, nobody)
-        self._finish(job, outputs)
-        return torch.from_numpy(outputs.logits), torch.from_numpy(residual), outputs
-
-    def _finish(self, job: Job, outputs: Outputs) -> None:
-        job.finish()
-        if self._screen is not None and outputs.peaks.size:
-            self._screen.look_back()
+        passes, logits, residual = self._begun(batch, cache, wanted, nobody, 1)
+        tokens = passes.wait(0)
+        return torch.from_numpy(logits), torch.from_numpy(residual), tokens
 
     def _begun(
-        self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn
-    ) -> tuple[Job, Outputs, NDArray[np.float32]]:
-        largest, screen = Largest(self._cores, len(wanted)), self._screen
+        self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn, passes: int
+    ) -> tuple[Passes, NDArray[np.float32], NDArray[np.float32]]:
+        """Also the logits, and the residual of tokens whose logits count, as they will be."""
+        largest, screen = Largest(self._cores, len(wanted), passes), self._screen
         greedy = 0 < len(wanted) <= SCREENED_ROWS and int(wanted.max()) < 0
         if not greedy or (screen is not None and not screen.pays()):
             screen = None
@@ -181,15 +202,15 @@ class FusedStack:
             inputs=inputs,
             x=x,
             kept=kept,
-            rotary=self._angles_of(batch),
+            rotary=self._angles_of(batch, passes),
             weights=self._weights,
-            cache=self._cache(batch, cache),
+            cache=self._cache(batch, cache, passes),
             attention=self._attention(batch, last_tokens),
             buffers=buffers,
             outputs=outputs,
         )
-        job = team(self._cores).begin(run_stack, work, self._rooms)
-        return job, outputs, kept.x
+        job = team(self._cores).begin(run_stack, work, self._rooms, turns=passes)
+        return Passes(job, outputs.tokens, screen), outputs.logits, kept.x
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
         """The tokens, and room for their embeddings; or these, where the module must make them."""
@@ -200,11 +221,12 @@ class FusedStack:
         x = self._embedding(batch.tokens).to(torch.float32).numpy()
         return Inputs(tokens[:0], drawn.unread, drawn.last_tokens, np.empty((0, 0), self._element)), x
 
-    def _angles_of(self, batch: ForwardBatch) -> Rotary:
+    def _angles_of(self, batch: ForwardBatch, passes: int) -> Rotary:
         positions = batch.positions.numpy()
-        most = int(positions.max()) + 1
+        most = int(positions.max()) + passes
         if most > _KEPT_POSITIONS:
-            return self._compute_angles(batch.positions)
+            every = (batch.positions[:, None] + torch.arange(passes)).flatten()
+            return self._compute_angles(every)._replace(rows=np.arange(len(positions)) * passes)
         if most > len(self._angles.cos):
             self._angles = self._compute_angles(torch.arange(min(_KEPT_POSITIONS, 2 * most)))
         return self._angles._replace(rows=positions)
@@ -213,7 +235,7 @@ class FusedStack:
         cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32), positions.unsqueeze(0))
         return Rotary(cos[0].contiguous().numpy(), sin[0].contiguous().numpy(), np.arange(len(positions)))
 
-    def _cache(self, batch: ForwardBatch, cache: KVCache) -> Cache:
+    def _cache(self, batch: ForwardBatch, cache: KVCache, passes: int) -> Cache:
         if cache not in self._caches:
             k, v = ([cpu.memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
             keep_in_huge_pages([*k, *v], written=False)
@@ -232,7 +254,7 @@ class FusedStack:
             )
             self._caches[cache] = known, PagesAhead([*k, *v])
         known, ahead = self._caches[cache]
-        blocks, offsets = np.divmod(batch.slots.numpy(), batch.block_size)
+        blocks, offsets = _slots(batch, passes)
         ahead.use(int(blocks.max()))
         return known._replace(blocks=blocks, offsets=offsets, unused=_unused(batch, offsets))
 
@@ -273,13 +295,24 @@ def _every(batch: ForwardBatch) -> NDArray[np.int64]:
     return np.arange(len(batch.logit_positions))
 
 
+def _slots(batch: ForwardBatch, passes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Blocks of the tokens of some passes, and their places in them: [passes, T] each."""
+    blocks, offsets = np.divmod(batch.slots.numpy()[None], batch.block_size)
+    if passes == 1:
+        return blocks, offsets
+    places = batch.kv_len.numpy()[None].astype(np.int64) + np.arange(-1, passes - 1)[:, None]
+    index, offsets = np.divmod(places, batch.block_size)
+    blocks = np.take_along_axis(batch.block_tables.numpy().T, index, axis=0)
+    return np.ascontiguousarray(blocks, np.int64), offsets
+
+
 def _unused(batch: ForwardBatch, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each token how many zeros must follow it in its group: see Cache."""
     if batch.max_query == 1:
         return np.where(offsets % GROUP == 0, GROUP - 1, 0)
     last = batch.query_start.numpy()[1:].astype(np.int64) - 1
     queries = np.diff(batch.query_start.numpy())
-    within = offsets[last] % GROUP
-    unused = np.zeros(batch.num_tokens, np.int64)
-    unused[last] = np.where(within < queries, GROUP - 1 - within, 0)
+    within = offsets[0, last] % GROUP
+    unused = np.zeros_like(offsets)
+    unused[0, last] = np.where(within < queries, GROUP - 1 - within, 0)
     return unused

@@ -5,8 +5,9 @@ the work in it, so whoever finds no piece left spins until the next phase. A mem
 all: then another process has taken a core, and the sleeper's own core may be what that process needs.
 
 Nobody is waited for who has not come: a phase ends when its pieces are done, whoever did them. So the thread that began
-a job may do something else first and help later, while the others go on. Does not know what the function does. Linux
-only.
+a job may do something else first and help later, while the others go on. A job may have turns, each of some phases: who
+began it helps until the end of the one it waits for, and may say that the one in progress is the last. Does not know
+what the function does. Linux only.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ intrinsic: Any = numba.extending.intrinsic
 
 _LINE = 8
 """Numbers in a line of memory: what cores count for different reasons must not share one."""
-_WORD, _DONE, _OVER, _SLEEPERS = _LINE, 2 * _LINE, 3 * _LINE, 4 * _LINE
+_WORD, _DONE, _OVER, _SLEEPERS, _TURNS = _LINE, 2 * _LINE, 3 * _LINE, 4 * _LINE, 5 * _LINE
 """Places in a counter: the phase, and how many of its pieces are taken from either end; pieces done; the phase alone,
-for those who wait; how many of them sleep."""
+for those who wait; how many of them sleep; how many turns have begun, and how many there are to be."""
 # Some tens of microseconds: what one core's last piece takes longer than another's.
 _SPINS = 40_000
 _PHASE_BITS, _COUNT_BITS = 16, 24
 _PHASE, _COUNT = (1 << _PHASE_BITS) - 1, (1 << _COUNT_BITS) - 1
+OVER = _PHASE
+"""The phase in which a job is over: all others are before it."""
+_EVERY_TURN = 1 << 30
 _MOST_GRAINS = 8
 """That a core takes at a time: another process may keep it from finishing them."""
 # Of the system call: 98 in the table that Linux gives to all newer architectures.
@@ -177,6 +181,28 @@ def begin(counter: Any, phase: int) -> None:
 
 
 @njit(nogil=True, cache=True)
+def another_turn(counter: Any) -> bool:
+    """Whether there is one, for who has ended one; if so, it has begun."""
+    while True:
+        word = _load(counter, _TURNS)
+        begun, count = word & _COUNT, word >> _COUNT_BITS
+        if begun >= count:
+            return False
+        if _swap(counter, _TURNS, word, word + 1):
+            return True
+
+
+@njit(nogil=True, cache=True)
+def last_turn(counter: Any) -> int:
+    """Make the turn that has begun the last; returns how many there are with it."""
+    while True:
+        word = _load(counter, _TURNS)
+        begun = word & _COUNT
+        if _swap(counter, _TURNS, word, begun << _COUNT_BITS | begun):
+            return begun  # type: ignore[no-any-return]
+
+
+@njit(nogil=True, cache=True)
 def wait(counter: Any, phase: int) -> None:
     """Until the team is past this phase."""
     spins = 0
@@ -192,17 +218,22 @@ def wait(counter: Any, phase: int) -> None:
 class Job:
     """A call of a compiled function by whoever of a team has time for it."""
 
-    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, function: Any, turns: int, arguments: tuple[Any, ...]) -> None:
         self._function, self._arguments = function, arguments
-        self._counter: NDArray[np.int64] = np.zeros(6 * _LINE, np.int64)
+        self._counter: NDArray[np.int64] = np.zeros(7 * _LINE, np.int64)
+        self._counter[_TURNS] = turns << _COUNT_BITS | 1
 
-    def take_part(self, core: int) -> None:
-        """Returns when the job is done. No core may take part twice at a time."""
-        self._function(core, self._counter, *self._arguments)
+    def take_part(self, core: int, turns: int = _EVERY_TURN) -> None:
+        """Returns when so many turns are over, or all. No core may take part twice at a time."""
+        self._function(core, turns, self._counter, *self._arguments)
 
-    def finish(self) -> None:
-        """Helps until the job is done; for the thread that began it. Jobs before this one must be done."""
-        self.take_part(0)
+    def finish(self, turns: int = _EVERY_TURN) -> None:
+        """Helps until so many turns are over, or all; for the thread that began it. Jobs before this must be done."""
+        self.take_part(0, turns)
+
+    def stop(self) -> int:
+        """Lets the turn in progress be the last; returns how many there will have been, one at least."""
+        return last_turn(self._counter)
 
 
 class Team:
@@ -213,12 +244,13 @@ class Team:
         for core, jobs in enumerate(self._jobs, start=1):
             threading.Thread(target=_work, args=(core, jobs), name=f"team-{core}", daemon=True).start()
 
-    def begin(self, function: Any, *arguments: Any) -> Job:
-        """function(core, counter, *arguments) on every core. It must be compiled, and must not raise.
+    def begin(self, function: Any, *arguments: Any, turns: int = 1) -> Job:
+        """function(core, turns, counter, *arguments) on every core. It must be compiled, and must not raise.
 
-        It returns on all cores when its last phase is over. The caller must `finish` jobs in the order of their begin.
+        It returns when so many of the job's turns are over, or the job is. The caller must `finish` jobs in the order
+        of their begin.
         """
-        job = Job(function, arguments)
+        job = Job(function, turns, arguments)
         for jobs in self._jobs:
             jobs.put(job)
         return job

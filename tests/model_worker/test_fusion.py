@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
 from model_worker.fusion.kernel import BLOCK_TOKENS
-from model_worker.fusion.team import Team, begin, phase_of, take, wait, was_last
+from model_worker.fusion.stack import Drawn
+from model_worker.fusion.team import OVER, Team, another_turn, begin, phase_of, take, wait, was_last
 from model_worker.fusion.tile import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
 from model_worker.linears import PANEL, PackedLinear
 from model_worker.loader import LoadedModel, load_model
@@ -175,6 +176,44 @@ def two_cores() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("arch", FUSED)
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
+def test_passes_in_a_row_give_what_one_by_one_give(
+    arch: str, dtype: str, quantization: str, two_cores: None, tmp_path_factory: Any
+) -> None:
+    """To the last bit, in the cache too; and none is done that was not begun when they are stopped."""
+    rng = np.random.default_rng()
+    loaded = load(arch, dtype, tmp_path_factory.getbasetemp(), quantization, seed=7)
+    at_once, single = ModelRunner(loaded, 64, 16), ModelRunner(loaded, 64, 16)
+    count, most = int(rng.integers(1, 7)), int(rng.integers(1, 30))
+    tables = rng.permutation(64)[: count * 8].reshape(count, 8)
+    lengths, text = rng.integers(1, 99, count), rng.integers(3, VOCAB, 99)
+    shared = int(rng.integers(0, lengths.min() // 16 + 1))
+    tables[:, :shared] = tables[0, :shared]  # blocks of the same tokens, as the prefix cache has them
+    tokens, rows, last_tokens = rng.integers(3, VOCAB, count), rng.permutation(9)[:count], np.full(9, -1)
+    for length, table in zip(lengths, tables, strict=True):
+        for runner in (at_once, single):
+            size = np.array([length])
+            runner.forward(ForwardBatch.build(text[:length], size, size, table[None], 16, size - 1))
+
+    def step(number: int) -> ForwardBatch:
+        return ForwardBatch.build(tokens, np.ones(count, int), lengths + 1 + number, tables, 16, np.arange(count))
+
+    passes = at_once.begin_pick(step(0), Drawn(np.full(count, -1), rows, last_tokens), most)
+    assert passes.count == most
+    read = int(rng.integers(0, most))
+    got = [passes.wait(number) for number in range(read)]
+    passes.stop()
+    assert min(read + 1, most) <= passes.count <= most
+    got += [passes.wait(number) for number in range(read, passes.count)]
+    for number, drawn in enumerate(got):
+        tokens = single.pick(step(number), np.zeros(count, np.bool_))[0]
+        assert drawn.tolist() == tokens.tolist()
+    assert last_tokens[rows].tolist() == got[-1].tolist()
+    for one, other in zip(at_once.cache.k + at_once.cache.v, single.cache.k + single.cache.v, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [16, 48, 64])
 def test_many_tokens_at_once_give_what_a_few_at_a_time_give(
@@ -269,10 +308,15 @@ def test_no_index_leaves_its_array(tmp_path: Path) -> None:
 
 
 @njit(nogil=True)
-def _all_phases(core: int, counter: Any, cores: int, grain: int, owners: Any, times: Any, early: Any) -> None:
-    """Each phase's pieces are marked by who takes them; `early` counts those taken before the phase before was done."""
+def _all_phases(
+    core: int, turns: int, counter: Any, cores: int, grain: int, owners: Any, times: Any, early: Any, length: int
+) -> None:
+    """Each phase's pieces are marked by who takes them; `early` counts those taken before the phase before was done.
+
+    A turn has so many phases.
+    """
     phase, pieces = phase_of(counter), owners.shape[1]
-    while phase < len(owners):
+    while phase < min(OVER, turns * length):
         done = 0
         first, count = take(counter, phase, pieces, grain, core, cores)
         while count > 0:
@@ -284,7 +328,8 @@ def _all_phases(core: int, counter: Any, cores: int, grain: int, owners: Any, ti
             done += count
             first, count = take(counter, phase, pieces, grain, core, cores)
         if done > 0 and was_last(counter, done, pieces):
-            begin(counter, phase + 1)
+            phase += 1
+            begin(counter, OVER if phase % length == 0 and not another_turn(counter) else phase)
         else:
             wait(counter, phase)
         phase = phase_of(counter)
@@ -297,7 +342,7 @@ def test_every_piece_is_done_once_and_after_the_phase_before(cores: int, grain: 
     for _ in range(3):
         owners, early = np.zeros((100, 96), np.int64), np.zeros(cores, np.int64)
         times = np.zeros_like(owners)
-        team.run(_all_phases, cores, grain, owners, times, early)
+        team.run(_all_phases, cores, grain, owners, times, early, len(owners))
         assert (times == 1).all()
         assert set(owners.ravel().tolist()) <= set(range(1, cores + 1))
         assert not early.any()
@@ -308,7 +353,7 @@ def test_nobody_waits_for_who_has_not_come() -> None:
     team, jobs = Team(2), []
     marks = [(np.zeros((50, 30), np.int64), np.zeros((50, 30), np.int64), np.zeros(2, np.int64)) for _ in range(3)]
     for owners, times, early in marks:
-        jobs.append(team.begin(_all_phases, 2, 2, owners, times, early))
+        jobs.append(team.begin(_all_phases, 2, 2, owners, times, early, len(owners)))
     limit = time.monotonic() + 60
     while not all((times == 1).all() for _, times, _ in marks):
         assert time.monotonic() < limit, "the other core does nothing"
@@ -317,6 +362,25 @@ def test_nobody_waits_for_who_has_not_come() -> None:
         job.finish()
         assert (owners == 2).all()
         assert (times == 1).all()
+        assert not early.any()
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_turns_follow_each_other_until_somebody_says_that_it_is_enough(cores: int) -> None:
+    team, rng, length, turns = Team(cores), np.random.default_rng(), 5, 40
+    for _ in range(30):
+        owners, early = np.zeros((turns * length, 12), np.int64), np.zeros(cores, np.int64)
+        times = np.zeros_like(owners)
+        job, read = team.begin(_all_phases, cores, 2, owners, times, early, length, turns=turns), int(rng.integers(40))
+        for turn in range(read):
+            job.finish(turn + 1)
+            assert (times[: (turn + 1) * length] == 1).all()
+        count = job.stop()
+        assert max(read, 1) <= count <= turns
+        assert job.stop() == count
+        job.finish()
+        assert (times[: count * length] == 1).all()
+        assert not times[count * length :].any()
         assert not early.any()
 
 

@@ -36,7 +36,7 @@ class Device:
         self.heard.append(f"begin {step.step}")
         result = StepResult(1, 0, 0, step.step, NOTHING, NOTHING, None, {}, 0)
 
-        def read() -> StepResult:
+        def read(_: int) -> StepResult:
             self.heard.append(f"read {step.step}")
             return result
 
@@ -122,6 +122,50 @@ def test_a_step_is_repeated_until_the_next_one_comes(scheduler: Scheduler) -> No
     scheduler.next(WorkerGoodbye)
     thread.join(10)
     assert [word for word in device.heard if word.startswith("begin")][4:] == ["begin 20", "begin 30", "begin 31"]
+
+
+class FarAhead(Device):
+    """One that takes all repetitions of a step at once, until another comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flight = Flight.landed(StepResult(1, 0, 0, 0, NOTHING, NOTHING, None, {}, 0))
+
+    def begin(self, step: Step) -> Flight:
+        self.flight.stop()
+        assert self.go.wait(10)
+        self.heard.append(f"begin {step.step}")
+        told: list[int] = []
+
+        def read(number: int) -> StepResult:
+            told.append(number)
+            last = number == flight.steps - 1 < step.repeats
+            return StepResult(1, 0, 0, step.step + number, NOTHING, NOTHING, None, {}, 0, last=last)
+
+        self.flight = flight = Flight(read, 1 + step.repeats, stop=lambda: len(told) + 1)
+        return flight
+
+
+def test_repetitions_that_the_device_takes_at_once_are_told_one_by_one(scheduler: Scheduler) -> None:
+    device = FarAhead()
+    loop, thread = started(device, scheduler)
+    device.go.set()
+    scheduler.send(10, repeats=3)
+    assert [scheduler.next(StepResult).step for _ in range(4)] == [10, 11, 12, 13]
+    scheduler.send(20, repeats=100_000)
+    assert [scheduler.next(StepResult).step for _ in range(10)] == list(range(20, 30))
+    scheduler.send(200_000, repeats=1)
+    told = [scheduler.next(StepResult)]
+    while told[-1].step < 200_001:
+        told.append(scheduler.next(StepResult))
+    loop.stop()
+    scheduler.next(WorkerGoodbye)
+    thread.join(10)
+    *before, first, second = told
+    assert [result.step for result in before] == list(range(30, 30 + len(before)))
+    assert [result.last for result in before] == [False] * (len(before) - 1) + [True]
+    assert (first.step, second.step) == (200_000, 200_001)
+    assert device.heard == ["begin 10", "begin 20", "begin 200000"]
 
 
 class Kernels:

@@ -54,8 +54,8 @@ def picked(x: Tensor, head: PackedLinear, width: int, numbers: NDArray[np.int64]
     nobody, address = np.full(rows, -1), head.panels.ctypes.data
     taken, operand = (0, len(numbers)), operand_of(x, head)
     pick_product(taken, numbers, operand, address, nobody, nothing, kept.keys[0], kept.places[0], None, *tiles())
-    agree(kept.keys, kept.places, kept.tokens)
-    return list(kept.tokens)
+    agree(kept.keys, kept.places, kept.tokens[0])
+    return list(kept.tokens[0])
 
 
 def weights(rng: np.random.Generator, outputs: int, inputs: int, kind: str) -> Tensor:

@@ -68,7 +68,7 @@ class Yard:
             index = self.random.choice(busy)
             step = self._next_step(index)
             result = self.workers[index].run(step)
-            if step.again is not None and self.in_flight[index] and self.random.random() < 0.3:
+            if step.repeats and self.in_flight[index] and self.random.random() < 0.3:
                 self.again[index], result = None, replace(result, last=True)
                 self.cut += 1
             self.scheduler.step_result(decode(encode(result)))
@@ -85,7 +85,7 @@ class Yard:
         else:
             self.cut += again is not None
             step = sent.popleft()
-        self.again[index] = step.again
+        self.again[index] = step.after(1)
         return step
 
     def drain(self) -> None:

@@ -124,13 +124,20 @@ class InProcessServer:
     def _next_result(self, index: int) -> StepResult | None:
         engine, sent, flights = self.engines[index], self.in_flight[index], self.flights[index]
         step = sent.popleft() if sent else self.again[index]
-        self.again[index] = None if step is None else step.again
         if step is not None and not engine.ahead:
+            self.again[index] = step.after(1)
             return engine.step(step)
         # As in the worker's loop, a step's result is read when the next one has begun, or when there is none.
         if step is not None:
-            flights.append(engine.begin(step))
-        return None if step is not None and len(flights) == 1 else flights.popleft().result()
+            flight = engine.begin(step)
+            self.again[index] = step.after(flight.steps)
+            flights.append(flight)
+            if len(flights) == 1:
+                return None
+        result = flights[0].result()
+        if not flights[0].left:
+            flights.popleft()
+        return result
 
     def _read_news(self) -> None:
         for _, results in self.scheduler.take_results():
