@@ -39,7 +39,7 @@ from interfaces.outputs import TextGenerationOutput
 from interfaces.requests import TextGenerationRequest
 
 SILENCE_BEFORE_HEADERS = 10.0
-TOKENS_AT_A_TIME = 16
+TOKENS_AT_A_TIME = 64
 """That an answer in one piece is read in: waking up for each costs more than reading it."""
 
 
