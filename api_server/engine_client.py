@@ -40,7 +40,7 @@ from interfaces.results import ErrorCode, RequestError
 from interfaces.shared_memory import Segments
 from interfaces.status import GenerationStatus
 from interfaces.text_context import TextContext
-from shared.sockets import connect_dealer, same_host
+from shared.sockets import connect_dealer, readable, same_host
 
 log = logging.getLogger("tokenyard")
 
@@ -271,7 +271,7 @@ class EngineClient:
         except zmq.Again:
             return False
         # A send may swallow the edge that would have announced incoming messages.
-        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        if readable(self._socket):
             self._loop.call_soon(self._receive)
         return True
 
@@ -280,6 +280,8 @@ class EngineClient:
         if self._socket.closed:
             return
         for _ in range(_BURST):
+            if not readable(self._socket):
+                return
             try:
                 data = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -298,8 +300,6 @@ class EngineClient:
             return
         self._heard = time.monotonic()
         if isinstance(message, Results):
-            if message.tokens.max(initial=-1) >= 0:
-                self._moved = self._heard
             self._fan_out(message)
         elif isinstance(message, OrderAnswer | SessionAnswer):
             self._answered(message)
@@ -374,9 +374,10 @@ class EngineClient:
         if results.hidden is not None and not self._take_hidden(results.hidden):
             return
         logprobs = results.logprobs.tolist() if results.logprobs is not None else [None] * len(results.handles)
-        columns = zip(
-            results.handles.tolist(), results.tokens.tolist(), results.finished.tolist(), logprobs, strict=False
-        )
+        tokens = results.tokens.tolist()
+        if max(tokens, default=-1) >= 0:
+            self._moved = self._heard
+        columns = zip(results.handles.tolist(), tokens, results.finished.tolist(), logprobs, strict=False)
         for handle, count in results.cached.items():
             if handle in self._open:
                 self._open[handle].context.cached_prefix_length = count

@@ -76,10 +76,14 @@ def send_to(router: zmq.Socket[bytes], identity: bytes, message: Any) -> bool:
     return True
 
 
+def readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message has come: asking first is cheaper than the exception of a receive in vain."""
+    return bool(int(socket.get(_EVENTS)) & _READABLE)
+
+
 def receive_from(router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]] | None:
     """The peer's identity and the frames of the next message of a ROUTER; None when there is none."""
-    # Asking first is cheaper than the exception of a receive in vain.
-    if not int(router.get(_EVENTS)) & _READABLE:
+    if not readable(router):
         return None
     try:
         identity = router.recv(_NOW)
