@@ -19,6 +19,8 @@ from tests.model_worker.tiny_models import ARCHITECTURES, VOCAB, tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 
 NEW_TOKENS = 18
+FEW_BLOCKS = 18
+"""For each worker: hardly more than the longest sequence needs."""
 EOS = 2
 
 
@@ -69,15 +71,16 @@ def test_greedy_tokens_equal_generate(arch: str, models: Path) -> None:
     loaded = load(tiny_model(arch, models))
     seed, prompts, wanted = long_answers(loaded)
     assert len({tuple(tokens) for tokens in wanted}) > 8, "the reference must vary, or equality would prove little"
-    params = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, stop_token_ids=[EOS])
+    params, preemptions = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, stop_token_ids=[EOS]), 0
     for overlap in (True, False):
         for workers in (1, 2):
-            server = InProcessServer(loaded, Shape(overlap=overlap, workers=workers))
+            server = InProcessServer(loaded, Shape(overlap=overlap, workers=workers, num_blocks=FEW_BLOCKS))
             for prompt in prompts:
                 server.submit(prompt, params)
             answers = server.run()
             assert [answer.tokens for answer in answers] == wanted, f"{arch}, seed {seed}, {overlap=}, {workers=}"
-            assert server.scheduler.counters["preemptions"] > 0
+            preemptions += server.scheduler.counters["preemptions"]
             for answer in answers:
                 stopped = answer.tokens[-1] == EOS
                 assert answer.finished == (Finish.STOP if stopped else Finish.LENGTH)
+    assert preemptions > 0, f"{arch}, seed {seed}: the blocks were meant to run out"
