@@ -57,18 +57,23 @@ def mixed_prompts(seed: int) -> list[list[int]]:
 
 def long_answers(loaded: LoadedModel) -> tuple[int, list[list[int]], list[list[int]]]:
     """A seed, its prompts and what `generate` answers; where many answers end early, blocks would not run out."""
-    for _ in range(20):
+    for _ in range(100):
         seed = random.randrange(2**31)
         prompts = mixed_prompts(seed)
         wanted = reference(loaded, prompts)
         if sum(map(len, wanted)) > 0.8 * len(prompts) * NEW_TOKENS:
             return seed, prompts, wanted
-    raise AssertionError("twenty random sets of prompts in a row are answered briefly")
+    raise AssertionError("a hundred random sets of prompts in a row are answered briefly")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_greedy_tokens_equal_generate(arch: str, models: Path) -> None:
     loaded = load(tiny_model(arch, models))
+    assert any(equal_and_preempted(arch, loaded) for _ in range(5)), "the blocks were meant to run out"
+
+
+def equal_and_preempted(arch: str, loaded: LoadedModel) -> bool:
+    """Checks one random set of prompts; whether blocks ran out, which they do not in each."""
     seed, prompts, wanted = long_answers(loaded)
     assert len({tuple(tokens) for tokens in wanted}) > 8, "the reference must vary, or equality would prove little"
     params, preemptions = SamplingParams(temperature=0, max_new_tokens=NEW_TOKENS, stop_token_ids=[EOS]), 0
@@ -83,4 +88,4 @@ def test_greedy_tokens_equal_generate(arch: str, models: Path) -> None:
             for answer in answers:
                 stopped = answer.tokens[-1] == EOS
                 assert answer.finished == (Finish.STOP if stopped else Finish.LENGTH)
-    assert preemptions > 0, f"{arch}, seed {seed}: the blocks were meant to run out"
+    return preemptions > 0
