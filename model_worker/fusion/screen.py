@@ -108,7 +108,7 @@ class Screen:
         self._paused = 0
 
     def pays(self) -> bool:
-        """Whether to use it in the next pass. Each call counts as one."""
+        """Whether to use it in the next passes. They count as one."""
         self._paused = max(0, self._paused - 1)
         return self._paused == 0
 
