@@ -7,13 +7,13 @@ that a request failed or that there was no server to measure: figures of such a 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -59,7 +59,7 @@ def _benchmark(options: argparse.Namespace, serve_flags: Sequence[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / time.strftime("bench-%Y%m%d-%H%M%S")
     if options.url:
-        report = asyncio.run(_measure(options, workload, options.url.rstrip("/"), None, None))
+        report = uvloop.run(_measure(options, workload, options.url.rstrip("/"), None, None))
     else:
         report = _with_own_server(options, workload, serve_flags, stem.with_suffix(".log"))
     print_report(report, Console())
@@ -74,8 +74,8 @@ def _with_own_server(options: argparse.Namespace, workload: Workload, serve_flag
     command, url = server.serve_command(port, serve_flags), f"http://127.0.0.1:{port}"
     server.compile_kernels()
     with server.running(command, log) as process:
-        asyncio.run(server.wait_until_ready(url, process, log, options.start_timeout))
-        return asyncio.run(_measure(options, workload, url, process.pid, ["tokenyard", *command[3:]]))
+        uvloop.run(server.wait_until_ready(url, process, log, options.start_timeout))
+        return uvloop.run(_measure(options, workload, url, process.pid, ["tokenyard", *command[3:]]))
 
 
 async def _measure(

@@ -8,9 +8,10 @@ the clock. It does not know what the numbers mean.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import string
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,6 @@ import orjson
 
 from benchmarks.timeline import COMPLETED, Timeline
 from benchmarks.workload import PlannedRequest
-
-LONGEST_LINE = 1 << 20
 
 Finished = Callable[[Timeline], None]
 _Send = Callable[[PlannedRequest], Awaitable[Timeline]]
@@ -106,9 +105,7 @@ class Client:
 
     def _session(self, connections: int) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=connections, force_close=self._form.close_connections)
-        return aiohttp.ClientSession(
-            connector=connector, timeout=self._timeout, headers=self._headers, read_bufsize=LONGEST_LINE
-        )
+        return aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
 
     async def _send(self, session: aiohttp.ClientSession, request: PlannedRequest, timeline: Timeline) -> None:
         try:
@@ -155,29 +152,49 @@ def _letters(prompt: Sequence[int]) -> str:
 
 
 async def _read(response: aiohttp.ClientResponse, timeline: Timeline, marked: bool) -> dict[str, Any] | None:
-    """Puts the arrivals on the time line; returns the last `usage`. A stream that is `marked` ends with [DONE]."""
-    usage: dict[str, Any] | None = None
-    async for arrived, event in _events(response, marked):
-        if "error" in event:
-            raise StreamError("error in stream")
-        if any(choice.get("text") for choice in event.get("choices") or ()):
-            timeline.chunks.append(arrived)
-        usage = event.get("usage") or usage
-    return usage
+    """Puts the arrivals on the time line; returns the last `usage`. A stream that is `marked` ends with [DONE].
 
-
-async def _events(response: aiohttp.ClientResponse, marked: bool) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """Arrival time and content of each event up to [DONE]; reads on to the last byte, because E2EL ends there."""
-    ended = finished = False
-    async for line in response.content:
-        arrived = time.perf_counter()
-        if not line.startswith(b"data:") or ended:
-            continue
-        data = line[5:].strip()
-        ended = data == b"[DONE]"
-        if not ended:
-            event = orjson.loads(data)
-            finished = finished or any(choice.get("finish_reason") for choice in event.get("choices") or ())
-            yield arrived, event
+    While tokens come it only notes when: whatever it did more would be taken from the cores of the server that it
+    measures. What came is looked at when the stream has ended or is cut off.
+    """
+    arrivals = list[tuple[float, bytes]]()
+    try:
+        # To the last byte, because E2EL ends there.
+        async for part in response.content.iter_any():
+            arrivals.append((time.perf_counter(), part))
+    except BaseException:
+        with contextlib.suppress(ValueError):
+            _events(arrivals, timeline)
+        raise
+    events, ended = _events(arrivals, timeline)
+    if any("error" in event for event in events):
+        raise StreamError("error in stream")
+    finished = any(choice.get("finish_reason") for event in events for choice in event.get("choices") or ())
     if not ended and (marked or not finished):
         raise StreamError("stream ended without [DONE]")
+    return next((event["usage"] for event in reversed(events) if event.get("usage")), None)
+
+
+def _events(arrivals: Sequence[tuple[float, bytes]], timeline: Timeline) -> tuple[list[dict[str, Any]], bool]:
+    """The stream's events up to [DONE], and whether that came; those with text are put on the time line.
+
+    ValueError for data that is no JSON.
+    """
+    events = list[dict[str, Any]]()
+    for arrived, data in _data(arrivals):
+        if data == b"[DONE]":
+            return events, True
+        events.append(event := orjson.loads(data))
+        if any(choice.get("text") for choice in event.get("choices") or ()):
+            timeline.chunks.append(arrived)
+    return events, False
+
+
+def _data(arrivals: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """What follows `data:` on a line, and when the end of that line came, which may have begun in an earlier part."""
+    begun = b""
+    for arrived, part in arrivals:
+        *lines, begun = (begun + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield arrived, line[5:].strip()

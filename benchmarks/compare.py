@@ -8,7 +8,6 @@ that requests failed, that a peer did not start, or that there was nothing to co
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import uvloop
 from rich.console import Console
 
 from benchmarks.cells import RATE, Cell, failed, measured_cell
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         works = _for_peers(works, peers)
         if not peers:
             raise ValueError("no peer to compare with")
-        return asyncio.run(Session(options, [Ours(OURS, arguments[split + 1 :]), *peers]).run(works))
+        return uvloop.run(Session(options, [Ours(OURS, arguments[split + 1 :]), *peers]).run(works))
     except (ServerError, PeerError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 1
