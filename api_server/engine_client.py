@@ -366,41 +366,35 @@ class EngineClient:
         return True
 
     def _fan_out(self, results: Results) -> None:
-        columns = results.handles, results.tokens, results.finished, results.logprobs
-        if len({len(column) for column in columns if column is not None}) != 1:
+        if not len(results.handles) == len(results.tokens) == len(results.finished):
             log.error("dropped results whose columns have different lengths")
             return
         if results.reports is not None and not self._take_reports(results.reports):
             return
         if results.hidden is not None and not self._take_hidden(results.hidden):
             return
-        handles, tokens, ends = results.handles.tolist(), results.tokens.tolist(), results.finished.tolist()
-        logprobs = None if results.logprobs is None else results.logprobs.tolist()
+        logprobs = results.logprobs.tolist() if results.logprobs is not None else [None] * len(results.handles)
+        tokens = results.tokens.tolist()
         if max(tokens, default=-1) >= 0:
             self._moved = self._heard
+        columns = zip(results.handles.tolist(), tokens, results.finished.tolist(), logprobs, strict=False)
         for handle, count in results.cached.items():
             if handle in self._open:
                 self._open[handle].context.cached_prefix_length = count
         for handle, microseconds in results.queued.items():
             if handle in self._open:
                 self._open[handle].queued = microseconds / 1e6
-        first, following = 0, [*handles[1:], None]
-        for at, handle in enumerate(handles):
-            if following[at] == handle and ends[at] == Finish.ACTIVE and tokens[at + 1] >= 0:
-                continue  # several tokens of one request come together
+        for handle, token, finished, logprob in columns:
             submission = self._open.get(handle)
-            if submission is not None:  # not cancelled here while its tokens were on the way
-                submission.add(tokens[first : at + 1], None if logprobs is None else logprobs[first : at + 1])
-                if ends[at] != Finish.ACTIVE:
-                    self._end(submission, ends[at], results.errors.get(handle))
-            first = at + 1
-
-    def _end(self, submission: Submission, code: int, error: RequestError | None) -> None:
-        self._forget(submission)
-        if code == Finish.FAILED:
-            submission.fail(error or RequestError(ErrorCode.FAILED, "no reason was given"))
-        else:
-            submission.end(_STATUS_OF_CODE.get(code, GenerationStatus.CANCELLED))
+            if submission is None:
+                continue  # cancelled here while its token was on the way
+            submission.add(token, logprob)
+            if finished != Finish.ACTIVE:
+                self._forget(submission)
+                if finished == Finish.FAILED:
+                    submission.fail(results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given")))
+                else:
+                    submission.end(_STATUS_OF_CODE.get(finished, GenerationStatus.CANCELLED))
 
 
 def _steps(status: Status) -> int:

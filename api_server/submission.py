@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -108,21 +107,14 @@ class Submission:
             )
         return Submit(self.handle, self.context, terms)
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Tokens have arrived (-1 alone: none, other news)."""
-        if tokens[0] >= 0:
-            if self._reports or (logprobs is not None and self._wants_logprobs):
-                self._add_reported(tokens, logprobs)
-            else:
-                self.context.receive_tokens(tokens)
-        self.announce()
-
-    def _add_reported(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        for i, token in enumerate(tokens):
-            report = self._reports.pop(len(self.context.tokens), None)
-            if report is None and logprobs is not None and self._wants_logprobs:
-                report = LogProbabilities([logprobs[i]], [{}])
+    def add(self, token: int, logprob: float | None) -> None:
+        """A token has arrived (-1: none, other news)."""
+        if token >= 0:
+            report = self._reports.pop(len(self.context.tokens), None) if self._reports else None
+            if report is None and logprob is not None and self._wants_logprobs:
+                report = LogProbabilities([logprob], [{}])
             self.context.receive_token(token, report)
+        self.announce()
 
     def report(self, position: int, report: LogProbabilities) -> None:
         """Log-probabilities of a token of the prompt, or of a generated one, which follows."""

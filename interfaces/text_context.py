@@ -8,7 +8,6 @@ the generated tokens. Knows neither models nor text.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -201,10 +200,6 @@ class TextContext(IndexFace, EqualByValue):
         """A token that was sampled and judged elsewhere follows; who judged it also says when the text has ended."""
         self.tokens.advance_with_token(token)
         self._store(log_probabilities)
-
-    def receive_tokens(self, tokens: Sequence[int]) -> None:
-        """The same for one after the other of these, of which there is one at least."""
-        self.tokens.advance_with_tokens(tokens)
 
     def receive_prompt_report(self, position: int, report: LogProbabilities) -> None:
         """Log-probabilities of the prompt's token at `position`; one that is known already is ignored."""

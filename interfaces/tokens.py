@@ -11,7 +11,6 @@ least one token is active. Knows numbers only: no status, no EOS, no request.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias, overload
 
@@ -234,16 +233,6 @@ class TokenBuffer:
         self._start = length
         self._end = self._length = length + 1
         self._offset = 0
-
-    def advance_with_tokens(self, tokens: Sequence[int]) -> None:
-        """As `advance_with_token` with one after the other of these, of which there is one at least."""
-        self.advance_with_token(tokens[0])
-        if len(tokens) > 1:
-            begun, length = self._length, self._length + len(tokens) - 1
-            if length > len(self.array):
-                self._grow(length)
-            self.array[begun:length] = tokens[1:]
-            self._start, self._end, self._length = length - 1, length, length
 
     def append_active(self, token: int) -> None:
         """`token` followed without having been sampled: it still has to be processed, with those that are active."""

@@ -420,15 +420,13 @@ class Scheduler:
         """One more token of each row, or those of it that were held back, if it is time for them."""
         if table.any_held_back:
             due = table.due[new.rows]
+            told = (due == 0).nonzero()[0]
             for i in ((due > 0) & ((table.length[new.rows] >= due) | (finished != _ACTIVE))).nonzero()[0].tolist():
                 row = int(new.rows[i])
                 sequence = table.sequences[row]
                 assert sequence is not None
                 self._tell_held_back(sequence, int(table.replica[row]), finished[i])
                 table.due[row] = table.length[row] + sequence.at_a_time
-            if table.all_held_back:
-                return
-            told = (due == 0).nonzero()[0]
             if not len(told):
                 return
             logprobs = None if new.logprobs is None else new.logprobs[told]

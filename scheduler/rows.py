@@ -55,10 +55,6 @@ class RowTable:
         return self._held_back > 0
 
     @property
-    def all_held_back(self) -> bool:
-        return self._held_back == self.running
-
-    @property
     def any_reports(self) -> bool:
         return self._reporting > 0
 

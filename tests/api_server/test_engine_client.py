@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
@@ -20,7 +19,7 @@ from interfaces.codec import encode
 from interfaces.messages import Finish, Results, WorkerHello
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult, SchedulerStatus
-from interfaces.sampling import LogprobMode, SamplingParams
+from interfaces.sampling import SamplingParams
 from interfaces.shared_memory import DIRECTORY, PREFIX, SharedMemoryArray
 from interfaces.text_context import TextContext
 from interfaces.vision_context import ImageMetadata, TextAndVisionContext
@@ -95,43 +94,6 @@ async def test_news_of_a_slow_reader_coalesce(engine: EngineClient, double: Sche
     assert len(await read_all(submission)) == 1
 
 
-@pytest.mark.parametrize("logprobs", [False, True])
-async def test_tokens_of_some_requests_may_come_in_runs(
-    engine: EngineClient, double: SchedulerDouble, logprobs: bool
-) -> None:
-    """In any order in one message, in which one of the requests ends after its last token."""
-    double.hold.set()
-    params = SamplingParams(max_new_tokens=500, logprobs=LogprobMode.TEMPERED if logprobs else LogprobMode.NONE)
-    inbox, draw = Inbox(), random.Random()
-    contexts = [asking(str(i), params) for i in range(4)]
-    for context in contexts:
-        context.log_probabilities = int(logprobs)
-    asked = [engine.submit(context, inbox) for context in contexts]
-    wanted: dict[Submission, tuple[list[int], list[float]]] = {one: ([], []) for one in asked}
-    handles, tokens, chances = list[int](), list[int](), list[float]()
-    for one in asked + draw.choices(asked, k=12):
-        for _ in range(draw.randint(1, 9)):
-            token, chance = draw.randrange(100), -draw.randrange(100) / 4
-            for some_tokens, some_chances in ((tokens, chances), wanted[one]):
-                some_tokens.append(token)
-                some_chances.append(chance)
-            handles.append(one.handle)
-    ended = draw.choice(asked)
-    ends = np.array([Finish.ACTIVE] * len(tokens) + [Finish.CANCELLED], np.int8)
-    columns = int32(*handles, ended.handle), int32(*tokens, -1), ends
-    told = np.array([*chances, 0.0], np.float32) if logprobs else None
-    await until(lambda: len(double.submits) == 4)
-    double.send_raw(encode(Results(double.incarnation, *columns, told)))
-    async with asyncio.timeout(5):
-        news = dict([await inbox.next() for _ in asked])
-    assert {one: output_of(news[one]).tokens for one in asked} == {one: wanted[one][0] for one in asked}
-    assert [one for one in asked if news[one].is_done] == [ended]
-    assert engine.running == 3
-    for one in asked:
-        reports = output_of(news[one]).log_probabilities or []
-        assert [report.token_log_probabilities for report in reports] == [[p] for p in wanted[one][1] if logprobs]
-
-
 async def test_one_inbox_serves_many_submissions(engine: EngineClient) -> None:
     inbox = Inbox()
     open_ = {engine.submit(asking(str(i), sampling(3 + i)), inbox=inbox): 3 + i for i in range(10)}
@@ -191,12 +153,9 @@ async def test_results_of_a_past_incarnation_are_ignored(engine: EngineClient, d
         lambda _: b"\xff\x00garbage",
         lambda _: b"\x93\x01\x05\xc0",
         lambda incarnation: encode(Results(incarnation, int32(1, 2), int32(1), np.zeros(1, np.int8))),
-        lambda incarnation: encode(
-            Results(incarnation, int32(1, 2), int32(1, 1), np.zeros(2, np.int8), np.zeros(1, np.float32))
-        ),
         lambda _: encode(WorkerHello("cpu", 0, 0, 1, 1, 1, 1, 1, 1, "", "", "")),
     ],
-    ids=["empty", "garbage", "wrong_fields", "uneven_columns", "too_few_logprobs", "not_for_us"],
+    ids=["empty", "garbage", "wrong_fields", "uneven_columns", "not_for_us"],
 )
 async def test_malformed_messages_are_logged_and_dropped(
     engine: EngineClient, double: SchedulerDouble, message: Callable[[int], bytes], caplog: pytest.LogCaptureFixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -35,7 +33,7 @@ class Walk(RuleBasedStateMachine):
     def active(self) -> list[int]:
         return self.tokens[self.start + self.offset : self.end]
 
-    def expect(self, allowed: bool, method: str, *arguments: Any) -> bool:
+    def expect(self, allowed: bool, method: str, *arguments: int) -> bool:
         if allowed:
             getattr(self.buffer, method)(*arguments)
         else:
@@ -47,12 +45,6 @@ class Walk(RuleBasedStateMachine):
     def advance(self, new: int) -> None:
         if self.expect(self.end == len(self.tokens), "advance_with_token", new):
             self.tokens.append(new)
-            self.start, self.end, self.offset = len(self.tokens) - 1, len(self.tokens), 0
-
-    @rule(new=st.lists(token, min_size=1, max_size=40))
-    def advance_by_some(self, new: list[int]) -> None:
-        if self.expect(self.end == len(self.tokens), "advance_with_tokens", new):
-            self.tokens += new
             self.start, self.end, self.offset = len(self.tokens) - 1, len(self.tokens), 0
 
     @rule(new=token)
