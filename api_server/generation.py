@@ -1,8 +1,8 @@
 """From a `TextGenerationRequest` to text: the one path that every dialect's generation takes.
 
-    generation = await generate(server, requests, whole)  # raises RequestFailed: the client has been sent nothing yet
-    async for delta in generation: ...                    # TextDelta after TextDelta, of all choices, interleaved
-    answers = await generation.collect()                  # or: run to the end, then read generation.choices
+    generation = await generate(server, requests)     # raises RequestFailed: nothing has been sent to the client yet
+    async for delta in generation: ...                 # TextDelta after TextDelta, of all choices, interleaved
+    answers = await generation.collect()               # or: run to the end, then read generation.choices
 
 Contract (for the dialects):
 
@@ -40,21 +40,18 @@ from interfaces.requests import TextGenerationRequest
 
 SILENCE_BEFORE_HEADERS = 10.0
 TOKENS_AT_A_TIME = 64
-"""That an answer in one piece comes in: sending, receiving and waking up for each costs more than reading it."""
+"""That an answer in one piece is read in: waking up for each costs more than reading it."""
 
 
 async def generate(
-    server: ServerState, requests: TextGenerationRequest | Sequence[TextGenerationRequest], whole: bool
+    server: ServerState, requests: TextGenerationRequest | Sequence[TextGenerationRequest]
 ) -> Generation:
-    """Validates, tokenizes and submits; returns with the first delta at hand. Raises RequestFailed.
-
-    `whole`: nobody looks at deltas but to the end, so that many tokens may come together.
-    """
+    """Validates, tokenizes and submits; returns with the first delta at hand. Raises RequestFailed."""
     batch = [requests] if isinstance(requests, TextGenerationRequest) else list(requests)
     path = batch[0].request_path
     for observer in server.observers:
         observer.received(path)
-    generation = Generation(server, await preparation.prepare(server, batch), whole)
+    generation = Generation(server, await preparation.prepare(server, batch))
     await generation.wait_for_first()
     return generation
 
@@ -62,8 +59,8 @@ async def generate(
 class Generation:
     """The running answers to one HTTP request; iterate it, or `collect` it."""
 
-    def __init__(self, server: ServerState, prepared: Sequence[Prepared], whole: bool) -> None:
-        self._server, self._whole = server, whole
+    def __init__(self, server: ServerState, prepared: Sequence[Prepared]) -> None:
+        self._server = server
         self._inbox = Inbox()
         self._ready: deque[TextDelta] = deque()
         self._running: dict[Submission, Answer] = {}
@@ -96,6 +93,8 @@ class Generation:
 
     async def collect(self) -> list[Choice]:
         """Runs to the end and returns the choices."""
+        if self._resume is None and not any(answer.may_end_itself for answer in self._running.values()):
+            self._inbox.at_a_time = TOKENS_AT_A_TIME
         try:
             async for _ in self:
                 pass
@@ -139,12 +138,9 @@ class Generation:
         if choice.sampling.max_new_tokens == 0:
             self._ready.append(self._finished(choice, Finish("length")))
             return
-        answer, own = Answer(choice, self._server, reader), self._terms(f"{choice.index}")
-        if self._whole and self._resume is None and not answer.may_end_itself:
-            own = replace(own, at_a_time=TOKENS_AT_A_TIME)
-        submission = self._server.engine.submit(context, self._inbox, own)
+        submission = self._server.engine.submit(context, self._inbox, self._terms(f"{choice.index}"))
         choice.hidden = submission.hidden
-        self._running[submission] = answer
+        self._running[submission] = Answer(choice, self._server, reader)
 
     def _terms(self, answer: str) -> Terms:
         """Of this HTTP request; a resumable stream has a name for each of its answers."""

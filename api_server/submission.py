@@ -29,9 +29,13 @@ News = SchedulerResult[TextGenerationOutput]
 
 
 class Inbox:
-    """Where one waiting coroutine finds news of its submissions; news that nobody has fetched pile up and coalesce."""
+    """Where one waiting coroutine finds news of its submissions; news that nobody has fetched pile up and coalesce.
+
+    After a submission's first token, `at_a_time` more of them are news; its end is at once.
+    """
 
     def __init__(self) -> None:
+        self.at_a_time = 1
         self._ready: deque[Submission] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -69,6 +73,7 @@ class Submission:
         "_reports",
         "_submitted",
         "_terms",
+        "_unread",
         "_wants_logprobs",
         "context",
         "handle",
@@ -92,6 +97,8 @@ class Submission:
         self._wants_logprobs = context.log_probabilities > 0
         self._reports: dict[int, LogProbabilities] = {}
         self._announced = False
+        self._unread: int | None = None
+        """Tokens that have arrived since some were taken; None before the first."""
         self._error: RequestError | None = None
 
     @property
@@ -114,6 +121,10 @@ class Submission:
             if report is None and logprob is not None and self._wants_logprobs:
                 report = LogProbabilities([logprob], [{}])
             self.context.receive_token(token, report)
+            if self._unread is not None:
+                self._unread += 1
+                if self._unread < self.inbox.at_a_time:
+                    return
         self.announce()
 
     def report(self, position: int, report: LogProbabilities) -> None:
@@ -142,6 +153,8 @@ class Submission:
         """What has arrived since the last call."""
         self._announced = False
         output = self.context.to_generation_output()
+        if output.tokens:
+            self._unread = 0
         if output.final_status is _UNFINISHED:
             return SchedulerResult(_ACTIVE, output)
         if output.final_status is _CANCELLED:

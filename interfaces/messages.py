@@ -46,8 +46,7 @@ class Terms:
     `priority` is admitted first. It fails when it is not on a worker after `queue_seconds`, or has not ended after
     `total_seconds`. A stream that has a name in `resume` outlives its replica and its client for a while: a Submit
     with the same name takes it over, from its first token. `deterministic`: what it gets depends on nothing else that
-    runs, and on no replay, in any dtype. `at_a_time`: its tokens are told so many together after the first one, because
-    nobody looks at them one by one; its end is told at once.
+    runs, and on no replay, in any dtype.
     """
 
     tenant: str = ""
@@ -57,12 +56,10 @@ class Terms:
     total_seconds: float | None = None
     resume: str = ""
     deterministic: bool = False
-    at_a_time: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("weight", "at_a_time"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.weight < 1:
+            raise ValueError(f"weight must be at least 1, got {self.weight}")
 
 
 @message(2)

@@ -37,7 +37,6 @@ from scheduler.limits import Limits
 from scheduler.outbox import Outbox
 from scheduler.replay import Replays, Stream
 from scheduler.replicas import NOBODY, Replicas
-from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
 from scheduler.suspects import Suspects
@@ -143,7 +142,7 @@ class Scheduler:
         for handle in handles:
             sequence = self.replicas.sequence(identity, handle)
             if sequence is not None:
-                self._note(sequence, f"cancelled by its API process, after {sequence.emitted} tokens")
+                self._note(sequence, f"cancelled by its API process, which had {sequence.emitted} tokens")
                 self._forget(sequence)
                 self.counters["cancelled"] += 1
 
@@ -182,7 +181,7 @@ class Scheduler:
         return hello.epoch <= self._lost.get(hello.index, -1)
 
     def lose_worker(self, index: int, why: str = "died", blamed: bool = True) -> str:
-        """A worker is gone: its sequences wait again with the tokens drawn so far, in their old order.
+        """A worker is gone: its sequences wait again with the tokens their clients have, in their old order.
 
         What it was computing may be the reason, unless nobody is `blamed`. Returns the story in one line.
         """
@@ -290,7 +289,6 @@ class Scheduler:
             number = self.replicas.number_of(sequence)
             if sequence.queued_us >= 0:
                 self._tell_placed(sequence, number)
-            self._tell_held_back(sequence, number)
             self.outbox.end(number, sequence.handle, Finish.CANCELLED)
             self._forget(sequence)
         self.counters["aborted"] += len(chosen)
@@ -399,15 +397,12 @@ class Scheduler:
         table.length[rows] = length
         if lineup is not None:
             lineup.tokens -= 1
-        if again is not None and again.replica is not None and not table.any_held_back:
+        if again is not None and again.replica is not None:
             self.outbox.tokens_for(again.replica, again.handles, new.tokens, again.active, new.logprobs)
-            return
-        if again is not None:
-            self._tell(table, new, again.active)
             return
         finished = np.where(length >= table.limit[rows], _LENGTH, _ACTIVE)
         finished[table.hits_stop(rows, new.tokens)] = _STOP
-        self._tell(table, new, finished)
+        self.outbox.tokens(table.replica[rows], table.handle[rows], new.tokens, finished, new.logprobs)
         ended = finished != _ACTIVE
         for row, code in zip(rows[ended].tolist(), finished[ended].tolist(), strict=True):
             sequence = table.sequences[row]
@@ -415,32 +410,6 @@ class Scheduler:
             self._note(sequence, f"finished with {sequence.emitted} tokens")
             self._forget(sequence, code)
             self.counters["finished"] += 1
-
-    def _tell(self, table: RowTable, new: NewTokens, finished: NDArray[np.int8]) -> None:
-        """One more token of each row, or those of it that were held back, if it is time for them."""
-        if table.any_held_back:
-            due = table.due[new.rows]
-            told = (due == 0).nonzero()[0]
-            for i in ((due > 0) & ((table.length[new.rows] >= due) | (finished != _ACTIVE))).nonzero()[0].tolist():
-                row = int(new.rows[i])
-                sequence = table.sequences[row]
-                assert sequence is not None
-                self._tell_held_back(sequence, int(table.replica[row]), finished[i])
-                table.due[row] = table.length[row] + sequence.at_a_time
-            if not len(told):
-                return
-            logprobs = None if new.logprobs is None else new.logprobs[told]
-            new, finished = NewTokens(new.rows[told], new.tokens[told], logprobs), finished[told]
-        self.outbox.tokens(table.replica[new.rows], table.handle[new.rows], new.tokens, finished, new.logprobs)
-
-    def _tell_held_back(self, sequence: Sequence, replica: int, code: np.int8 = _ACTIVE) -> None:
-        """The tokens of a sequence that its client does not know, of which the last one may end it."""
-        tokens = sequence.tokens.all[sequence.told :].astype(np.int32)
-        if sequence.at_a_time > 1 and len(tokens):
-            finished = np.zeros(len(tokens), np.int8)
-            finished[-1] = code
-            self.outbox.tokens_for(replica, np.full(len(tokens), sequence.handle, np.int32), tokens, finished, None)
-            sequence.told = len(sequence.tokens)
 
     def _book_forced(self, worker: Worker, runs: dict[int, tuple[int, NDArray[np.int32]]]) -> None:
         """Each further token of a row, and of the generation that it was for, as if it had come alone."""
@@ -458,9 +427,7 @@ class Scheduler:
         sequence.cached_tokens, sequence.queued_us = 0, -1
 
     def _end(self, sequence: Sequence, code: int) -> None:
-        number = self.replicas.number_of(sequence)
-        self._tell_held_back(sequence, number)
-        self.outbox.end(number, sequence.handle, code)
+        self.outbox.end(self.replicas.number_of(sequence), sequence.handle, code)
         self._close(sequence, code)
         self.counters["finished"] += 1
 

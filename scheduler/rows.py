@@ -39,20 +39,12 @@ class RowTable:
         """Tokens up to the last one of which, or of whose successor, there is something to report; 0 when none is."""
         self.fixed = np.zeros(max_rows, np.int32)
         """The prompt's length of deterministic rows, which are computed in the same pieces always; else 0."""
-        self.due = np.zeros(max_rows, np.int32)
-        """The length at which a row's tokens are told next; 0 for rows that have each told as it comes."""
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
         self.changes = 0
         """How often it was changed in any way but that a row has one token more."""
         self._free = list(range(max_rows))
         self._reporting = 0
         self._constrained = 0
-        self._held_back = 0
-
-    @property
-    def any_held_back(self) -> bool:
-        """Whether there are rows whose tokens are told some at a time."""
-        return self._held_back > 0
 
     @property
     def any_reports(self) -> bool:
@@ -96,8 +88,6 @@ class RowTable:
         self.reports[row] = sequence.sampling.reports or sequence.context.hidden_states
         self._reporting += int(self.reports[row])
         self._constrained += sequence.context.grammar is not None
-        self.due[row] = len(sequence.tokens) + 1 if sequence.at_a_time > 1 else 0
-        self._held_back += int(self.due[row] > 0)
         self.fixed[row] = sequence.prompt_len if sequence.terms.deterministic else 0
         self.unreported[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
         if sequence.context.hidden_states:
@@ -114,7 +104,6 @@ class RowTable:
         sequence.row = -1
         self._reporting -= int(self.reports[row])
         self._constrained -= sequence.context.grammar is not None
-        self._held_back -= int(self.due[row] > 0)
         self.sequences[row] = None
         self.in_use[row] = False
         self.generation[row] += 1

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from interfaces import (
     ImageMetadata,
-    LogprobMode,
     SamplingParams,
     Submit,
     Terms,
@@ -26,8 +25,7 @@ class Sequence:
     """Where the request of `context` stands and runs.
 
     `order` is its place in the line: lower came first, and keeps it through preemptions. The context's tokens are the
-    prompt and then every token that was drawn; of those that are told some `at_a_time` its client knows the first
-    `told`, prompt included. `row` is -1 while it waits. `cached_tokens` and `queued_us`,
+    prompt and then every token the client has been sent. `row` is -1 while it waits. `cached_tokens` and `queued_us`,
     the microseconds it waited for its first placement (-1: not placed yet, or told), are news that the next token
     carries. `checked` says that it fits the workers, which may not have been known when it came; `admitted` that it
     had a place once. `chunks` counts the steps that its prompt took. `next_report` is the first position of the prompt
@@ -53,26 +51,11 @@ class Sequence:
     chunks: int = 0
     next_report: int = 0
     next_hidden: int = 0
-    told: int = 0
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int) -> Sequence:
         context = submit.context
-        return cls(
-            replica,
-            submit.handle,
-            order,
-            context,
-            submit.terms,
-            next_report=context.next_prompt_report,
-            told=len(context.tokens),
-        )
-
-    @property
-    def at_a_time(self) -> int:
-        """Tokens that are told together. What is told beside a token comes with it."""
-        beside = self.sampling.logprobs != LogprobMode.NONE or self.sampling.reports or self.context.hidden_states
-        return 1 if beside else self.terms.at_a_time
+        return cls(replica, submit.handle, order, context, submit.terms, next_report=context.next_prompt_report)
 
     @property
     def returning(self) -> bool:

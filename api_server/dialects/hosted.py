@@ -128,7 +128,7 @@ async def vertex(call: Call) -> Response:
     except Mismatch as mismatch:
         raise tgi_errors.BodyMismatch(str(mismatch), mismatch.field) from None
     parsed = [await _instance(i, instance, call) for i, instance in enumerate(instances)]
-    generation = await generate(call.server, [request for _, request in parsed], whole=True)
+    generation = await generate(call.server, [request for _, request in parsed])
     drawn = await generation.collect()
     texts = [
         await _prediction(body, [choice for choice in drawn if choice.request_index == index], call)

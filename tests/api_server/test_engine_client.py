@@ -16,7 +16,7 @@ from api_server.engine_client import EngineClient
 from api_server.submission import Inbox, Submission
 from interfaces import shared_memory
 from interfaces.codec import encode
-from interfaces.messages import Finish, Results, WorkerHello
+from interfaces.messages import Finish, Results, Terms, WorkerHello
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult, SchedulerStatus
 from interfaces.sampling import SamplingParams
@@ -92,6 +92,24 @@ async def test_news_of_a_slow_reader_coalesce(engine: EngineClient, double: Sche
     submission = engine.submit(asking("r", sampling(50)))
     await until(lambda: submission.context.tokens.generated_length == 50)
     assert len(await read_all(submission)) == 1
+
+
+async def test_an_inbox_may_wait_for_several_tokens_but_never_with_the_first_or_the_end() -> None:
+    inbox = Inbox()
+    inbox.at_a_time = 4
+    submission = Submission(1, asking("r", sampling(20)), inbox, Terms())
+
+    def read() -> list[int]:
+        found = inbox.taken()
+        return [] if found is None else output_of(found[1]).tokens
+
+    told = []
+    for token in range(7, 17):
+        submission.add(token, None)
+        told.append(read())
+    assert told == [[7], [], [], [], [8, 9, 10, 11], [], [], [], [12, 13, 14, 15], []]
+    submission.end(GenerationStatus.MAXIMUM_LENGTH)
+    assert read() == [16]
 
 
 async def test_one_inbox_serves_many_submissions(engine: EngineClient) -> None:

@@ -7,12 +7,11 @@ from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import Finish, LogprobMode, RequestID, SamplingParams, Step, Submit, Terms, TextContext, decode, encode
+from interfaces import Finish, RequestID, SamplingParams, Step, Submit, Terms, TextContext, decode, encode
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
 from scheduler.lineup import Lineup
@@ -38,8 +37,6 @@ class Yard:
         self.repeated = 0
         self.cut = 0
         self.tokens: dict[int, list[int]] = defaultdict(list)
-        self.told: dict[int, list[int]] = defaultdict(list)
-        """How many of them came together."""
         self.finished: dict[int, int] = {}
         self.cached: dict[int, int] = {}
         self.errors: dict[int, str] = {}
@@ -53,13 +50,10 @@ class Yard:
         self.again[index] = None
         assert self.scheduler.worker_hello(self.workers[index].hello)
 
-    def submit(
-        self, handle: int, prompt: list[int], max_new_tokens: int, stop_token_ids: list[int], at_a_time: int = 1
-    ) -> None:
+    def submit(self, handle: int, prompt: list[int], max_new_tokens: int, stop_token_ids: list[int]) -> None:
         self.max_new[handle] = max_new_tokens
         params = SamplingParams(seed=handle, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
-        submit = Submit(handle, TextContext.from_prompt(prompt, params), Terms(at_a_time=at_a_time))
-        self.scheduler.submit(REPLICA, submit)
+        self.scheduler.submit(REPLICA, Submit(handle, TextContext.from_prompt(prompt, params)))
 
     def cancel(self, handle: int) -> None:
         self.scheduler.cancel(REPLICA, [handle])
@@ -103,8 +97,6 @@ class Yard:
     def _read_news(self) -> None:
         for identity, results in self.scheduler.take_results():
             assert identity == REPLICA
-            for handle in np.unique(results.handles[results.tokens >= 0]).tolist():
-                self.told[handle].append(int((results.handles == handle).sum()))
             columns = (results.handles.tolist(), results.tokens.tolist(), results.finished.tolist())
             for handle, token, finished in zip(*columns, strict=True):
                 assert handle not in self.finished, "news after the end"
@@ -179,8 +171,7 @@ def test_random_walks(data: st.DataObject) -> None:
     cancelled: set[int] = set()
     epoch, crashed = 0, set[int]()
     for handle, prompt in enumerate(asked):
-        at_a_time = data.draw(st.sampled_from([1, 1, 2, 7, 64]))
-        yard.submit(handle, prompt, data.draw(st.integers(0, 30)), stop_token_ids=[3, 4], at_a_time=at_a_time)
+        yard.submit(handle, prompt, max_new_tokens=data.draw(st.integers(0, 30)), stop_token_ids=[3, 4])
         for _ in range(data.draw(st.integers(0, 4))):
             yard.turn()
         if data.draw(st.integers(0, 3)) == 0:
@@ -200,44 +191,6 @@ def test_random_walks(data: st.DataObject) -> None:
             assert yard.tokens[handle] == wanted
     assert all(worker.pool.used == 0 and worker.rows.running == 0 for worker in yard.scheduler.workers.values())
     assert not yard.scheduler.replicas[REPLICA].sequences
-
-
-@pytest.mark.parametrize("repeats", [0, 8])
-def test_tokens_are_told_so_many_at_a_time(repeats: int) -> None:
-    """After the first, so many together, and what is left with the end; beside one that is told each as it comes."""
-    yard = Yard(replace(LIMITS, repeats=repeats), num_blocks=200)
-    for handle, at_a_time in enumerate([1, 8, 64]):
-        yard.submit(handle, [1, 2, 3], 30, [], at_a_time)
-    yard.drain()
-    assert [yard.told[handle] for handle in range(3)] == [[1] * 30, [1, 8, 8, 8, 5], [1, 29]]
-    for handle in range(3):
-        assert yard.tokens[handle] == naive_generate([1, 2, 3], handle, [], 33)
-        assert yard.finished[handle] == Finish.LENGTH
-
-
-def test_what_is_told_beside_tokens_comes_with_each_of_them() -> None:
-    yard = Yard(num_blocks=200)
-    params = SamplingParams(max_new_tokens=20, logprobs=LogprobMode.TEMPERED)
-    yard.scheduler.submit(REPLICA, Submit(0, TextContext.from_prompt([1, 2, 3], params), Terms(at_a_time=64)))
-    yard.drain()
-    assert yard.told[0] == [1] * 20
-
-
-def test_a_sequence_that_is_sent_back_or_aborted_has_told_what_it_held_back() -> None:
-    yard = Yard(num_blocks=200)
-    yard.submit(0, [1, 2, 3], 70, [], at_a_time=64)
-    for _ in range(20):
-        yard.turn()
-    assert yard.tokens[0] == naive_generate([1, 2, 3], 0, [], 4)
-    assert yard.scheduler.retract() == 1
-    for _ in range(20):
-        yard.turn()
-    drawn = len(next(iter(yard.scheduler.replicas[REPLICA].sequences.values())).tokens)
-    assert yard.scheduler.abort([""]) == 1
-    yard.drain()
-    assert yard.tokens[0] == naive_generate([1, 2, 3], 0, [], drawn)
-    assert yard.finished[0] == Finish.CANCELLED
-    assert drawn > 20
 
 
 def test_steps_are_repeated_until_something_changes() -> None:

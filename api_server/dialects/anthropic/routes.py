@@ -57,7 +57,7 @@ def routes() -> list[BaseRoute]:
 async def messages(call: Call) -> Response:
     body = requests.read(call, MessagesBody)
     model = call.server.model_name
-    generation = await generate(call.server, await requests.request(call, body), not body.stream)
+    generation = await generate(call.server, await requests.request(call, body))
     if body.stream:
         frames = rendering.frames(model, generation)
         stream = EventStream(frames, generation.close, partial(error_frame, request_id=call.request_id))

@@ -37,8 +37,7 @@ async def responses(call: Call) -> Response:
     responses_input.check(call.json)
     form = Form(call.request_id, call.server.model_name, body)
     await responses_input.load_documents(call.server, body)
-    request = requests.responses_request(call, body, responses_input.messages(body))
-    generation = await generate(call.server, request, not body.stream)
+    generation = await generate(call.server, requests.responses_request(call, body, responses_input.messages(body)))
     if body.stream:
         events = Events(form, generation)
         return EventStream(events.frames(), generation.close, events.error_frame)

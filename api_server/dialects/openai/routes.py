@@ -66,7 +66,7 @@ def routes() -> list[BaseRoute]:
 async def chat_completions(call: Call) -> Response:
     body = requests.read(call, ChatBody)
     envelope = rendering.envelope(call.server, "chatcmpl")
-    generation = await generate(call.server, await requests.chat_request(call, body), not body.stream)
+    generation = await generate(call.server, await requests.chat_request(call, body))
     writer = _writer(call, body, body.top_logprobs or 0) if body.logprobs else None
     if body.stream:
         frames = rendering.chat_frames(envelope, generation, body.stream_options, writer)
@@ -80,7 +80,7 @@ async def chat_completions(call: Call) -> Response:
 async def completions(call: Call) -> Response:
     body = requests.read(call, CompletionBody)
     envelope = rendering.envelope(call.server, "cmpl")
-    generation = await generate(call.server, requests.completion_requests(call, body), not body.stream)
+    generation = await generate(call.server, requests.completion_requests(call, body))
     echoes = await _echoes(call.server, body, generation)
     writer = None if body.logprobs is None else _writer(call, body, body.logprobs)
     if body.stream:

@@ -66,10 +66,9 @@ async def generate_native(call: Call, stream: bool = False) -> Response:
     with ExitStack() as cleanup:
         cleanup.enter_context(_claimed(body, batch))
         batch = await resumed(call, body, batch)
-        whole = not (stream or body.stream)
-        generation = await generate(call.server, [_internal(item, call, body) for item in batch.items], whole)
+        generation = await generate(call.server, [_internal(item, call, body) for item in batch.items])
         naming = Naming.of(batch, generation.choices, call.server.tokenizer.piece)
-        if whole:
+        if not (stream or body.stream):
             await generation.collect()
             await remember(call, body, batch.items[0], generation.choices[0])
             answers = [result(body, batch, choice, naming) for choice in generation.choices]

@@ -68,8 +68,7 @@ async def score(call: Call) -> Response:
     body = _read(call)
     call.server.check_model(body.model or "")
     prompts = await _prompts(body, call)
-    asked = [_request(call, prompt, body.label_token_ids) for prompt in prompts]
-    generation = await generate(call.server, asked, whole=True)
+    generation = await generate(call.server, [_request(call, prompt, body.label_token_ids) for prompt in prompts])
     choices = await generation.collect()
     prompt_tokens = sum(choice.prompt_tokens for choice in choices)
     answer = {

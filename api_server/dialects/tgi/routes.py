@@ -130,7 +130,7 @@ async def info(call: Call) -> Response:
 
 async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response:
     check(body, call, streaming=False)
-    generation = await generate(call.server, internal_request(body, call, streaming=False), whole=True)
+    generation = await generate(call.server, internal_request(body, call, streaming=False))
     choices = sorted(await generation.collect(), key=lambda choice: choice.mean_logprob, reverse=True)
     if not all(map(is_complete, choices)):
         raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation", counted=True)
@@ -141,7 +141,7 @@ async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response
 
 async def _stream(body: GenerateRequest, call: Call) -> Response:
     check(body, call, streaming=True)
-    generation = await generate(call.server, internal_request(body, call, streaming=True), whole=False)
+    generation = await generate(call.server, internal_request(body, call, streaming=True))
     response = EventStream(events(body, generation, call.server.tokenizer), generation.close, error_frame)
     response.headers.update(stream_headers(call, body))
     return response
