@@ -40,6 +40,8 @@ STATUS_SECONDS = 0.5
 REPLICA_SILENCE_SECONDS = 5.0
 WORKER_SILENCE_SECONDS = 10.0
 """An idle worker speaks every second; a busy one is judged by its steps."""
+STANDSTILL_SECONDS = 5.0
+"""Looks come every half second: one so late means that this process was stopped, or the whole machine suspended."""
 SECONDS_BETWEEN_COMPLAINTS = 10.0
 MESSAGES_PER_TURN = 256
 """Messages taken from one socket before the other and the steps get their turn."""
@@ -67,6 +69,7 @@ class Loop:
         self._complained = 0.0
         self._last_heard: dict[bytes, float] = {}
         self._next_status = 0.0
+        self._last_look = time.monotonic()
         self._stopping = False
 
     def stop(self) -> None:
@@ -212,6 +215,9 @@ class Loop:
         if now < self._next_status:
             return
         self._next_status = now + STATUS_SECONDS
+        if now - self._last_look > STANDSTILL_SECONDS:
+            self._excuse_silence(now)
+        self._last_look = now
         for identity in list(self.scheduler.replicas):
             if now - self._last_heard.get(identity, now) > REPLICA_SILENCE_SECONDS:
                 self._drop_replica(identity, f"was silent for {REPLICA_SILENCE_SECONDS:.0f} s")
@@ -224,6 +230,14 @@ class Loop:
         for identity in list(self.scheduler.replicas):
             if not send_to(self._api, identity, status):
                 self._drop_replica(identity, "is gone")
+
+    def _excuse_silence(self, now: float) -> None:
+        """While everything stood still nobody could speak or be heard: all have their time from now on."""
+        log.warning("this process stood still for %.1f s; nobody is blamed for that time", now - self._last_look)
+        self._last_heard = dict.fromkeys(self._last_heard, now)
+        self._worker_heard = dict.fromkeys(self._worker_heard, now)
+        for worker in self.scheduler.workers.values():
+            worker.last_step = now
 
     def _look_after_workers(self, now: float) -> None:
         """Gives up workers that stall, at the second look: this process may itself have been stopped for a while."""

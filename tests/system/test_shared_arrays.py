@@ -54,15 +54,19 @@ class SeeingWorker:
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
+        # What the scheduler watches, and ends if it thinks that this worker hangs: never the process of the tests.
+        self._watched = subprocess.Popen(["sleep", "600"])
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join(5)
+        self._watched.kill()
+        self._watched.wait()
 
     def _run(self) -> None:
-        hello = WorkerHello("test", 0, self.epoch, os.getpid(), 64, BLOCK_SIZE, 8, 100, 50, "", "", "")
+        hello = WorkerHello("test", 0, self.epoch, self._watched.pid, 64, BLOCK_SIZE, 8, 100, 50, "", "", "")
         context: zmq.Context[Any] = zmq.Context()
         socket = connect_dealer(context, self.run_directory.worker_endpoint, f"worker:{self.epoch}".encode())
         while not self._stop.is_set():
