@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
 import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
 
-from benchmarks.client import Client, Form
+from benchmarks.client import Client, Form, _data
 from benchmarks.metrics import measure
 from benchmarks.server import free_port, wait_until_ready
 from benchmarks.timeline import COMPLETED, CUT_OFF, Timeline
@@ -158,3 +161,23 @@ async def test_a_server_that_is_not_there_is_a_failure_not_a_crash() -> None:
     client = Client(f"http://127.0.0.1:{free_port()}", "any", 5.0)
     timelines = await client.run([PlannedRequest([1], 1)], 1, 5.0, lambda timeline: None)
     assert [t.outcome for t in timelines] == ["ClientConnectorError"]
+
+
+@given(
+    texts=st.lists(st.binary(max_size=6).map(lambda text: text.replace(b"\n", b"").replace(b"\r", b"").strip())),
+    cuts=st.lists(st.integers(0, 120), max_size=12),
+    ends=st.sampled_from([b"\n", b"\r\n", b"\n\n", b"\n: keep-alive\n\n"]),
+)
+def test_an_event_comes_with_the_last_byte_of_its_line(texts: list[bytes], cuts: list[int], ends: bytes) -> None:
+    """However a stream is cut into parts, its data are the same, and each arrives with the part that ends its line."""
+    stream = b"".join(b"data: " + text + ends for text in texts)
+    places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
+    arrivals = [(float(stop), stream[start:stop]) for start, stop in itertools.pairwise(places)]
+    line_ends, at = [], 0
+    for text in texts:
+        line_ends.append(stream.index(b"\n", at) + 1)
+        at += len(b"data: " + text + ends)
+    wanted = [
+        (float(min(stop for stop in places if stop >= end)), text) for end, text in zip(line_ends, texts, strict=True)
+    ]
+    assert list(_data(arrivals)) == wanted
