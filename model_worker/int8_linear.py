@@ -6,20 +6,18 @@ both read. Does not know models, nor how a product is computed (fusion/products.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from model_worker.fusion.products import LANE_BYTES, MOST_NARROW_ROWS, PANEL, SCALE_BYTES, run_product
-from model_worker.fusion.team import team
+from model_worker.fusion.products import PANEL, SCALE_BYTES
+from model_worker.panel_linear import PanelLinear
 
 LARGEST = 127
-# Waking the other cores takes tens of microseconds: less work than this is done by one.
-_BYTES_PER_CORE, _FLOPS_PER_CORE = 1_000_000, 4_000_000
 
 
 class Rounded(NamedTuple):
@@ -42,34 +40,22 @@ def rounded(weight: Tensor) -> Rounded:
     return Rounded((exact / scales[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales)
 
 
-class Int8Linear(nn.Module):
-    """A linear layer that computes in `dtype` with weights of one byte."""
+class Int8Linear(PanelLinear):
+    """A linear layer with weights of one byte."""
 
     def __init__(self, weight: Rounded, bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.values.shape
-        self.dtype = dtype
-        self.bias = None if bias is None else bias.detach()
-        self._added = np.empty(0, np.float32) if self.bias is None else self.bias.float().numpy()
+        super().__init__(tuple(weight.values.shape), bias, dtype)
         # [panel, SCALE_BYTES + padded inputs * PANEL]: the scales of a panel's outputs, then the int8 weights as
         # [pair of inputs, half, 4, vector, 4, input of the pair]. A half is two vectors of 16 outputs, whose quarters
         # take turns: so the halves of 128-bit lanes, put side by side, are vectors. Padded with zeros.
         self.panels: NDArray[np.uint8] = int8_panels(weight).numpy()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
-        operand = functional.pad(rows, (0, self.input_width - self.in_features)).contiguous()
-        out = torch.empty(len(rows), self.out_features, dtype=self.dtype)
-        cores = self._cores(len(rows))
-        steps = self.input_width * self.dtype.itemsize // LANE_BYTES if len(rows) > MOST_NARROW_ROWS else 0
-        rooms = np.empty((cores, steps, PANEL), np.uint32)
-        arguments = _numbers(operand), self.panels.ctypes.data, self._added, _numbers(out), rooms
-        team(cores).run(run_product, *arguments)
-        return out.reshape(*x.shape[:-1], self.out_features)
+        return self.multiply(x, widened=True)
 
     @property
     def weight(self) -> Tensor:
-        """The weight that the integers say, made anew: for models that look at it outside of forward."""
+        """What the integers say."""
         count, pairs = len(self.panels), self.input_width // 2
         memory = torch.from_numpy(self.panels)
         scales = memory[:, :SCALE_BYTES].contiguous().view(torch.float32).reshape(-1)
@@ -80,17 +66,7 @@ class Int8Linear(nn.Module):
 
     @property
     def input_width(self) -> int:
-        """Input features, with padding."""
         return int(self.panels.shape[1] - SCALE_BYTES) // PANEL
-
-    @property
-    def num_bytes(self) -> int:
-        return self.panels.nbytes
-
-    def _cores(self, rows: int) -> int:
-        flops = 2 * rows * self.in_features * self.out_features
-        worth = max(self.num_bytes // _BYTES_PER_CORE, flops // _FLOPS_PER_CORE)
-        return max(1, min(worth, torch.get_num_threads()))
 
 
 def int8_panels(weight: Rounded) -> Tensor:
@@ -104,9 +80,3 @@ def int8_panels(weight: Rounded) -> Tensor:
     panels[:, :SCALE_BYTES] = scales.view(torch.uint8)
     panels[:, SCALE_BYTES:] = order.reshape(count, -1).view(torch.uint8)
     return panels
-
-
-def _numbers(tensor: Tensor) -> NDArray[Any]:
-    """A tensor as numpy sees it; bfloat16 as its bits."""
-    array: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-    return array

@@ -1,13 +1,14 @@
-"""Linear layers on a CPU: weights reordered once, at load, into the order in which oneDNN reads them.
+"""Linear layers on a CPU: weights reordered once, at load, into panels, the order in which our kernels read them.
 
 Knows how to swap the plain linear modules of a loaded model, for these or for int8 ones, and how oneDNN's order looks
-in memory (`panels`), so that kernels of our own can read the one copy there is. Does not know any architecture, nor
-what a layer is for.
+in memory, which is the same on processors with AVX-512, so that it too can read the one copy there is. Does not know
+any architecture, nor what a layer is for.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -18,13 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model_worker.fusion.products import LANE_BYTES, PANEL
 from model_worker.huge_pages import keep_in_huge_pages
 from model_worker.int8_linear import Int8Linear, Rounded, rounded
+from model_worker.panel_linear import PanelLinear
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
-PANEL = 64
-"""Output features that lie side by side in a panel."""
-
 # Relative error of a packed module against the one it replaces: another order of summation, nothing more.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
 # oneDNN chooses the order of weights for a batch size; this is its choice for all but single rows.
@@ -33,56 +33,75 @@ _ROWS_HINT = 512
 Progress = Callable[[int, int], None]
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weight exists only in oneDNN's order."""
+class PackedLinear(PanelLinear):
+    """A linear layer whose weight exists only in panels, in oneDNN's memory if its order is the same.
+
+    oneDNN multiplies bfloat16 on processors with AVX-512 alone, and has other orders on others: there the panels are
+    our own, and so is the product. torch's own, without oneDNN, takes tens of times as long.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
-        self.bias = None if bias is None else bias.detach()
-        # The packed memory as words [panel, step, PANEL], or None if oneDNN chose another order on this machine. A word
-        # is what one output feature takes from the input at one step: one float32, or two bfloat16 of neighbouring
-        # input features, the first in the lower half. Both dimensions are padded with zeros.
-        self.panels: NDArray[np.uint32] | None = self._find_panels(weight.detach())
+        super().__init__(tuple(weight.shape), bias, weight.dtype)
+        plain = weight.detach()
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain, _ROWS_HINT) if _onednn_packs(weight.dtype) else None
+        found = None if packed is None else _panels_of(packed, plain)
+        self.packed: Tensor | None = None if found is None else packed
+        # Words [panel, step, PANEL]. A word is what one output feature takes from the input at one step: one float32,
+        # or two bfloat16 of neighbouring input features, the first in the lower half. Both dimensions are padded with
+        # zeros.
+        self.panels: NDArray[np.uint32] = _panels(plain) if found is None else found
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return self.multiply(x, widened=False)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
     @property
     def weight(self) -> Tensor:
-        """The weight in its plain order, made anew: for models that look at it outside of forward."""
-        return self.packed.to_dense()
+        if self.packed is not None:
+            return self.packed.to_dense()
+        words = torch.from_numpy(self.panels.view(np.int32)).transpose(1, 2).contiguous()
+        rows = words.reshape(len(self.panels) * PANEL, -1)
+        return rows.view(self.dtype)[: self.out_features, : self.in_features]
 
     @property
     def input_width(self) -> int:
-        """Input features, with padding. Only where there are panels."""
-        assert self.panels is not None
-        return int(self.panels.shape[1]) * 4 // self.dtype.itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        return int(torch.ops.mkldnn._nbytes(self.packed))
-
-    def _find_panels(self, weight: Tensor) -> NDArray[np.uint32] | None:
-        count, steps = -(-self.out_features // PANEL), self.num_bytes // (-(-self.out_features // PANEL) * PANEL * 4)
-        if self.num_bytes != count * PANEL * 4 * steps or steps * 4 < self.in_features * self.dtype.itemsize:
-            return None
-        memory: Any = (ctypes.c_uint32 * (self.num_bytes // 4)).from_address(torch.ops.mkldnn.data_ptr(self.packed))
-        words = np.ctypeslib.as_array(memory).reshape(count, steps, PANEL)
-        # The first and the last panel show the order; what lies between them follows it too.
-        ends = ((words[0], weight[:PANEL]), (words[-1], weight[(count - 1) * PANEL :]))
-        return words if all(np.array_equal(got, _panel(rows, steps)) for got, rows in ends) else None
+        return int(self.panels.shape[1]) * LANE_BYTES // self.dtype.itemsize
 
 
-def _panel(weight: Tensor, steps: int) -> NDArray[np.uint32]:
-    """At most PANEL rows of a plain weight as one panel [steps, PANEL]."""
-    width = steps * 4 // weight.element_size()
-    padded = functional.pad(weight, (0, width - weight.shape[1], 0, PANEL - weight.shape[0]))
-    words = padded.view(torch.int16 if weight.element_size() == 2 else torch.int32).numpy().view(np.uint32)
-    return words.T
+@functools.cache
+def _onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies weights of this type here."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(PANEL, PANEL, dtype=dtype), _ROWS_HINT)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _panels_of(packed: Tensor, weight: Tensor) -> NDArray[np.uint32] | None:
+    """oneDNN's memory as panels, if it lies in this order."""
+    outputs, inputs = weight.shape
+    count, size = -(-outputs // PANEL), int(torch.ops.mkldnn._nbytes(packed))
+    steps = size // (count * PANEL * LANE_BYTES)
+    if size != count * PANEL * LANE_BYTES * steps or steps * LANE_BYTES < inputs * weight.itemsize:
+        return None
+    memory: Any = (ctypes.c_uint32 * (size // LANE_BYTES)).from_address(torch.ops.mkldnn.data_ptr(packed))
+    words = np.ctypeslib.as_array(memory).reshape(count, steps, PANEL)
+    # The first and the last panel show the order; what lies between them follows it too.
+    ends = ((words[:1], weight[:PANEL]), (words[-1:], weight[(count - 1) * PANEL :]))
+    return words if all(np.array_equal(got, _panels(rows, steps)) for got, rows in ends) else None
+
+
+def _panels(weight: Tensor, steps: int | None = None) -> NDArray[np.uint32]:
+    """A plain weight as panels of so many steps, or as few as it takes."""
+    outputs, inputs = weight.shape
+    width = (steps or -(-inputs * weight.itemsize // LANE_BYTES)) * LANE_BYTES // weight.itemsize
+    padded = functional.pad(weight, (0, width - inputs, 0, -outputs % PANEL))
+    words = padded.view(torch.int32).reshape(-1, PANEL, width * weight.itemsize // LANE_BYTES)
+    panels: NDArray[np.uint32] = words.transpose(1, 2).contiguous().numpy().view(np.uint32)
+    return panels
 
 
 def round_linears(model: nn.Module) -> dict[nn.Module, Rounded]:
@@ -118,7 +137,7 @@ def pack_linears(
         if progress is not None:
             progress(done, len(linears))
     packed_ones = [packed for packed in swapped.values() if packed is not None]
-    panels = [packed.panels for packed in packed_ones if packed.panels is not None]
+    panels = [packed.panels for packed in packed_ones]
     # Moving what is there takes half a second for a quarter of a gigabyte, and may be done while it is read.
     Thread(target=keep_in_huge_pages, args=(panels,), kwargs={"written": True}, name="huge-pages").start()
     return packed_ones

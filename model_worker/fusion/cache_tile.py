@@ -24,6 +24,7 @@ from model_worker.fusion.tile import (
     emit_products,
     load_words,
     prefetch,
+    register_groups,
     store_sums,
     sums_at,
 )
@@ -54,16 +55,20 @@ def _score(rows: int) -> Any:
                 for some in (places, later)
             )
 
-            def fetch(at: Any, _ahead: Any) -> list[Any]:
-                for base in early_bases:
-                    prefetch(builder, builder.gep(base, [builder.mul(at, ir.Constant(INDEX, LANES))]))
-                offset = builder.mul(at, args[3])
-                return load_words(builder, [builder.gep(base, [offset]) for base in bases])
+            def products(some: range) -> None:
+                def fetch(at: Any, _ahead: Any) -> list[Any]:
+                    for g in some:
+                        prefetch(builder, builder.gep(early_bases[g], [builder.mul(at, ir.Constant(INDEX, LANES))]))
+                    offset = builder.mul(at, args[3])
+                    return load_words(builder, [builder.gep(bases[g], [offset]) for g in some])
 
-            start = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * PANEL_GROUPS)
-            width = operand.width
-            sums = emit_products(builder, rows, operand.step, operand.words, width, width, fetch, start)
-            store_sums(context, builder, signature.args[5], args[5], args[1], rows, sums)
+                start = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(some))
+                width = operand.width
+                sums = emit_products(builder, rows, operand.step, operand.words, width, width, fetch, start)
+                store_sums(context, builder, signature.args[5], args[5], args[1], some[0], rows, sums)
+
+            for some in register_groups(rows, PANEL_GROUPS):
+                products(some)
             return context.get_dummy_value()
 
         return types.void(inputs, types.int64, groups, types.int64, early, out), codegen
@@ -94,26 +99,32 @@ def _gather(rows: int, vectors: int) -> Any:
             later = context.make_array(signature.args[6])(context, builder, args[6]).data
             skipped = builder.lshr(args[5], ir.Constant(INDEX, 4 - shift))
 
-            def fetch(at: Any, _ahead: Any) -> list[Any]:
-                group = builder.lshr(at, ir.Constant(INDEX, shift))
-                place = builder.load(builder.gep(places, [group]))
-                step = builder.and_(at, ir.Constant(INDEX, (1 << shift) - 1))
-                within = builder.mul(step, args[4])
-                if vectors > 1:  # as many lines as are read, of as many as K of a group has
-                    base = builder.inttoptr(builder.load(builder.gep(later, [group])), WORD.as_pointer())
-                    first = builder.add(builder.mul(step, ir.Constant(INDEX, vectors)), skipped)
-                    for v in range(vectors):
-                        number = builder.add(first, ir.Constant(INDEX, v))
-                        prefetch(builder, builder.gep(base, [builder.mul(number, args[7])]))
-                line = builder.gep(builder.inttoptr(place, WORD.as_pointer()), [builder.add(within, args[5])])
-                return load_words(builder, [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in range(vectors)])
-
-            kept = sums_at(context, builder, signature.args[8], args[8], args[1], args[5], rows, vectors)
-            start = [builder.load(place, align=4) for place in kept]
             steps = builder.shl(args[2], ir.Constant(INDEX, shift))
-            sums = emit_products(builder, rows, operand.step, operand.words, operand.width, steps, fetch, start)
-            for place, total in zip(kept, sums, strict=True):
-                builder.store(total, place, align=4)
+
+            def products(some: range) -> None:
+                def fetch(at: Any, _ahead: Any) -> list[Any]:
+                    group = builder.lshr(at, ir.Constant(INDEX, shift))
+                    place = builder.load(builder.gep(places, [group]))
+                    step = builder.and_(at, ir.Constant(INDEX, (1 << shift) - 1))
+                    within = builder.mul(step, args[4])
+                    if vectors > 1:  # as many lines as are read, of as many as K of a group has
+                        base = builder.inttoptr(builder.load(builder.gep(later, [group])), WORD.as_pointer())
+                        first = builder.add(builder.mul(step, ir.Constant(INDEX, vectors)), skipped)
+                        for v in some:
+                            number = builder.add(first, ir.Constant(INDEX, v))
+                            prefetch(builder, builder.gep(base, [builder.mul(number, args[7])]))
+                    line = builder.gep(builder.inttoptr(place, WORD.as_pointer()), [builder.add(within, args[5])])
+                    return load_words(builder, [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in some])
+
+                lane = builder.add(args[5], ir.Constant(INDEX, some[0] * LANES))
+                kept = sums_at(context, builder, signature.args[8], args[8], args[1], lane, rows, len(some))
+                start = [builder.load(place, align=4) for place in kept]
+                sums = emit_products(builder, rows, operand.step, operand.words, operand.width, steps, fetch, start)
+                for place, total in zip(kept, sums, strict=True):
+                    builder.store(total, place, align=4)
+
+            for some in register_groups(rows, vectors):
+                products(some)
             return context.get_dummy_value()
 
         kinds = (weights, types.int64, types.int64, groups, types.int64, types.int64, early, types.int64, out)

@@ -21,10 +21,11 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model_worker.fusion.layer import Weights
+from model_worker.fusion.products import PANEL
 from model_worker.fusion.tile import LANES
 from model_worker.int8_linear import Int8Linear
 from model_worker.kv_cache import LayerShape
-from model_worker.linears import PANEL, PackedLinear
+from model_worker.linears import PackedLinear
 
 if TYPE_CHECKING:
     from model_worker.loader import LoadedModel
@@ -69,7 +70,6 @@ class Projection(NamedTuple):
     @property
     def address(self) -> int:
         panels = self.linear.panels
-        assert panels is not None  # as `_projection` has seen
         return int(panels.ctypes.data) + self.first // PANEL * int(panels[0].nbytes)
 
     @property
@@ -208,7 +208,7 @@ def _projections(layer: Any, shape: LayerShape) -> list[Projection]:
 
 
 def _projection(module: nn.Module) -> Projection:
-    if not isinstance(module, PackedLinear | Int8Linear) or module.panels is None:
+    if not isinstance(module, PackedLinear | Int8Linear):
         raise OtherForm
     return Projection(module, 0, module.out_features)
 

@@ -137,7 +137,7 @@ def _tile(rows: int, vectors: int, keep: bool) -> Any:
             totals = emit_products(
                 builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing, args[3]
             )
-            store_sums(context, builder, signature.args[5], args[5], ir.Constant(INDEX, 0), rows, totals)
+            store_sums(context, builder, signature.args[5], args[5], ir.Constant(INDEX, 0), 0, rows, totals)
             return context.get_dummy_value()
 
         return types.void(inputs, types.int64, types.int64, EARLY, room, out), codegen

@@ -333,14 +333,14 @@ def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: A
 
 @njit(nogil=True, cache=True)
 def run_product(
-    core: int, _turns: int, counter: Any, operand: Any, panels: int, bias: Any, out: Any, rooms: Any
+    core: int, _turns: int, counter: Any, cores: int, operand: Any, panels: int, bias: Any, out: Any, rooms: Any
 ) -> None:
     """One core's part of a product alone, out = operand . weights + bias as elements of `out`; no bias has length 0.
 
-    `rooms` [cores, steps, PANEL] need no steps for MOST_NARROW_ROWS rows.
+    `rooms` is None, or for int8 weights uint32 [cores, steps, PANEL], without steps for up to MOST_NARROW_ROWS rows.
     """
     tile, room, halves = np.empty((TILE_ROWS, PANEL), np.float32), room_of(rooms, core), halves_of(out.shape[1])
-    cores, done = len(rooms), 0
+    done = 0
     taken = take(counter, 0, halves, HALVES, core, cores)
     while taken[1] > 0:
         _product(core, taken, operand, panels, bias, out, room, tile)

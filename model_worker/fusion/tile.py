@@ -29,6 +29,9 @@ _numba_config: Any = numba.config
 _FEATURES = {} if _numba_config.CPU_NAME else llvm.get_host_cpu_features()
 HAS_BF16_DOT: bool = _FEATURES.get("avx512bf16", False)
 """Whether there are instructions for bfloat16."""
+_HAS_WIDE_REGISTERS: bool = _FEATURES.get("avx512f", False)
+# Elsewhere there are 16 registers of half the width: these sums leave four for weights and inputs.
+_NARROW_SUMS = 6
 HAS_BYTE_TABLES: bool = _FEATURES.get("avx512vbmi", False)
 """Whether bytes can be looked up in tables of 128."""
 STEP_BYTES = 256
@@ -98,6 +101,13 @@ class Operand:
         self.words = builder.gep(builder.bitcast(array.data, WORD.as_pointer()), [builder.mul(first_row, self.width)])
 
 
+def register_groups(rows: int, vectors: int) -> list[range]:
+    """Which of the vectors are summed at a time, so that their sums for so many rows stay in registers."""
+    most = vectors if _HAS_WIDE_REGISTERS else max(1, _NARROW_SUMS // rows)
+    count = -(-vectors // most)
+    return [range(vectors * i // count, vectors * (i + 1) // count) for i in range(count)]
+
+
 def sums_at(
     context: Any, builder: Any, kind: Any, value: Any, first_row: Any, column: Any, rows: int, vectors: int
 ) -> list[Any]:
@@ -113,9 +123,11 @@ def sums_at(
     return places
 
 
-def store_sums(context: Any, builder: Any, kind: Any, value: Any, first_row: Any, rows: int, sums: list[Any]) -> None:
-    """Write sums, row by row, to the first columns of a float32 array from `first_row` on."""
-    column = ir.Constant(INDEX, 0)
+def store_sums(
+    context: Any, builder: Any, kind: Any, value: Any, first_row: Any, vector: int, rows: int, sums: list[Any]
+) -> None:
+    """Write sums, row by row, to a float32 array from `first_row` on, and from the column where this vector begins."""
+    column = ir.Constant(INDEX, vector * LANES)
     places = sums_at(context, builder, kind, value, first_row, column, rows, len(sums) // rows)
     for place, total in zip(places, sums, strict=True):
         builder.store(total, place, align=4)
@@ -191,6 +203,20 @@ EARLY = types.UniTuple(types.int64, 4)
 (the next panel need not be the neighbour), and how much further."""
 
 
+def _fetch_panel(builder: Any, address: Any, group: range) -> Any:
+    """What `emit_products` fetches a step of a panel with: these of its vectors."""
+    offsets = [ir.Constant(INDEX, v * LANES) for v in group]
+
+    def fetch(at: Any, ahead: Any) -> list[Any]:
+        line = builder.gep(address, [builder.mul(at, ir.Constant(INDEX, 4 * LANES))])
+        lines = builder.inttoptr(ahead, WORD.as_pointer())
+        for offset in offsets:
+            prefetch(builder, builder.gep(lines, [offset]))
+        return load_words(builder, [builder.gep(line, [offset]) for offset in offsets])
+
+    return fetch
+
+
 def _tile(rows: int, vectors: int) -> Any:
     """An intrinsic `tile(inputs, first_row, panel_address, early, out)`: out[r, lane] = inputs[first_row + r] . panel,
     while memory is asked for what `early` says.
@@ -201,20 +227,14 @@ def _tile(rows: int, vectors: int) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[1])
             address = builder.inttoptr(args[2], WORD.as_pointer())
-
-            def fetch(at: Any, ahead: Any) -> list[Any]:
-                line = builder.gep(address, [builder.mul(at, ir.Constant(INDEX, 4 * LANES))])
-                lines = builder.inttoptr(ahead, WORD.as_pointer())
-                offsets = [ir.Constant(INDEX, v * LANES) for v in range(vectors)]
-                for offset in offsets:
-                    prefetch(builder, builder.gep(lines, [offset]))
-                return load_words(builder, [builder.gep(line, [offset]) for offset in offsets])
-
-            nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * vectors)
-            totals = emit_products(
-                builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing, args[3]
-            )
-            store_sums(context, builder, signature.args[4], args[4], ir.Constant(INDEX, 0), rows, totals)
+            for group in register_groups(rows, vectors):
+                nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(group))
+                fetch = _fetch_panel(builder, address, group)
+                totals = emit_products(
+                    builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing, args[3]
+                )
+                first = ir.Constant(INDEX, 0)
+                store_sums(context, builder, signature.args[4], args[4], first, group[0], rows, totals)
             return context.get_dummy_value()
 
         return types.void(inputs, types.int64, types.int64, EARLY, out), codegen

@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
 from model_worker.fusion.kernel import BLOCK_TOKENS
+from model_worker.fusion.products import PANEL
 from model_worker.fusion.stack import Drawn
 from model_worker.fusion.team import OVER, Team, another_turn, begin, phase_of, take, wait, was_last
 from model_worker.fusion.tile import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
-from model_worker.linears import PANEL, PackedLinear
+from model_worker.linears import PackedLinear
 from model_worker.loader import LoadedModel, load_model
 from model_worker.runner import ModelRunner
 from tests.model_worker.tiny_models import VOCAB, tiny_model
@@ -264,7 +265,6 @@ def test_other_forms_run_as_modules(arch: str, dtype: str, tmp_path_factory: Any
 def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype, turn: int) -> None:
     packed = PackedLinear(torch.randn(2 * PANEL, inputs).to(dtype), None)
     panels = packed.panels
-    assert panels is not None
     width = panels.shape[1] * 4 // dtype.itemsize
     x = torch.zeros(rows + 3, width, dtype=dtype)
     x[:, :inputs] = torch.randn(rows + 3, inputs)

@@ -18,10 +18,10 @@ from model_worker.fusion.int8_tile import (
     multiply_int8_half_panel,
     multiply_int8_panel,
 )
-from model_worker.fusion.products import SCALE_BYTES
+from model_worker.fusion.products import PANEL, SCALE_BYTES
 from model_worker.fusion.tile import TILE_ROWS, multiply_half_panel, multiply_panel
 from model_worker.int8_linear import Int8Linear, rounded
-from model_worker.linears import PANEL, pack_linears, round_linears
+from model_worker.linears import pack_linears, round_linears
 from tests.model_worker.int8_reference import dequantized
 from tests.model_worker.test_linears import Tied, difference, relative
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from model_worker.fusion.largest import Largest, agree, take_largest
-from model_worker.linears import PANEL
+from model_worker.fusion.products import PANEL
 
 WEIRD = [np.nan, -np.nan, np.inf, -np.inf, 0.0, 1.0, -1.0, 3e38, -3e38]
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from model_worker.linears import PANEL, PackedLinear, pack_linears
+from model_worker.fusion.products import PANEL
+from model_worker.linears import PackedLinear, pack_linears
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 shapes = st.tuples(st.integers(1, 200), st.integers(1, 200))
@@ -30,10 +31,12 @@ def difference(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> flo
 
 
 @settings(deadline=None, max_examples=60)
-@given(shapes, st.integers(1, 70), dtypes, st.booleans())
-def test_equals_the_module_it_replaces(shape: tuple[int, int], rows: int, dtype: torch.dtype, bias: bool) -> None:
+@given(shapes, st.integers(1, 70), dtypes, st.booleans(), st.booleans())
+def test_equals_the_module_it_replaces(
+    shape: tuple[int, int], rows: int, dtype: torch.dtype, bias: bool, without_onednn: bool
+) -> None:
     linear = random_linear(*shape, dtype, bias)
-    packed = PackedLinear(linear.weight, linear.bias)
+    packed = packed_linear(linear, without_onednn)
     x = torch.randn(1, rows, shape[1]).to(dtype)
     with torch.inference_mode():
         got, want = packed(x), linear(x)
@@ -47,15 +50,13 @@ def test_equals_the_module_it_replaces(shape: tuple[int, int], rows: int, dtype:
 
 
 @settings(deadline=None, max_examples=60)
-@given(shapes, dtypes)
-def test_panels_are_the_weight_in_another_order(shape: tuple[int, int], dtype: torch.dtype) -> None:
+@given(shapes, dtypes, st.booleans())
+def test_panels_are_the_weight_in_another_order(
+    shape: tuple[int, int], dtype: torch.dtype, without_onednn: bool
+) -> None:
     linear = random_linear(*shape, dtype, bias=False)
-    packed = PackedLinear(linear.weight, None)
+    packed = packed_linear(linear, without_onednn)
     panels = packed.panels
-    if panels is None:
-        # Only another machine's oneDNN may choose another order; the module's own forward never needs panels.
-        assert torch.equal(packed.weight, linear.weight)
-        return
     assert panels.nbytes == packed.num_bytes
     elements = panels.view(np.uint16 if dtype == torch.bfloat16 else np.uint32)
     per_word = elements.shape[2] // PANEL
@@ -64,6 +65,14 @@ def test_panels_are_the_weight_in_another_order(shape: tuple[int, int], dtype: t
     assert np.array_equal(unpacked[: shape[0], : shape[1]], plain)
     assert not unpacked[shape[0] :].any()
     assert not unpacked[:, shape[1] :].any()
+
+
+def packed_linear(linear: nn.Linear, without_onednn: bool) -> PackedLinear:
+    """Also as on processors for which oneDNN packs nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        if without_onednn:
+            patch.setattr("model_worker.linears._onednn_packs", lambda dtype: False)
+        return PackedLinear(linear.weight, linear.bias)
 
 
 class Tied(nn.Module):
