@@ -16,7 +16,7 @@ from model_worker.fusion.cache_tile import GROUP, PANEL_GROUPS, gather, score
 from model_worker.fusion.elements import INSIDE, element
 from model_worker.fusion.plan import PANEL_KEYS
 from model_worker.fusion.softmax import LOWEST, soften
-from model_worker.fusion.tile import LANES, TILE_ROWS
+from model_worker.fusion.tile import LANES, PIECE_ROWS
 
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
 _LOWEST = np.float32(LOWEST)
@@ -140,7 +140,7 @@ def _walk(
     first_row, end_row = rows
     position_of_first, group, growth = positions
     count_rows, size = end_row - first_row, cache.block_size
-    pieces = -(-count_rows // TILE_ROWS)
+    pieces = -(-count_rows // PIECE_ROWS)
     least, longer = count_rows // pieces, count_rows % pieces
     first_key, end = keys_walked
     index, offset = first_key // size, first_key % size

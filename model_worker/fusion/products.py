@@ -20,7 +20,7 @@ from model_worker.fusion.elements import INSIDE, element, pointer
 from model_worker.fusion.int8_tile import INT8_ROWS, multiply_and_keep, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.fusion.largest import take_largest
 from model_worker.fusion.team import begin, take, wait, was_last
-from model_worker.fusion.tile import EARLY_BYTES, STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
+from model_worker.fusion.tile import EARLY_BYTES, PIECE_ROWS, STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
 
 _numba: Any = numba
 carray = _numba.carray
@@ -62,8 +62,8 @@ def _widens(rows: int, room: Any) -> Any:
 def _pieces(rows: int, room: Any) -> Any:
     """Into how many pieces rows are cut: so few rows in each that their sums stay in registers."""
     if _widens(rows, room):
-        return 1 + -(-(rows - INT8_ROWS) // TILE_ROWS)
-    return -(-rows // (TILE_ROWS if room is None else INT8_ROWS))
+        return 1 + -(-(rows - INT8_ROWS) // PIECE_ROWS)
+    return -(-rows // (PIECE_ROWS if room is None else INT8_ROWS))
 
 
 @njit(nogil=True, cache=True, **INSIDE)

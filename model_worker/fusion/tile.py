@@ -30,8 +30,10 @@ _FEATURES = {} if _numba_config.CPU_NAME else llvm.get_host_cpu_features()
 HAS_BF16_DOT: bool = _FEATURES.get("avx512bf16", False)
 """Whether there are instructions for bfloat16."""
 _HAS_WIDE_REGISTERS: bool = _FEATURES.get("avx512f", False)
-# Elsewhere there are 16 registers of half the width: these sums leave four for weights and inputs.
-_NARROW_SUMS = 6
+# Elsewhere there are 16 registers of half the width: these sums leave half of them for weights and inputs.
+_NARROW_SUMS = 4
+PIECE_ROWS = TILE_ROWS if _HAS_WIDE_REGISTERS else 4
+"""Of many rows so many are multiplied at a time."""
 HAS_BYTE_TABLES: bool = _FEATURES.get("avx512vbmi", False)
 """Whether bytes can be looked up in tables of 128."""
 STEP_BYTES = 256
