@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from model_worker.fusion.digits import OFFSET, WORD_BYTES, width_of
 from model_worker.fusion.products import PANEL, SCALE_BYTES
 from model_worker.panel_linear import PanelLinear
 
@@ -45,22 +46,20 @@ class Int8Linear(PanelLinear):
 
     def __init__(self, weight: Rounded, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(tuple(weight.values.shape), bias, dtype)
-        # [panel, SCALE_BYTES + padded inputs * PANEL]: the scales of a panel's outputs, then the int8 weights as
-        # [pair of inputs, half, 4, vector, 4, input of the pair]. A half is two vectors of 16 outputs, whose quarters
-        # take turns: so the halves of 128-bit lanes, put side by side, are vectors. Padded with zeros.
+        # [panel, SCALE_BYTES + padded inputs * PANEL]: the scales of a panel's outputs, then the weights as words
+        # [step, output] of four inputs, whose bytes are OFFSET too large. Padded with zeros.
         self.panels: NDArray[np.uint8] = int8_panels(weight).numpy()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, widened=True)
+        return self.multiply(x, int8=True)
 
     @property
     def weight(self) -> Tensor:
         """What the integers say."""
-        count, pairs = len(self.panels), self.input_width // 2
-        memory = torch.from_numpy(self.panels)
+        memory, steps = torch.from_numpy(self.panels), self.input_width // WORD_BYTES
         scales = memory[:, :SCALE_BYTES].contiguous().view(torch.float32).reshape(-1)
-        values = memory[:, SCALE_BYTES:].view(torch.int8).reshape(count, pairs, 2, 4, 2, 4, 2)
-        values = values.permute(0, 2, 4, 3, 5, 1, 6).reshape(count * PANEL, self.input_width)
+        words = memory[:, SCALE_BYTES:].reshape(-1, steps, PANEL, WORD_BYTES)
+        values = words.transpose(1, 2).reshape(-1, self.input_width).float() - OFFSET
         weight = values[: self.out_features, : self.in_features] * scales[: self.out_features, None]
         return weight.to(self.dtype)
 
@@ -72,11 +71,11 @@ class Int8Linear(PanelLinear):
 def int8_panels(weight: Rounded) -> Tensor:
     """What Int8Linear.panels describes."""
     outputs, inputs = weight.values.shape
-    count, pairs = -(-outputs // PANEL), -(-inputs // 2)
-    panels = torch.zeros(count, SCALE_BYTES + 2 * pairs * PANEL, dtype=torch.uint8)
+    count, width = -(-outputs // PANEL), width_of(inputs)
+    panels = torch.empty(count, SCALE_BYTES + width * PANEL, dtype=torch.uint8)
     scales = functional.pad(weight.scales, (0, count * PANEL - outputs)).reshape(count, PANEL)
-    values = functional.pad(weight.values, (0, 2 * pairs - inputs, 0, count * PANEL - outputs))
-    order = values.reshape(count, 2, 2, 4, 4, pairs, 2).permute(0, 5, 1, 3, 2, 4, 6)
+    values = functional.pad(weight.values, (0, width - inputs, 0, count * PANEL - outputs))
+    words = values.view(torch.uint8).bitwise_xor(OFFSET).reshape(count, PANEL, -1, WORD_BYTES)
     panels[:, :SCALE_BYTES] = scales.view(torch.uint8)
-    panels[:, SCALE_BYTES:] = order.reshape(count, -1).view(torch.uint8)
+    panels[:, SCALE_BYTES:] = words.transpose(1, 2).reshape(count, -1)
     return panels

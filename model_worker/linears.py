@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model_worker.fusion.digits import MOST_INPUTS
 from model_worker.fusion.products import LANE_BYTES, PANEL
 from model_worker.huge_pages import keep_in_huge_pages
 from model_worker.int8_linear import Int8Linear, Rounded, rounded
@@ -53,7 +54,7 @@ class PackedLinear(PanelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
-            return self.multiply(x, widened=False)
+            return self.multiply(x, int8=False)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
@@ -111,7 +112,7 @@ def round_linears(model: nn.Module) -> dict[nn.Module, Rounded]:
     """
     said: dict[nn.Module, Rounded] = {}
     for module in model.modules():
-        if _is_plain(module) and torch.isfinite(weight := _weight(module)).all():
+        if _is_plain(module) and _can_be_rounded(weight := _weight(module)):
             said[module] = rounded(weight)
             module.weight = nn.Parameter(said[module].weight.to(weight.dtype), requires_grad=False)
     return said
@@ -161,6 +162,11 @@ def _is_plain(module: nn.Module) -> bool:
         and module.weight.numel() > 0
         and torch.backends.mkldnn.is_available()
     )
+
+
+def _can_be_rounded(weight: Tensor) -> bool:
+    """Whether int8 has numbers for it, and products with it stay within 32 bits."""
+    return weight.shape[1] <= MOST_INPUTS and bool(torch.isfinite(weight).all())
 
 
 def _weight(module: nn.Module) -> Tensor:

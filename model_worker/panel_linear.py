@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model_worker.fusion.products import LANE_BYTES, MOST_NARROW_ROWS, PANEL, run_product
+from model_worker.fusion.digits import room_for
+from model_worker.fusion.products import run_product
 from model_worker.fusion.team import team
 
 # Waking the other cores takes tens of microseconds: less work than this is done by one.
@@ -47,16 +48,13 @@ class PanelLinear(nn.Module, ABC):
     def num_bytes(self) -> int:
         return self.panels.nbytes
 
-    def multiply(self, x: Tensor, widened: bool) -> Tensor:
-        """x . weight + bias by our own kernel; `widened` says of int8 panels that many rows want them widened."""
+    def multiply(self, x: Tensor, int8: bool) -> Tensor:
+        """x . weight + bias by our own kernel."""
         rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
-        operand = functional.pad(rows, (0, self.input_width - self.in_features)).contiguous()
-        out = torch.empty(len(rows), self.out_features, dtype=self.dtype)
-        cores, rooms = self._cores(len(rows)), None
-        if widened:
-            steps = self.input_width * self.dtype.itemsize // LANE_BYTES if len(rows) > MOST_NARROW_ROWS else 0
-            rooms = np.empty((cores, steps, PANEL), np.uint32)
-        arguments = _numbers(operand), self.panels.ctypes.data, self._added, _numbers(out), rooms
+        operand = _numbers(functional.pad(rows, (0, self.input_width - self.in_features)).contiguous())
+        out, cores = torch.empty(len(rows), self.out_features, dtype=self.dtype), self._cores(len(rows))
+        digits = room_for(cores, len(rows), operand.size, operand.dtype) if int8 else None
+        arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), digits
         team(cores).run(run_product, cores, *arguments)
         return out.reshape(*x.shape[:-1], self.out_features)
 

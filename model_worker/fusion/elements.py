@@ -55,6 +55,31 @@ def widened(typing: Any, value: Any) -> Any:
 
 
 @intrinsic
+def magnitude(typing: Any, value: Any) -> Any:
+    """An element without its sign, as a whole number in the order of magnitudes; what is not finite is the largest."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        if value == types.uint16:
+            bits = builder.shl(builder.zext(args[0], word), ir.Constant(word, 16))
+        else:
+            bits = builder.bitcast(args[0], word)
+        return builder.and_(bits, ir.Constant(word, 0x7FFFFFFF))
+
+    return types.int32(value), codegen
+
+
+@intrinsic
+def number_of(typing: Any, bits: Any) -> Any:
+    """The float32 that has these bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
 def pointer(typing: Any, address: Any) -> Any:
     """An address as what numba's `carray` takes."""
 

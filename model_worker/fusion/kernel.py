@@ -36,7 +36,7 @@ from model_worker.fusion.layer import (
     normalise,
     pieces_in,
 )
-from model_worker.fusion.products import HALVES, HEAD_PANELS, PANEL, pick_product, room_of
+from model_worker.fusion.products import HALVES, HEAD_PANELS, PANEL, digits_at, pick_product, prepare
 from model_worker.fusion.screen import choose, screen
 from model_worker.fusion.team import OVER, another_turn, begin, phase_of, take, wait, was_last
 from model_worker.fusion.tile import TILE_ROWS
@@ -120,8 +120,8 @@ class Own(NamedTuple):
     """What each core has for itself."""
 
     core: int
-    room: Any  # for widened int8 panels, as products.py knows it
-    up_room: Any
+    digits: Any  # of the operand of a product with int8 weights, or None if they are others, as products.py knows it
+    screen_digits: Any  # of lm_head's operand, whose screen is int8 in any case
     tile: NDArray[np.float32]  # [TILE_ROWS, PANEL]
     bits: NDArray[np.int32]  # the same memory
     other: NDArray[np.float32]
@@ -203,8 +203,8 @@ def _agree(turn: int, outputs: Any) -> None:
 
 
 @njit(inline="always")
-def _do(kind: int, layer: int, turn: int, taken: Any, pieces: int, work: Any, own: Any) -> None:
-    """Those of a phase's pieces that are `taken`: the first, and how many."""
+def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, work: Any, own: Any) -> None:
+    """Those of a phase's pieces that are `taken`: the first, and how many; `fresh` if this core had none before."""
     first, end, x, heads = taken[0], taken[0] + taken[1], work.x, work.buffers.heads
     weights, kept, outputs, hidden = work.weights, work.kept, work.outputs, work.buffers.hidden
     if layer == len(weights.panels) - 1 and (kind == AFTER or OUT <= kind < PARTS):
@@ -221,7 +221,7 @@ def _do(kind: int, layer: int, turn: int, taken: Any, pieces: int, work: Any, ow
                 block = begins, ends - begins, own.core * BLOCK_TOKENS
             for part in range(first_part, end_part):
                 some = every(pieces_in(part, block[1], work)) if every_piece else taken
-                do_part(part, layer, turn, block, some, x, heads, work, own)
+                do_part(part, layer, turn, block, some, fresh or every_piece, x, heads, work, own)
     elif kind == ATTEND:
         attend(layer, turn, taken, work.buffers.q, work.cache, work.attention, own.attention, heads)
     elif kind == KEEP:
@@ -233,13 +233,16 @@ def _do(kind: int, layer: int, turn: int, taken: Any, pieces: int, work: Any, ow
         for row in range(first, end):
             normalise(kept.x, row, weights.final_norm, weights.epsilon, hidden, row)
     elif kind == SCREEN:
-        screen(taken, hidden, weights.screen, outputs.logits.shape[1], outputs.peaks, own.tile, own.bits)
+        digits, width = own.screen_digits, outputs.logits.shape[1]
+        prepare(fresh, hidden[: len(outputs.peaks)], digits)
+        screen(taken, hidden, digits, weights.screen, width, outputs.peaks, own.tile, own.bits)
     elif kind == CHOOSE:
         choose(hidden, weights.bounds, outputs.peaks, outputs.panels)
     elif kind == HEAD:
         numbers, keys, places = outputs.panels[1 : 1 + pieces], outputs.keys[own.core], outputs.places[own.core]
-        wanted, logits, room, tile = outputs.wanted, outputs.logits, own.room, own.tile
-        pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, room, tile, own.bits)
+        wanted, logits, digits, tile = outputs.wanted, outputs.logits, own.digits, own.tile
+        prepare(fresh, hidden[: len(wanted)], digits)
+        pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, digits, tile, own.bits)
     elif kind == AGREE:
         _agree(turn, outputs)
 
@@ -250,10 +253,10 @@ def most_turns(layers: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def run_stack(core: int, turns: int, counter: Any, work: Any, rooms: Any) -> None:
+def run_stack(core: int, turns: int, counter: Any, work: Any, digits: Any, screen_digits: Any) -> None:
     """One core's part of a forward pass, or of so many.
 
-    `rooms` is None, or for int8 weights uint32 [cores, 2, steps of the widest operand, PANEL].
+    `digits` have room for the operand of any product with int8 weights, or are None, `screen_digits` for the screen's.
     """
     counter, work = borrowed(counter), borrowed(work)
     layers, cores, tokens = len(work.weights.panels), len(work.outputs.keys), work.x.shape[0]
@@ -263,9 +266,9 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, rooms: Any) -> Non
         np.empty((2, TILE_ROWS, PANEL), np.float32),
         attention_room(work.buffers.q, work.cache, work.attention),
     )
-    room, up_room = room_of(room_of(rooms, core), 0), room_of(room_of(rooms, core), 1)
     tile, other = borrowed(tiles)[0], borrowed(tiles)[1]
-    own = Own(core, room, up_room, tile, tile.view(np.int32), other, borrowed(scratch))
+    splits = borrowed(digits_at(digits, core)), borrowed(digits_at(screen_digits, core))
+    own = Own(core, splits[0], splits[1], tile, tile.view(np.int32), other, borrowed(scratch))
     sizes = np.zeros((2, KINDS, 2), np.int64)
     for last in range(2):
         _fill_sizes(sizes[last], last == 1, cores, work)
@@ -278,7 +281,7 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, rooms: Any) -> Non
             pieces = work.outputs.panels[0]
         done, taken = 0, every(pieces) if alone else take(counter, phase, pieces, grain, core, cores)
         while taken[1] > 0:
-            _do(kind, layer, turn, taken, pieces, work, own)
+            _do(kind, layer, turn, taken, done == 0, pieces, work, own)
             done += taken[1]
             taken = every(0) if alone else take(counter, phase, pieces, grain, core, cores)
         if alone or (done > 0 and was_last(counter, done, pieces)):

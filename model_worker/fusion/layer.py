@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from model_worker.fusion.elements import INSIDE, element
 from model_worker.fusion.place import pieces_of, place
-from model_worker.fusion.products import add_product, gated, halves_of
+from model_worker.fusion.products import add_product, gated, halves_of, prepare
 
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741 - the field's names
@@ -81,7 +81,7 @@ def _project(layer: int, taken: Any, operand: Any, out: Any, work: Any, own: Any
         first, end = max(taken[0] - start, 0), min(taken[0] + taken[1] - start, halves)
         if first < end:
             some, weights = (first, end - first), panels[layer, part]
-            add_product(own.core, some, operand, weights, width, out, column, biases, layer, own.room, own.tile)
+            add_product(own.core, some, operand, weights, width, out, column, biases, layer, own.digits, own.tile)
         start, column = start + halves, column + width
 
 
@@ -99,11 +99,13 @@ def pieces_in(part: int, tokens: int, work: Any) -> Any:
 
 
 @njit(inline="always")
-def do_part(part: int, layer: int, turn: int, block: Any, taken: Any, x: Any, heads: Any, work: Any, own: Any) -> None:
+def do_part(
+    part: int, layer: int, turn: int, block: Any, taken: Any, fresh: bool, x: Any, heads: Any, work: Any, own: Any
+) -> None:
     """A phase of a layer for a block: its first token, how many, and from which row of the buffers on it has room.
 
-    Of the phase's pieces those that are `taken`: the first, and how many. `x` [T, hidden] is the residual, `heads` the
-    operand that attention has made; `work` and `own` are as in kernel.py.
+    Of the phase's pieces those that are `taken`: the first, and how many; `fresh` if this core had none before. `x`
+    [T, hidden] is the residual, `heads` the operand that attention has made; `work` and `own` are as in kernel.py.
     """
     first, count, at = block
     rows, weights, buffers, core, tile = x[first : first + count], work.weights, work.buffers, own.core, own.tile
@@ -113,18 +115,22 @@ def do_part(part: int, layer: int, turn: int, block: Any, taken: Any, x: Any, he
         for row in range(taken[0], taken[0] + taken[1]):
             normalise(rows, row, norm, weights.epsilon, hidden, row)
     elif part == QKV:
+        prepare(fresh, hidden, own.digits)
         _project(layer, taken, hidden, buffers.qkv[at : at + count], work, own)
     elif part == PLACE:
         place(layer, turn, block, taken, work)
     elif part == OUT:
         operand, out, biases = heads[first : first + count], panels[layer, O], weights.biases
-        add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.room, tile)
+        prepare(fresh, operand, own.digits)
+        add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.digits, tile)
     elif part == INNER:
         gate, up, width = panels[layer, GATE], panels[layer, UP], weights.mlp_width
-        gated(core, taken, hidden, gate, up, width, inner, own.room, own.up_room, tile, own.other)
+        prepare(fresh, hidden, own.digits)
+        gated(core, taken, hidden, gate, up, width, inner, own.digits, tile, own.other)
     else:
         down, biases = panels[layer, DOWN], weights.biases
-        add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.room, tile)
+        prepare(fresh, inner, own.digits)
+        add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.digits, tile)
 
 
 @njit(nogil=True, cache=True, **INSIDE)

@@ -2,7 +2,8 @@
 
 A greedy token needs no logits, only which is largest, and reading lm_head for it is a fifth of what a step of a small
 model reads. So an int8 copy is multiplied first. Each logit differs from its exact sum by at most what Cauchy and
-Schwarz allow: |x| times the length of what rounding took from its weights, plus what float32 may round in either sum.
+Schwarz allow: |x| times the length of what rounding took from its weights, plus what x itself loses in fixed point
+(digits.py), and what float32 may round in either sum.
 Panels that could not reach the largest logit within these bounds are left out; the others, two or three as a rule, are
 multiplied exactly, by the same kernel as ever. So every bit of the answer is what it would be without the screen.
 
@@ -21,17 +22,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from model_worker.fusion.digits import HARDLY_ANYTHING, ROUNDING
 from model_worker.fusion.elements import widened
-from model_worker.fusion.int8_tile import INT8_ROWS
 from model_worker.fusion.largest import bits_of, largest_key
-from model_worker.fusion.products import PANEL, int8_product
+from model_worker.fusion.products import PANEL, head_product, pieces_of_rows
 from model_worker.huge_pages import keep_in_huge_pages
 from model_worker.int8_linear import int8_panels, rounded
 
 if TYPE_CHECKING:
     from model_worker.linears import PackedLinear
 
-SCREENED_ROWS = INT8_ROWS
+SCREENED_ROWS = 4
 """More rows wait for arithmetic, of which the screen has more and not less."""
 WORTH_SCREENING = 16 << 20
 """Bytes of weights from which on they do not stay in a cache."""
@@ -39,29 +40,33 @@ _UNIT = 2.0**-23  # twice float32's: some instructions cut off instead of roundi
 _SLACK = 1.001  # for the arithmetic of the bounds themselves
 # Beyond these sums may overflow, or products vanish.
 _ALMOST_INFINITE, _ALMOST_NOTHING = np.float32(1e30), np.float32(1e-30)
+_SMALLEST = np.float32(1e10) * HARDLY_ANYTHING
 _CHUNK = 128 * PANEL
 _MOST_SHARE, _PAUSE = 4, 256
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
-def screen(taken: Any, operand: Any, panels: int, width: int, peaks: Any, tile: Any, bits: Any) -> None:
+def screen(taken: Any, operand: Any, digits: Any, panels: int, width: int, peaks: Any, tile: Any, bits: Any) -> None:
     """peaks[row, p]: the largest of operand[row] . int8 panel p as float32's bits; a NaN counts as larger than all.
 
-    Of the panels that are `taken`: the first, and how many. `width` is the outputs of all panels; `bits` is the tile
-    as int32.
+    Of the panels that are `taken`: the first, and how many. `digits` are the operand's; `width` is the outputs of all
+    panels; `bits` is the tile as int32.
     """
+    rows, last = len(peaks), -(-width // PANEL) - 1
     for number in range(taken[0], taken[0] + taken[1]):
-        lanes = min(PANEL, width - number * PANEL)
-        int8_product(operand, len(peaks), panels, number, -(-width // PANEL), lanes, tile)
-        for row in range(len(peaks)):
-            peaks[row, number] = bits_of(largest_key(tile, bits, row, lanes))
+        lanes, after = min(PANEL, width - number * PANEL), min(number + 1, last)
+        for piece in range(pieces_of_rows(rows, operand, digits)):
+            first, many = head_product(operand, rows, piece, digits, panels, number, after, tile)
+            for r in range(many):
+                peaks[first + r, number] = bits_of(largest_key(tile, bits, r, lanes))
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def choose(operand: Any, bounds: Any, bits: Any, chosen: Any) -> None:
     """chosen[0]: how many panels may hold the largest sum of a row; then which, in rising order.
 
-    `bits` are the peaks'. A sum that is no number cannot be ruled out, nor one that may have overflowed.
+    `bits` are the peaks'. A sum that is no number cannot be ruled out, nor one that may have overflowed, nor those of
+    rows so small that digits hold nothing of them.
     """
     rows, count, peaks = bits.shape[0], bits.shape[1], bits.view(np.float32)
     lengths, least = np.empty(rows, np.float32), np.full(rows, np.float32(-np.inf))
@@ -70,6 +75,8 @@ def choose(operand: Any, bounds: Any, bits: Any, chosen: Any) -> None:
         for c in range(operand.shape[1]):
             square += np.float64(widened(operand[row, c])) ** 2
         lengths[row] = np.sqrt(square) + _ALMOST_NOTHING
+        if lengths[row] < _SMALLEST:
+            lengths[row] = np.float32(np.inf)
         for panel in range(count):
             low = peaks[row, panel] - (lengths[row] * bounds[panel] + _ALMOST_NOTHING)
             if low > least[row]:
@@ -127,5 +134,6 @@ def _bounds(exact: Tensor, said: Tensor) -> Tensor:
     """By how much a product of each row with a vector of length 1 may differ, as float32 computes it: [outputs]."""
     steps = exact.shape[1] + 8
     lost, most = (exact - said).norm(dim=1) + _vanishing(exact.shape[1]), exact.norm(dim=1) + said.norm(dim=1)
-    bounds: Tensor = (lost + most * (steps * _UNIT)) * _SLACK
+    in_fixed_point = said.norm(dim=1) * (ROUNDING * math.sqrt(exact.shape[1]))
+    bounds: Tensor = (lost + in_fixed_point + most * (steps * _UNIT)) * _SLACK
     return bounds

@@ -19,12 +19,13 @@ from model_worker.attention import cpu
 from model_worker.batch import ForwardBatch
 from model_worker.fusion.attention import Attention, Cache
 from model_worker.fusion.cache_tile import GROUP
+from model_worker.fusion.digits import MOST_INPUTS, Digits, room_for, width_of
 from model_worker.fusion.form import OtherForm, Parts
 from model_worker.fusion.kernel import BLOCK_TOKENS, Inputs, Kept, Outputs, Rotary, Work, most_turns, run_stack
 from model_worker.fusion.largest import Largest
 from model_worker.fusion.layer import Buffers
 from model_worker.fusion.plan import plan_for, units_with
-from model_worker.fusion.products import LANE_BYTES, PANEL
+from model_worker.fusion.products import PANEL
 from model_worker.fusion.screen import SCREENED_ROWS, WORTH_SCREENING, Screen
 from model_worker.fusion.softmax import LOG2_E
 from model_worker.fusion.team import Job, team
@@ -99,15 +100,16 @@ class FusedStack:
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
         self._screen: Screen | None = None
         head = parts.head.linear
-        if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING:
+        if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING and head.in_features <= MOST_INPUTS:
             # Passes give the same without it: nobody waits.
             Thread(target=self._make_screen, args=(head,), name="screen").start()
         count = -(-self._vocab_size // PANEL)
         self._every_panel = np.concatenate([[count], np.arange(count)])
-        self._room = self._make_room(1)
-        # Where int8 panels that many rows want are widened: gate and up of each core at once.
-        steps = max(self._widths) * np.dtype(self._element).itemsize // LANE_BYTES
-        self._rooms = np.empty((self._cores, 2, steps, PANEL), np.uint32) if parts.int8 else None
+        self._int8 = parts.int8
+        self._screen_digits = room_for(
+            self._cores, SCREENED_ROWS, SCREENED_ROWS * width_of(self._widths[0]), self._element
+        )
+        self._room, self._digits = self._make_room(1)
         self._angles = self._compute_angles(torch.arange(1))
         self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
 
@@ -209,7 +211,7 @@ class FusedStack:
             buffers=buffers,
             outputs=outputs,
         )
-        job = team(self._cores).begin(run_stack, work, self._rooms, turns=passes)
+        job = team(self._cores).begin(run_stack, work, self._digits, self._screen_digits, turns=passes)
         return Passes(job, outputs.tokens, screen), outputs.logits, kept.x
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
@@ -269,13 +271,15 @@ class FusedStack:
 
     def _buffers(self, tokens: int) -> Buffers:
         if tokens > len(self._room.q):
-            self._room = self._make_room(max(tokens, 2 * len(self._room.q)))
+            self._room, self._digits = self._make_room(max(tokens, 2 * len(self._room.q)))
         return Buffers(*(array[:tokens] for array in self._room))
 
-    def _make_room(self, tokens: int) -> Buffers:
+    def _make_room(self, tokens: int) -> tuple[Buffers, Digits | None]:
         layer, (hidden, heads, inner) = self._layout, self._widths
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
-        return Buffers(
+        elements = max(at_a_time * width_of(max(self._widths)), tokens * width_of(hidden))
+        digits = room_for(self._cores, tokens, elements, self._element) if self._int8 else None
+        buffers = Buffers(
             hidden=np.zeros((tokens, hidden), self._element),
             qkv=np.zeros((at_a_time, self._weights.biases.shape[1]), np.float32),
             q=np.zeros((tokens, self._q_heads, layer.k_dim), self._element),
@@ -283,6 +287,7 @@ class FusedStack:
             heads=np.zeros((tokens, heads), self._element),
             inner=np.zeros((at_a_time, inner), self._element),
         )
+        return buffers, digits
 
 
 def _every_token(batch: ForwardBatch) -> bool:

@@ -34,8 +34,10 @@ _HAS_WIDE_REGISTERS: bool = _FEATURES.get("avx512f", False)
 _NARROW_SUMS = 4
 PIECE_ROWS = TILE_ROWS if _HAS_WIDE_REGISTERS else 4
 """Of many rows so many are multiplied at a time."""
-HAS_BYTE_TABLES: bool = _FEATURES.get("avx512vbmi", False)
-"""Whether bytes can be looked up in tables of 128."""
+HAS_BYTE_DOT: bool = _FEATURES.get("avx512vnni", False)
+"""Whether there are instructions that multiply bytes in fours."""
+HAS_SHORT_DOT: bool = _FEATURES.get("avx2", False)
+"""Whether there are instructions that multiply numbers of 16 bits in pairs."""
 STEP_BYTES = 256
 """What a panel takes for each step."""
 EARLY_BYTES = 8192
@@ -205,7 +207,7 @@ EARLY = types.UniTuple(types.int64, 4)
 (the next panel need not be the neighbour), and how much further."""
 
 
-def _fetch_panel(builder: Any, address: Any, group: range) -> Any:
+def fetch_panel(builder: Any, address: Any, group: range) -> Any:
     """What `emit_products` fetches a step of a panel with: these of its vectors."""
     offsets = [ir.Constant(INDEX, v * LANES) for v in group]
 
@@ -231,7 +233,7 @@ def _tile(rows: int, vectors: int) -> Any:
             address = builder.inttoptr(args[2], WORD.as_pointer())
             for group in register_groups(rows, vectors):
                 nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(group))
-                fetch = _fetch_panel(builder, address, group)
+                fetch = fetch_panel(builder, address, group)
                 totals = emit_products(
                     builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing, args[3]
                 )

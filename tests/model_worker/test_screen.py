@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model_worker.fusion.digits import room_for, width_of
 from model_worker.fusion.largest import Largest, agree
 from model_worker.fusion.products import PANEL, pick_product
 from model_worker.fusion.screen import SCREENED_ROWS, Screen, choose, screen
@@ -21,6 +22,7 @@ from model_worker.int8_linear import rounded
 from model_worker.linears import PackedLinear
 from model_worker.runner import ModelRunner
 from tests.model_worker.test_fusion import FUSED, batches, load
+from tests.model_worker.test_int8_linear import split_by_core
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -39,9 +41,10 @@ def tiles() -> tuple[NDArray[np.float32], NDArray[np.int32]]:
 def screened(x: Tensor, head: PackedLinear, width: int) -> Screen:
     """A screen after both of its kernels, the panels of the first in two pieces, the later one first."""
     of, operand, rows = Screen(head, width), operand_of(x, head), len(x)
-    count = len(of.bounds)
+    count, room = len(of.bounds), room_for(1, rows, rows * width_of(operand.shape[1]), operand.dtype)
+    digits = split_by_core(operand, room)
     for taken in ((count // 2, count - count // 2), (0, count // 2)):
-        screen(taken, operand, of.panels.ctypes.data, width, of.peaks[:rows], *tiles())
+        screen(taken, operand, digits, of.panels.ctypes.data, width, of.peaks[:rows], *tiles())
     choose(operand, of.bounds, of.peaks[:rows], of.chosen)
     return of
 
