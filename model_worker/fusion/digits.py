@@ -2,8 +2,8 @@
 
 A row's greatest element becomes 2**15 or 2**23, near enough, and each element the nearest whole number, written with
 base 256 in two or three digits from -128 to 127: two for bfloat16, three for float32. So an element is off by at most a
-65,000th of its row's greatest, or a 16-millionth: the row as a whole by less than bfloat16 took from it already (in a
-vector of n elements a share of at most sqrt(n) / 65,000), and for float32 by no more than its sums lose.
+65,000th of its row's greatest, or a 16-millionth, and a row of n elements by a share of at most sqrt(n) / 65,000: up to
+some ten thousand elements no more than bfloat16 took from it already, and for float32 no more than its sums lose.
 Sums of such products are exact until they are scaled. Processors multiply four pairs of bytes where they multiply two
 of bfloat16, and weights need not be widened. Does not know what is multiplied.
 """
