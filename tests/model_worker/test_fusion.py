@@ -101,7 +101,13 @@ def test_float32_stack_gives_the_logits_of_the_modules(arch: str, tied: bool, tm
 
 
 @pytest.mark.parametrize("arch", FUSED)
-def test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules(arch: str, tmp_path_factory: Any) -> None:
+@pytest.mark.parametrize("without_onednn", [False, True])
+def test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules(
+    arch: str, without_onednn: bool, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as on processors for which oneDNN packs nothing."""
+    if without_onednn:
+        monkeypatch.setattr("model_worker.linears._onednn_packs", lambda dtype: False)
     rng = np.random.default_rng()
     folder = tmp_path_factory.getbasetemp()
     loaded = load(arch, "bfloat16", folder, seed=3)
