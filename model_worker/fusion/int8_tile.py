@@ -24,6 +24,7 @@ from model_worker.fusion.tile import (
     PIECE_ROWS,
     WORD,
     WORDS,
+    early_of,
     emit_products,
     fetch_panel,
     register_groups,
@@ -116,13 +117,13 @@ def _tile(rows: int, vectors: int) -> Any:
             words = builder.gep(builder.bitcast(values, WORD.as_pointer()), [builder.mul(first, steps)])
             address = builder.inttoptr(args[3], WORD.as_pointer())
             scale_place = builder.inttoptr(args[4], FLOATS.as_pointer())
-            for group in register_groups(rows * count, vectors):
+            for number, group in enumerate(register_groups(rows * count, vectors)):
                 start, sums, width = [], [], len(group)
                 for row in range(rows * count):
                     place = builder.gep(starts, [builder.add(first, ir.Constant(INDEX, row))])
                     start += [splat(builder, builder.load(place))] * width
-                fetch = fetch_panel(builder, address, group)
-                totals = emit_products(builder, rows * count, _step, words, steps, steps, fetch, start, args[5])
+                fetch, early = fetch_panel(builder, address, group), early_of(builder, args[5], number, steps)
+                totals = emit_products(builder, rows * count, _step, words, steps, steps, fetch, start, early)
                 for row in range(rows):
                     at = builder.gep(factors, [builder.add(args[2], ir.Constant(INDEX, row))])
                     factor, of_row = splat(builder, builder.load(at)), totals[row * count * width :]

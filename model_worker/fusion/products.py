@@ -15,12 +15,20 @@ import numpy as np
 from numba import njit, types
 
 from model_worker.attention.cpu_kernel import _exp
-from model_worker.fusion.digits import Digits, split, width_of
+from model_worker.fusion.digits import Digits, digits_of, split, width_of
 from model_worker.fusion.elements import INSIDE, element
 from model_worker.fusion.int8_tile import int8_rows, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.fusion.largest import take_largest
 from model_worker.fusion.team import begin, take, wait, was_last
-from model_worker.fusion.tile import EARLY_BYTES, PIECE_ROWS, STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
+from model_worker.fusion.tile import (
+    EARLY_BYTES,
+    PIECE_ROWS,
+    STEP_BYTES,
+    TILE_ROWS,
+    groups_of,
+    multiply_half_panel,
+    multiply_panel,
+)
 
 overload: Any = numba.extending.overload
 
@@ -110,18 +118,24 @@ def _following(unit: int, taken: Any, halves: int, core: int) -> int:
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _early(steps: int, place: Any, following: Any, pieces: int, piece: int) -> Any:
-    """What to ask memory for while a piece is multiplied, as tile.EARLY.
+def _early(steps: int, place: Any, following: Any, pieces: int, piece: int, groups: int) -> Any:
+    """What to ask memory for while a piece is multiplied, as tile.EARLY; in `groups` it goes through its panel.
 
     Pieces that wait for memory ask for what is a little further on: in their panel, then in the one at `following`.
-    From three pieces on, all but the first find their panel in a cache: so that memory does not wait meanwhile, each
-    asks for its share of the panel at `following`.
+    Where each goes through its panel more than once, and from three pieces on, most find it in a cache: so that memory
+    does not wait meanwhile, each asks for its share of the panel at `following`.
     """
-    if pieces <= 2:
+    if pieces <= 2 and groups == 1:
         ahead = min(EARLY_BYTES // STEP_BYTES, steps)
         return place + ahead * STEP_BYTES, STEP_BYTES, steps - ahead, following - place - steps * STEP_BYTES
-    stride = STEP_BYTES // pieces + 1
-    return following + piece * steps * stride, stride, steps, 0
+    stride = STEP_BYTES // (pieces * groups) + 1
+    return following + piece * groups * steps * stride, stride, steps, 0
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _groups(many: int, operand: Any, whole: bool, digits: Any) -> Any:
+    """How often a piece of so many rows goes through its panel."""
+    return groups_of(many if digits is None else many * digits_of(operand), whole)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
@@ -166,7 +180,8 @@ def add_product(
         following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), digits)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            early = _early(steps, panel[0], following, pieces, piece)
+            groups = _groups(many, operand, whole, digits)
+            early = _early(steps, panel[0], following, pieces, piece, groups)
             _multiply(operand, digits, first, many, panel, whole, early, tile)
             for r in range(many):
                 to, sums = out[first + r, at : at + lanes], tile[r]
@@ -192,7 +207,7 @@ def head_product(
     first, many = _piece(rows, pieces, piece)
     panel = _panel(operand, panels, HALVES * number, digits)
     following = _panel(operand, panels, HALVES * after, digits)[0]
-    early = _early(steps, panel[0], following, pieces, piece)
+    early = _early(steps, panel[0], following, pieces, piece, _groups(many, operand, True, digits))
     _multiply(operand, digits, first, many, panel, True, early, tile)
     return first, many
 
@@ -256,9 +271,10 @@ def gated(
         up_panel, up_following = _panel(operand, up, unit, digits), _panel(operand, up, following, digits)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            early = _early(steps, gate_panel[0], gate_following, pieces, piece)
+            groups = _groups(many, operand, whole, digits)
+            early = _early(steps, gate_panel[0], gate_following, pieces, piece, groups)
             _multiply(operand, digits, first, many, gate_panel, whole, early, tile)
-            early = _early(steps, up_panel[0], up_following, pieces, piece)
+            early = _early(steps, up_panel[0], up_following, pieces, piece, groups)
             _multiply(operand, digits, first, many, up_panel, whole, early, other)
             for r in range(many):
                 to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
@@ -281,7 +297,8 @@ def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: A
         following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), digits)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            early = _early(steps, panel[0], following, pieces, piece)
+            groups = _groups(many, operand, whole, digits)
+            early = _early(steps, panel[0], following, pieces, piece, groups)
             _multiply(operand, digits, first, many, panel, whole, early, tile)
             for r in range(many):
                 to, sums = out[first + r, at : at + lanes], tile[r]

@@ -40,7 +40,7 @@ HAS_SHORT_DOT: bool = _FEATURES.get("avx2", False)
 """Whether there are instructions that multiply numbers of 16 bits in pairs."""
 STEP_BYTES = 256
 """What a panel takes for each step."""
-EARLY_BYTES = 8192
+EARLY_BYTES = 8192 if _HAS_WIDE_REGISTERS else 1024
 """How far ahead lines of memory are asked for where one tile streams a panel by: memory is far away."""
 
 
@@ -110,6 +110,13 @@ def register_groups(rows: int, vectors: int) -> list[range]:
     most = vectors if _HAS_WIDE_REGISTERS else max(1, _NARROW_SUMS // rows)
     count = -(-vectors // most)
     return [range(vectors * i // count, vectors * (i + 1) // count) for i in range(count)]
+
+
+@njit(nogil=True, cache=True)
+def groups_of(rows: int, whole: bool) -> int:
+    """How often a tile with so many sums for each output goes through a panel, or through half of one."""
+    vectors = 4 if whole else 2
+    return 1 if _HAS_WIDE_REGISTERS else -(-vectors // max(1, _NARROW_SUMS // rows))
 
 
 def sums_at(
@@ -208,17 +215,27 @@ EARLY = types.UniTuple(types.int64, 4)
 
 
 def fetch_panel(builder: Any, address: Any, group: range) -> Any:
-    """What `emit_products` fetches a step of a panel with: these of its vectors."""
+    """What `emit_products` fetches a step of a panel with: these of its vectors, asking for as many lines."""
     offsets = [ir.Constant(INDEX, v * LANES) for v in group]
+    lines_ahead = [ir.Constant(INDEX, i * LANES) for i in range(len(group))]
 
     def fetch(at: Any, ahead: Any) -> list[Any]:
         line = builder.gep(address, [builder.mul(at, ir.Constant(INDEX, 4 * LANES))])
         lines = builder.inttoptr(ahead, WORD.as_pointer())
-        for offset in offsets:
+        for offset in lines_ahead:
             prefetch(builder, builder.gep(lines, [offset]))
         return load_words(builder, [builder.gep(line, [offset]) for offset in offsets])
 
     return fetch
+
+
+def early_of(builder: Any, early: Any, number: int, steps: Any) -> Any:
+    """What a group with this number asks memory for: each goes on where the one before it ended."""
+    if number == 0:
+        return early
+    ahead, move = builder.extract_value(early, 0), builder.extract_value(early, 1)
+    further = builder.add(ahead, builder.mul(builder.mul(steps, ir.Constant(INDEX, number)), move))
+    return builder.insert_value(early, further, 0)
 
 
 def _tile(rows: int, vectors: int) -> Any:
@@ -231,12 +248,11 @@ def _tile(rows: int, vectors: int) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[1])
             address = builder.inttoptr(args[2], WORD.as_pointer())
-            for group in register_groups(rows, vectors):
+            steps = operand.width
+            for number, group in enumerate(register_groups(rows, vectors)):
                 nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(group))
-                fetch = fetch_panel(builder, address, group)
-                totals = emit_products(
-                    builder, rows, operand.step, operand.words, operand.width, operand.width, fetch, nothing, args[3]
-                )
+                fetch, early = fetch_panel(builder, address, group), early_of(builder, args[3], number, steps)
+                totals = emit_products(builder, rows, operand.step, operand.words, steps, steps, fetch, nothing, early)
                 first = ir.Constant(INDEX, 0)
                 store_sums(context, builder, signature.args[4], args[4], first, group[0], rows, totals)
             return context.get_dummy_value()
