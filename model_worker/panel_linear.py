@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model_worker.fusion.digits import room_for
-from model_worker.fusion.products import run_product
+from model_worker.fusion.products import int8_kind_for, kind_for, run_product
 from model_worker.fusion.team import team
+from model_worker.fusion.tile import operand_dtype
 
 # Waking the other cores takes tens of microseconds: less work than this is done by one.
 _BYTES_PER_CORE, _FLOPS_PER_CORE = 1_000_000, 4_000_000
@@ -51,10 +51,12 @@ class PanelLinear(nn.Module, ABC):
     def multiply(self, x: Tensor, int8: bool) -> Tensor:
         """x . weight + bias by our own kernel."""
         rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
-        operand = _numbers(functional.pad(rows, (0, self.input_width - self.in_features)).contiguous())
+        padded = functional.pad(rows, (0, self.input_width - self.in_features)).contiguous()
         out, cores = torch.empty(len(rows), self.out_features, dtype=self.dtype), self._cores(len(rows))
-        digits = room_for(cores, len(rows), operand.size, operand.dtype) if int8 else None
-        arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), digits
+        element = _numbers(out).dtype
+        operand = _numbers(padded if operand_dtype(element) == element else padded.float())
+        kind = int8_kind_for(element, cores, len(rows), operand.size, self.input_width) if int8 else kind_for(element)
+        arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), kind
         team(cores).run(run_product, cores, *arguments)
         return out.reshape(*x.shape[:-1], self.out_features)
 

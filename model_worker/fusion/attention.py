@@ -1,7 +1,7 @@
 """Paged attention of the fused stack: an online softmax between the two products of cache_tile.py.
 
-Knows sequences as plan.py cuts them up, and how a block lies in memory (cache_tile.py). What a product takes is rounded
-to the cache's dtype, as elsewhere in the model; scores and sums are float32. Indices are not checked.
+Knows sequences as plan.py cuts them up, and how a block lies in memory (cache_tile.py). What a product takes is of the
+queries' dtype, as elsewhere in the model; scores and sums are float32. Indices are not checked.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _walk(
                 early_index, early_offset = _next_group(early_index, early_offset, size)
         for piece in range(pieces):
             at, many = first_row + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
-            score(queries, at, many, k_groups, size, v_groups, scores)
+            score(queries, cache.like, at, many, k_groups, size, v_groups, scores)
         for query in range(count_rows // group):
             position = position_of_first + query * growth - start
             visible = max(0, min(keys, position + 1))
@@ -174,7 +174,7 @@ def _walk(
                         sums[d] *= shrink
         for piece in range(pieces):
             at, many = first_row + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
-            gather(weights, at, many, count, v_groups, cache.v_dim, k_early, size, acc)
+            gather(weights, cache.like, at, many, count, v_groups, cache.v_dim, k_early, size, acc)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -207,9 +207,9 @@ def attention_room(q: Any, cache: Any, attention: Any) -> Any:
     for t in range(len(attention.tiles)):
         most = max(most, attention.tiles[t, 2] * group)
     return (
-        np.empty((most, cache.k_dim), cache.like.dtype),
+        np.empty((most, cache.k_dim), q.dtype),
         np.empty((most, PANEL_KEYS), np.float32),
-        np.empty((most, PANEL_KEYS), cache.like.dtype),
+        np.empty((most, PANEL_KEYS), q.dtype),
         np.empty((most, cache.v_dim), np.float32),
         np.empty(most, np.float32),
         np.empty((most, LANES), np.float32),

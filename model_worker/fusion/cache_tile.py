@@ -42,11 +42,13 @@ def _score(rows: int) -> Any:
     """An intrinsic: out[r, group * GROUP + token] = inputs[first_row + r] . K of that token."""
 
     @intrinsic
-    def tile(typing: Any, inputs: Any, first_row: Any, groups: Any, stride: Any, early: Any, out: Any) -> Any:
+    def tile(
+        typing: Any, inputs: Any, like: Any, first_row: Any, groups: Any, stride: Any, early: Any, out: Any
+    ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            operand = Operand(context, builder, signature.args[0], args[0], args[1])
-            places = context.make_array(signature.args[2])(context, builder, args[2]).data
-            later = context.make_array(signature.args[4])(context, builder, args[4]).data
+            operand = Operand(context, builder, signature.args[0], args[0], args[2], signature.args[1])
+            places = context.make_array(signature.args[3])(context, builder, args[3]).data
+            later = context.make_array(signature.args[5])(context, builder, args[5]).data
             bases, early_bases = (
                 [
                     builder.inttoptr(builder.load(builder.gep(some, [ir.Constant(INDEX, g)])), WORD.as_pointer())
@@ -59,19 +61,19 @@ def _score(rows: int) -> Any:
                 def fetch(at: Any, _ahead: Any) -> list[Any]:
                     for g in some:
                         prefetch(builder, builder.gep(early_bases[g], [builder.mul(at, ir.Constant(INDEX, LANES))]))
-                    offset = builder.mul(at, args[3])
+                    offset = builder.mul(at, args[4])
                     return load_words(builder, [builder.gep(bases[g], [offset]) for g in some])
 
                 start = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(some))
-                width = operand.width
-                sums = emit_products(builder, rows, operand.step, operand.words, width, width, fetch, start)
-                store_sums(context, builder, signature.args[5], args[5], args[1], some[0], rows, sums)
+                words, stride, steps, parts = operand.words, operand.stride, operand.steps, operand.parts
+                sums = emit_products(builder, rows, operand.step, words, stride, steps, fetch, start, parts=parts)
+                store_sums(context, builder, signature.args[6], args[6], args[2], some[0], rows, sums)
 
             for some in register_groups(rows, PANEL_GROUPS):
                 products(some)
             return context.get_dummy_value()
 
-        return types.void(inputs, types.int64, groups, types.int64, early, out), codegen
+        return types.void(inputs, like, types.int64, groups, types.int64, early, out), codegen
 
     return tile
 
@@ -83,6 +85,7 @@ def _gather(rows: int, vectors: int) -> Any:
     def tile(
         typing: Any,
         weights: Any,
+        like: Any,
         first_row: Any,
         count: Any,
         groups: Any,
@@ -93,33 +96,34 @@ def _gather(rows: int, vectors: int) -> Any:
         out: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            operand = Operand(context, builder, signature.args[0], args[0], args[1])
-            places = context.make_array(signature.args[3])(context, builder, args[3]).data
-            shift = 3 if signature.args[0].dtype == types.uint16 else 4  # steps of a group: 8 pairs of tokens, or 16
-            later = context.make_array(signature.args[6])(context, builder, args[6]).data
-            skipped = builder.lshr(args[5], ir.Constant(INDEX, 4 - shift))
+            operand = Operand(context, builder, signature.args[0], args[0], args[2], signature.args[1])
+            places = context.make_array(signature.args[4])(context, builder, args[4]).data
+            shift = 3 if signature.args[1].dtype == types.uint16 else 4  # steps of a group: 8 pairs of tokens, or 16
+            later = context.make_array(signature.args[7])(context, builder, args[7]).data
+            skipped = builder.lshr(args[6], ir.Constant(INDEX, 4 - shift))
 
-            steps = builder.shl(args[2], ir.Constant(INDEX, shift))
+            steps = builder.shl(args[3], ir.Constant(INDEX, shift))
 
             def products(some: range) -> None:
                 def fetch(at: Any, _ahead: Any) -> list[Any]:
                     group = builder.lshr(at, ir.Constant(INDEX, shift))
                     place = builder.load(builder.gep(places, [group]))
                     step = builder.and_(at, ir.Constant(INDEX, (1 << shift) - 1))
-                    within = builder.mul(step, args[4])
+                    within = builder.mul(step, args[5])
                     if vectors > 1:  # as many lines as are read, of as many as K of a group has
                         base = builder.inttoptr(builder.load(builder.gep(later, [group])), WORD.as_pointer())
                         first = builder.add(builder.mul(step, ir.Constant(INDEX, vectors)), skipped)
                         for v in some:
                             number = builder.add(first, ir.Constant(INDEX, v))
-                            prefetch(builder, builder.gep(base, [builder.mul(number, args[7])]))
-                    line = builder.gep(builder.inttoptr(place, WORD.as_pointer()), [builder.add(within, args[5])])
+                            prefetch(builder, builder.gep(base, [builder.mul(number, args[8])]))
+                    line = builder.gep(builder.inttoptr(place, WORD.as_pointer()), [builder.add(within, args[6])])
                     return load_words(builder, [builder.gep(line, [ir.Constant(INDEX, v * LANES)]) for v in some])
 
-                lane = builder.add(args[5], ir.Constant(INDEX, some[0] * LANES))
-                kept = sums_at(context, builder, signature.args[8], args[8], args[1], lane, rows, len(some))
+                lane = builder.add(args[6], ir.Constant(INDEX, some[0] * LANES))
+                kept = sums_at(context, builder, signature.args[9], args[9], args[2], lane, rows, len(some))
                 start = [builder.load(place, align=4) for place in kept]
-                sums = emit_products(builder, rows, operand.step, operand.words, operand.width, steps, fetch, start)
+                words, stride, parts = operand.words, operand.stride, operand.parts
+                sums = emit_products(builder, rows, operand.step, words, stride, steps, fetch, start, parts=parts)
                 for place, total in zip(kept, sums, strict=True):
                     builder.store(total, place, align=4)
 
@@ -127,7 +131,7 @@ def _gather(rows: int, vectors: int) -> Any:
                 products(some)
             return context.get_dummy_value()
 
-        kinds = (weights, types.int64, types.int64, groups, types.int64, types.int64, early, types.int64, out)
+        kinds = (weights, like, types.int64, types.int64, groups, types.int64, types.int64, early, types.int64, out)
         return types.void(*kinds), codegen
 
     return tile
@@ -139,29 +143,38 @@ _one_1, _one_2, _one_3, _one_4, _one_5, _one_6 = (_gather(rows, 1) for rows in r
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def score(q: Any, first: int, rows: int, groups: Any, stride: int, early: Any, out: Any) -> None:
+def score(q: Any, like: Any, first: int, rows: int, groups: Any, stride: int, early: Any, out: Any) -> None:
     """out[first + r, g * GROUP + token] = q[first + r] . K, for up to TILE_ROWS rows and PANEL_GROUPS groups.
 
     `groups` are addresses of K, `stride` the words from one element step to the next. Meanwhile as many lines are asked
     for from the addresses `early` on.
     """
     if rows == 1:
-        _score_1(q, first, groups, stride, early, out)
+        _score_1(q, like, first, groups, stride, early, out)
     elif rows == 2:
-        _score_2(q, first, groups, stride, early, out)
+        _score_2(q, like, first, groups, stride, early, out)
     elif rows == 3:
-        _score_3(q, first, groups, stride, early, out)
+        _score_3(q, like, first, groups, stride, early, out)
     elif rows == 4:
-        _score_4(q, first, groups, stride, early, out)
+        _score_4(q, like, first, groups, stride, early, out)
     elif rows == 5:
-        _score_5(q, first, groups, stride, early, out)
+        _score_5(q, like, first, groups, stride, early, out)
     else:
-        _score_6(q, first, groups, stride, early, out)
+        _score_6(q, like, first, groups, stride, early, out)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def gather(
-    weights: Any, first: int, rows: int, count: int, groups: Any, width: int, early: Any, early_stride: int, out: Any
+    weights: Any,
+    like: Any,
+    first: int,
+    rows: int,
+    count: int,
+    groups: Any,
+    width: int,
+    early: Any,
+    early_stride: int,
+    out: Any,
 ) -> None:
     """out[first + r] += weights[first + r] . V of `count` groups at these addresses, for up to TILE_ROWS rows.
 
@@ -170,16 +183,17 @@ def gather(
     lane = 0
     while lane < width:
         if width - lane >= 4 * LANES:
-            _gather_four(weights, first, rows, count, groups, width, lane, early, early_stride, out)
+            _gather_four(weights, like, first, rows, count, groups, width, lane, early, early_stride, out)
             lane += 4 * LANES
         else:
-            _gather_one(weights, first, rows, count, groups, width, lane, early, early_stride, out)
+            _gather_one(weights, like, first, rows, count, groups, width, lane, early, early_stride, out)
             lane += LANES
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _gather_four(
     w: Any,
+    like: Any,
     first: int,
     rows: int,
     count: int,
@@ -191,22 +205,23 @@ def _gather_four(
     out: Any,
 ) -> None:
     if rows == 1:
-        _four_1(w, first, count, groups, width, lane, early, early_stride, out)
+        _four_1(w, like, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 2:
-        _four_2(w, first, count, groups, width, lane, early, early_stride, out)
+        _four_2(w, like, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 3:
-        _four_3(w, first, count, groups, width, lane, early, early_stride, out)
+        _four_3(w, like, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 4:
-        _four_4(w, first, count, groups, width, lane, early, early_stride, out)
+        _four_4(w, like, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 5:
-        _four_5(w, first, count, groups, width, lane, early, early_stride, out)
+        _four_5(w, like, first, count, groups, width, lane, early, early_stride, out)
     else:
-        _four_6(w, first, count, groups, width, lane, early, early_stride, out)
+        _four_6(w, like, first, count, groups, width, lane, early, early_stride, out)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _gather_one(
     w: Any,
+    like: Any,
     first: int,
     rows: int,
     count: int,
@@ -218,14 +233,14 @@ def _gather_one(
     out: Any,
 ) -> None:
     if rows == 1:
-        _one_1(w, first, count, groups, width, lane, early, early_stride, out)
+        _one_1(w, like, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 2:
-        _one_2(w, first, count, groups, width, lane, early, early_stride, out)
+        _one_2(w, like, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 3:
-        _one_3(w, first, count, groups, width, lane, early, early_stride, out)
+        _one_3(w, like, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 4:
-        _one_4(w, first, count, groups, width, lane, early, early_stride, out)
+        _one_4(w, like, first, count, groups, width, lane, early, early_stride, out)
     elif rows == 5:
-        _one_5(w, first, count, groups, width, lane, early, early_stride, out)
+        _one_5(w, like, first, count, groups, width, lane, early, early_stride, out)
     else:
-        _one_6(w, first, count, groups, width, lane, early, early_stride, out)
+        _one_6(w, like, first, count, groups, width, lane, early, early_stride, out)

@@ -38,36 +38,42 @@ HARDLY_ANYTHING = np.float32(1e-30)
 
 
 class Digits(NamedTuple):
-    """Room for rows of an operand, whose elements are wholes times `factors`. Each core has its own."""
+    """Room for rows of an operand, whose elements are wholes times `factors`. Each core has its own, or arrays begin with
+    the core."""
 
     values: NDArray[np.int8]  # row by row, and digit by digit, the greatest first: as wide as `width_of` says
     starts: NDArray[np.int32]  # [rows * digits]: what sums begin with, so that the weights' offset cancels out
     factors: NDArray[np.float32]  # [rows]: not a number where an element is not finite
+    widened: NDArray[np.uint32]  # [2, words]: panels for many rows, as products.py knows them
 
 
-def digits_of(operand: Any) -> int:
-    """How many bytes stand for an element of an array: of a dtype's kind."""
-    return 2 if operand.dtype == np.uint16 else 3
+def digits_of(like: Any) -> int:
+    """How many bytes stand for an element of a model whose element type is this array's."""
+    return 2 if like.dtype == np.uint16 else 3
 
 
 @overload(digits_of)
-def _digits_of(operand: Any) -> Any:
-    def two(operand: Any) -> Any:
+def _digits_of(like: Any) -> Any:
+    def two(like: Any) -> Any:
         return 2
 
-    def three(operand: Any) -> Any:
+    def three(like: Any) -> Any:
         return 3
 
-    return two if DIGITS[operand.dtype] == 2 else three
+    return two if DIGITS[like.dtype] == 2 else three
 
 
-def room_for(cores: int, rows: int, elements: int, dtype: Any) -> Digits:
-    """For so many rows on each core that have so many elements together, with padding, of an operand of this dtype."""
-    count = digits_of(np.empty(0, dtype))
+def room_for(cores: int, rows: int, elements: int, like: Any, words: int = 0) -> Digits:
+    """For so many rows on each core that have so many elements together, with padding, and for two panels widened.
+
+    `like` is as `digits_of` takes it.
+    """
+    count = digits_of(like)
     return Digits(
         np.zeros((cores, count * elements), np.int8),
         np.zeros((cores, count * rows), np.int32),
         np.zeros((cores, rows), np.float32),
+        np.zeros((cores, 2, words), np.uint32),
     )
 
 
@@ -109,9 +115,9 @@ def _split_row_finely(values: Any, inverse: Any, first: Any, second: Any, third:
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def split(operand: Any, digits: Any) -> None:
+def split(operand: Any, like: Any, digits: Any) -> None:
     """The rows of an operand as Digits."""
-    count, inputs, width = digits_of(operand), operand.shape[1], width_of(operand.shape[1])
+    count, inputs, width = digits_of(like), operand.shape[1], width_of(operand.shape[1])
     # A little less than three digits can say: float32 may round the greatest whole number up.
     wholes = np.float32(_GREATEST if count == 2 else _GREATEST * _BASE)
     for row in range(len(operand)):

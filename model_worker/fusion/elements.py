@@ -15,6 +15,9 @@ from numba import types
 
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
+_numba: Any = numba
+carray = _numba.carray
+"""The array at a pointer."""
 
 INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 """Of functions that compiled ones alone call: without the wrappers for others they take a fifth less to compile. Called

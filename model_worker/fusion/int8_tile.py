@@ -39,22 +39,22 @@ overload: Any = numba.extending.overload
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
-def int8_rows(operand: Any) -> int:
-    """Rows of a tile: so many that all sums stay in registers."""
-    return PIECE_ROWS // digits_of(operand)
+def int8_rows(like: Any) -> int:
+    """Rows of a tile: so many that all sums stay in registers. `like` is as `digits_of` takes it."""
+    return PIECE_ROWS // digits_of(like)
 
 
 @overload(int8_rows)
-def _int8_rows(operand: Any) -> Any:
-    rows = PIECE_ROWS // DIGITS[operand.dtype]
+def _int8_rows(like: Any) -> Any:
+    rows = PIECE_ROWS // DIGITS[like.dtype]
 
-    def constant(operand: Any) -> Any:
+    def constant(like: Any) -> Any:
         return rows
 
     return constant
 
 
-def _step(builder: Any, total: Any, x: Any, w: Any) -> Any:
+def _step(builder: Any, total: Any, x: Any, w: Any, _part: int) -> Any:
     """Each word's total and the products of its four bytes, of x with a sign and of w without."""
     if HAS_BYTE_DOT:
         kind = ir.FunctionType(WORDS, (WORDS, WORDS, WORDS))
@@ -95,45 +95,45 @@ def _scaled(builder: Any, sums: list[Any], factor: Any, scales: Any) -> Any:
 
 
 def _tile(rows: int, vectors: int) -> Any:
-    """An intrinsic `tile(operand, digits, first_row, panel_address, scales_address, early, out)` as in tile.py.
-
-    Of the operand, whose rows the digits are, only the type and the width count.
+    """An intrinsic `tile(like, digits, inputs, first_row, panel_address, scales_address, early, out)`: out[r, lane] =
+    operand[first_row + r] . panel, as in tile.py, of an operand with so many inputs, whose rows the digits are.
     """
 
     @intrinsic
     def tile(
-        typing: Any, operand: Any, digits: Any, first_row: Any, panel: Any, scales: Any, early: Any, out: Any
+        typing: Any, like: Any, digits: Any, inputs: Any, first_row: Any, panel: Any, scales: Any, early: Any, out: Any
     ) -> Any:
-        count = DIGITS[operand.dtype]
+        count = DIGITS[like.dtype]
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            width = builder.extract_value(context.make_array(signature.args[0])(context, builder, args[0]).shape, 1)
-            steps = builder.udiv(builder.add(width, ir.Constant(INDEX, WORD_BYTES - 1)), ir.Constant(INDEX, WORD_BYTES))
+            up, word = ir.Constant(INDEX, WORD_BYTES - 1), ir.Constant(INDEX, WORD_BYTES)
+            steps = builder.udiv(builder.add(args[2], up), word)
             values, starts, factors = (
                 context.make_array(kind)(context, builder, builder.extract_value(args[1], i)).data
-                for i, kind in enumerate(signature.args[1])
+                for i, kind in enumerate(signature.args[1].types[:3])
             )
-            first = builder.mul(args[2], ir.Constant(INDEX, count))
+            first = builder.mul(args[3], ir.Constant(INDEX, count))
             words = builder.gep(builder.bitcast(values, WORD.as_pointer()), [builder.mul(first, steps)])
-            address = builder.inttoptr(args[3], WORD.as_pointer())
-            scale_place = builder.inttoptr(args[4], FLOATS.as_pointer())
+            address = builder.inttoptr(args[4], WORD.as_pointer())
+            scale_place = builder.inttoptr(args[5], FLOATS.as_pointer())
             for number, group in enumerate(register_groups(rows * count, vectors)):
                 start, sums, width = [], [], len(group)
                 for row in range(rows * count):
                     place = builder.gep(starts, [builder.add(first, ir.Constant(INDEX, row))])
                     start += [splat(builder, builder.load(place))] * width
-                fetch, early = fetch_panel(builder, address, group), early_of(builder, args[5], number, steps)
+                fetch, early = fetch_panel(builder, address, group), early_of(builder, args[6], number, steps)
                 totals = emit_products(builder, rows * count, _step, words, steps, steps, fetch, start, early)
                 for row in range(rows):
-                    at = builder.gep(factors, [builder.add(args[2], ir.Constant(INDEX, row))])
+                    at = builder.gep(factors, [builder.add(args[3], ir.Constant(INDEX, row))])
                     factor, of_row = splat(builder, builder.load(at)), totals[row * count * width :]
                     for i, v in enumerate(group):
                         scales = builder.load(builder.gep(scale_place, [ir.Constant(INDEX, v)]), align=4)
                         sums.append(_scaled(builder, of_row[i : count * width : width], factor, scales))
-                store_sums(context, builder, signature.args[6], args[6], ir.Constant(INDEX, 0), group[0], rows, sums)
+                store_sums(context, builder, signature.args[7], args[7], ir.Constant(INDEX, 0), group[0], rows, sums)
             return context.get_dummy_value()
 
-        return types.void(operand, digits, types.int64, types.int64, types.int64, EARLY, out), codegen
+        numbers = (types.int64, types.int64, types.int64, types.int64)
+        return types.void(like, digits, *numbers, EARLY, out), codegen
 
     return tile
 
@@ -144,28 +144,28 @@ _half_1, _half_2, _half_3 = (_tile(rows, 2) for rows in range(1, 4))
 
 @njit(nogil=True, cache=True)
 def multiply_int8_panel(
-    operand: Any, digits: Any, first_row: int, rows: int, panel: int, scales: int, early: Any, out: Any
+    like: Any, digits: Any, inputs: int, first_row: int, rows: int, panel: int, scales: int, early: Any, out: Any
 ) -> None:
     """out[r, :PANEL] = (operand[first_row + r] . panel) * scales for up to `int8_rows` rows, which `digits` hold.
 
-    `operand` are uint16 (bfloat16's bits) or float32; `panel` and `scales` are addresses.
+    The operand has so many inputs; `like` is as `digits_of` takes it; `panel` and `scales` are addresses.
     """
     if rows == 1:
-        _wide_1(operand, digits, first_row, panel, scales, early, out)
-    elif rows == 2 or int8_rows(operand) <= 2:
-        _wide_2(operand, digits, first_row, panel, scales, early, out)
+        _wide_1(like, digits, inputs, first_row, panel, scales, early, out)
+    elif rows == 2 or int8_rows(like) <= 2:
+        _wide_2(like, digits, inputs, first_row, panel, scales, early, out)
     else:
-        _wide_3(operand, digits, first_row, panel, scales, early, out)
+        _wide_3(like, digits, inputs, first_row, panel, scales, early, out)
 
 
 @njit(nogil=True, cache=True)
 def multiply_int8_half_panel(
-    operand: Any, digits: Any, first_row: int, rows: int, panel: int, scales: int, early: Any, out: Any
+    like: Any, digits: Any, inputs: int, first_row: int, rows: int, panel: int, scales: int, early: Any, out: Any
 ) -> None:
     """The same for the half of a panel that begins at the address `panel`: out[r, : PANEL // 2]."""
     if rows == 1:
-        _half_1(operand, digits, first_row, panel, scales, early, out)
-    elif rows == 2 or int8_rows(operand) <= 2:
-        _half_2(operand, digits, first_row, panel, scales, early, out)
+        _half_1(like, digits, inputs, first_row, panel, scales, early, out)
+    elif rows == 2 or int8_rows(like) <= 2:
+        _half_2(like, digits, inputs, first_row, panel, scales, early, out)
     else:
-        _half_3(operand, digits, first_row, panel, scales, early, out)
+        _half_3(like, digits, inputs, first_row, panel, scales, early, out)

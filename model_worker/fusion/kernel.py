@@ -36,7 +36,7 @@ from model_worker.fusion.layer import (
     normalise,
     pieces_in,
 )
-from model_worker.fusion.products import HALVES, HEAD_PANELS, PANEL, digits_at, pick_product, prepare
+from model_worker.fusion.products import HALVES, HEAD_PANELS, PANEL, kind_at, pick_product, prepare
 from model_worker.fusion.screen import choose, screen
 from model_worker.fusion.team import OVER, another_turn, begin, phase_of, take, wait, was_last
 from model_worker.fusion.tile import TILE_ROWS
@@ -120,8 +120,8 @@ class Own(NamedTuple):
     """What each core has for itself."""
 
     core: int
-    digits: Any  # of the operand of a product with int8 weights, or None if they are others, as products.py knows it
-    screen_digits: Any  # of lm_head's operand, whose screen is int8 in any case
+    kind: Any  # of the weights, with digits of the operand if they are int8, as products.py knows it
+    screen_kind: Any  # of lm_head's screen, which is int8 in any case
     tile: NDArray[np.float32]  # [TILE_ROWS, PANEL]
     bits: NDArray[np.int32]  # the same memory
     other: NDArray[np.float32]
@@ -233,16 +233,16 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
         for row in range(first, end):
             normalise(kept.x, row, weights.final_norm, weights.epsilon, hidden, row)
     elif kind == SCREEN:
-        digits, width = own.screen_digits, outputs.logits.shape[1]
-        prepare(fresh, hidden[: len(outputs.peaks)], digits)
-        screen(taken, hidden, digits, weights.screen, width, outputs.peaks, own.tile, own.bits)
+        kind_of_screen, width = own.screen_kind, outputs.logits.shape[1]
+        prepare(fresh, hidden[: len(outputs.peaks)], kind_of_screen)
+        screen(taken, hidden, kind_of_screen, weights.screen, width, outputs.peaks, own.tile, own.bits)
     elif kind == CHOOSE:
         choose(hidden, weights.bounds, outputs.peaks, outputs.panels)
     elif kind == HEAD:
         numbers, keys, places = outputs.panels[1 : 1 + pieces], outputs.keys[own.core], outputs.places[own.core]
-        wanted, logits, digits, tile = outputs.wanted, outputs.logits, own.digits, own.tile
-        prepare(fresh, hidden[: len(wanted)], digits)
-        pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, digits, tile, own.bits)
+        wanted, logits, tile = outputs.wanted, outputs.logits, own.tile
+        prepare(fresh, hidden[: len(wanted)], own.kind)
+        pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, own.kind, tile, own.bits)
     elif kind == AGREE:
         _agree(turn, outputs)
 
@@ -253,10 +253,10 @@ def most_turns(layers: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def run_stack(core: int, turns: int, counter: Any, work: Any, digits: Any, screen_digits: Any) -> None:
+def run_stack(core: int, turns: int, counter: Any, work: Any, kind: Any, screen_kind: Any) -> None:
     """One core's part of a forward pass, or of so many.
 
-    `digits` have room for the operand of any product with int8 weights, or are None, `screen_digits` for the screen's.
+    `kind` is that of the weights, `screen_kind` the screen's; their digits begin with the core.
     """
     counter, work = borrowed(counter), borrowed(work)
     layers, cores, tokens = len(work.weights.panels), len(work.outputs.keys), work.x.shape[0]
@@ -267,8 +267,8 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, digits: Any, scree
         attention_room(work.buffers.q, work.cache, work.attention),
     )
     tile, other = borrowed(tiles)[0], borrowed(tiles)[1]
-    splits = borrowed(digits_at(digits, core)), borrowed(digits_at(screen_digits, core))
-    own = Own(core, splits[0], splits[1], tile, tile.view(np.int32), other, borrowed(scratch))
+    kinds = borrowed(kind_at(kind, core)), borrowed(kind_at(screen_kind, core))
+    own = Own(core, kinds[0], kinds[1], tile, tile.view(np.int32), other, borrowed(scratch))
     sizes = np.zeros((2, KINDS, 2), np.int64)
     for last in range(2):
         _fill_sizes(sizes[last], last == 1, cores, work)

@@ -1,8 +1,8 @@
 """What a decoder layer does to a block of tokens, phase by phase: all but attention, which looks beyond the block.
 
 A phase is cut into pieces, for several cores or for one that does them all. Knows arrays: packed weights by address, as
-linears.py lays them out. The residual and all sums are float32; what goes into a product is rounded to the weights'
-dtype first. Indices are not checked.
+linears.py lays them out. The residual and all sums are float32; what goes into a product is rounded to bfloat16
+first where that is what weights are and processors multiply it. Indices are not checked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Buffers(NamedTuple):
     hidden: NDArray[Any]  # operand [T, >= hidden]
     qkv: NDArray[np.float32]  # [B, q + k + v outputs]
     q: NDArray[Any]  # operand [T, heads, head_dim]
-    keys: NDArray[Any]  # [B, KV heads * head_dim]: K on its way to the cache
+    keys: NDArray[Any]  # [B, KV heads * head_dim]: K on its way to the cache, of its element type
     heads: NDArray[Any]  # operand [T, >= heads * v's head_dim]
     inner: NDArray[Any]  # operand [B, >= mlp_width]
 
@@ -81,7 +81,7 @@ def _project(layer: int, taken: Any, operand: Any, out: Any, work: Any, own: Any
         first, end = max(taken[0] - start, 0), min(taken[0] + taken[1] - start, halves)
         if first < end:
             some, weights = (first, end - first), panels[layer, part]
-            add_product(own.core, some, operand, weights, width, out, column, biases, layer, own.digits, own.tile)
+            add_product(own.core, some, operand, weights, width, out, column, biases, layer, own.kind, own.tile)
         start, column = start + halves, column + width
 
 
@@ -115,22 +115,22 @@ def do_part(
         for row in range(taken[0], taken[0] + taken[1]):
             normalise(rows, row, norm, weights.epsilon, hidden, row)
     elif part == QKV:
-        prepare(fresh, hidden, own.digits)
+        prepare(fresh, hidden, own.kind)
         _project(layer, taken, hidden, buffers.qkv[at : at + count], work, own)
     elif part == PLACE:
         place(layer, turn, block, taken, work)
     elif part == OUT:
         operand, out, biases = heads[first : first + count], panels[layer, O], weights.biases
-        prepare(fresh, operand, own.digits)
-        add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.digits, tile)
+        prepare(fresh, operand, own.kind)
+        add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.kind, tile)
     elif part == INNER:
         gate, up, width = panels[layer, GATE], panels[layer, UP], weights.mlp_width
-        prepare(fresh, hidden, own.digits)
-        gated(core, taken, hidden, gate, up, width, inner, own.digits, tile, own.other)
+        prepare(fresh, hidden, own.kind)
+        gated(core, taken, hidden, gate, up, width, inner, own.kind, tile, own.other)
     else:
         down, biases = panels[layer, DOWN], weights.biases
-        prepare(fresh, inner, own.digits)
-        add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.digits, tile)
+        prepare(fresh, inner, own.kind)
+        add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.kind, tile)
 
 
 @njit(nogil=True, cache=True, **INSIDE)

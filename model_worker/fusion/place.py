@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numba.extending
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -18,13 +17,11 @@ from numba import njit, types
 
 from model_worker.fusion.attention import key_group, value_group
 from model_worker.fusion.cache_tile import GROUP
-from model_worker.fusion.elements import INSIDE, element, pointer
+from model_worker.fusion.elements import INSIDE, carray, element, pointer
 from model_worker.fusion.lanes import load_lanes, round_lanes, store_lanes
 from model_worker.fusion.products import LANE_BYTES
 from model_worker.fusion.tile import FLOATS, INDEX, LANES, WORD, WORDS, sums_at
 
-_numba: Any = numba
-carray = _numba.carray
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
 
@@ -192,7 +189,7 @@ def place(layer: int, turn: int, block: Any, taken: Any, work: Any) -> None:
             if head < heads + kv_heads and head_norms.shape[1]:
                 _normalise_head(part, head_norms[0 if head < heads else 1], epsilon)
             if head < heads:
-                _rotate(part, dim, angle, rotary, like, to_q + (token * heads + head) * dim * like.itemsize)
+                _rotate(part, dim, angle, rotary, q, to_q + (token * heads + head) * dim * q.itemsize)
             elif head < heads + kv_heads:
                 rotated = to_keys + ((at + row) * kv_heads + kv) * dim * like.itemsize
                 _rotate(part, dim, angle, rotary, like, rotated)

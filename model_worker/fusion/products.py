@@ -1,22 +1,22 @@
 """Products of a few or many rows with packed weights, shared out to the cores of a team, and what follows each of them.
 
 Knows the two kinds of panels: those of linears.py, whose words are float32 or bfloat16, and the int8 ones of
-int8_linear.py, which begin with their scales. `digits` say which kind it is: None, or for int8 panels the rows of the
-operand as this core has split them (`prepare`). Sums are float32 in the end. Does not know what is multiplied. Indices
+int8_linear.py, which begin with their scales. Sums are float32 in the end. Does not know what is multiplied. Indices
 are not checked.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba.extending
 import numpy as np
 from numba import njit, types
+from numpy.typing import NDArray
 
 from model_worker.attention.cpu_kernel import _exp
-from model_worker.fusion.digits import Digits, digits_of, split, width_of
-from model_worker.fusion.elements import INSIDE, element
+from model_worker.fusion.digits import Digits, digits_of, room_for, split, width_of
+from model_worker.fusion.elements import INSIDE, carray, element, pointer
 from model_worker.fusion.int8_tile import int8_rows, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.fusion.largest import take_largest
 from model_worker.fusion.team import begin, take, wait, was_last
@@ -29,6 +29,7 @@ from model_worker.fusion.tile import (
     multiply_half_panel,
     multiply_panel,
 )
+from model_worker.fusion.widen import WIDENS, are_widened, widen
 
 overload: Any = numba.extending.overload
 
@@ -42,27 +43,72 @@ HEAD_PANELS = 8
 """Panels of the longest product, whose pieces they are, that a core takes at a time: some tens of microseconds."""
 
 
+class Kind(NamedTuple):
+    """What kind of weights a product has."""
+
+    like: NDArray[Any]  # any array of the model's element type: uint16 stands for bfloat16
+    digits: Digits | None  # None: panels are words of elements; for int8 panels, room for the operand
+
+
+def kind_for(element: Any) -> Kind:
+    """Panels of words of this element type."""
+    return Kind(np.empty(1, element), None)
+
+
+def int8_kind_for(element: Any, cores: int, rows: int, elements: int, inputs: int = 0) -> Kind:
+    """int8 panels in a model of this element type, whose operands have at most so many rows, elements and inputs.
+
+    Without `inputs` there is no room for panels of words, as many rows need them (widen.py).
+    """
+    like = np.empty(1, element)
+    words = PANEL * (inputs * like.itemsize // LANE_BYTES) if WIDENS else 0
+    return Kind(like, room_for(cores, rows, elements, like, words))
+
+
+def kind_at(kind: Kind, core: int) -> Any:
+    """With a core's own digits; for compiled callers, whose types must not leave open whether there are any."""
+    return kind if kind.digits is None else Kind(kind.like, Digits(*(array[core] for array in kind.digits)))
+
+
+@overload(kind_at)
+def _kind_at(kind: Any, core: int) -> Any:
+    def none(kind: Any, core: int) -> Any:
+        return kind
+
+    def one(kind: Any, core: int) -> Any:
+        digits = kind.digits
+        own = Digits(digits.values[core], digits.starts[core], digits.factors[core], digits.widened[core])
+        return Kind(kind.like, own)
+
+    return none if kind.types[1] is types.none else one
+
+
 @njit(nogil=True, cache=True, **INSIDE)
-def prepare(fresh: bool, operand: Any, digits: Any) -> None:
-    """Split the operand of a product with int8 weights, where that is not done yet."""
+def _prepare(operand: Any, like: Any, digits: Any) -> None:
     if digits is None:
         return
-    if fresh:
-        split(operand, digits)
+    if not are_widened(len(operand)):
+        split(operand, like, digits)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _steps(operand: Any, digits: Any) -> Any:
+def prepare(fresh: bool, operand: Any, kind: Any) -> None:
+    """What a core does before its first piece of a product: operands of bytes are split into digits."""
+    if fresh:
+        _prepare(operand, kind.like, kind.digits)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _steps(operand: Any, like: Any, digits: Any) -> Any:
     """Of each panel of weights as wide as the operand."""
     if digits is None:
-        return operand.shape[1] * operand.itemsize // LANE_BYTES
+        return operand.shape[1] * like.itemsize // LANE_BYTES
     return width_of(operand.shape[1]) // LANE_BYTES
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _panel(operand: Any, panels: int, unit: int, digits: Any) -> Any:
-    """Addresses of half panel number `unit`, and of its scales if it has any."""
-    size, half = _steps(operand, digits) * STEP_BYTES, (unit % HALVES) * HALF * LANE_BYTES
+def _find_panel(operand: Any, panels: int, unit: int, like: Any, digits: Any) -> Any:
+    size, half = _steps(operand, like, digits) * STEP_BYTES, (unit % HALVES) * HALF * LANE_BYTES
     if digits is None:
         place = panels + (unit // HALVES) * size + half
         return place, place
@@ -71,9 +117,22 @@ def _panel(operand: Any, panels: int, unit: int, digits: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def pieces_of_rows(rows: int, operand: Any, digits: Any) -> Any:
+def _panel(operand: Any, panels: int, unit: int, kind: Any) -> Any:
+    """Addresses of half panel number `unit`, and of its scales if it has any."""
+    return _find_panel(operand, panels, unit, kind.like, kind.digits)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _piece_rows(rows: int, like: Any, digits: Any) -> Any:
+    if digits is None:
+        return PIECE_ROWS
+    return PIECE_ROWS if are_widened(rows) else int8_rows(like)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def pieces_of_rows(rows: int, kind: Any) -> Any:
     """Into how many pieces rows are cut: so few rows in each that their sums stay in registers."""
-    return -(-rows // (PIECE_ROWS if digits is None else int8_rows(operand)))
+    return -(-rows // _piece_rows(rows, kind.like, kind.digits))
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -81,22 +140,6 @@ def _piece(rows: int, pieces: int, piece: int) -> Any:
     """The first row of a piece, and how many it has."""
     first = rows * piece // pieces
     return first, rows * (piece + 1) // pieces - first
-
-
-def digits_at(digits: Any, core: int) -> Any:
-    """A core's own digits, or None of None; for compiled callers, whose types must not leave open which."""
-    return None if digits is None else Digits(*(array[core] for array in digits))
-
-
-@overload(digits_at)
-def _digits_at(digits: Any, core: int) -> Any:
-    def none(digits: Any, core: int) -> Any:
-        return None
-
-    def one(digits: Any, core: int) -> Any:
-        return Digits(digits.values[core], digits.starts[core], digits.factors[core])
-
-    return none if digits is types.none else one
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -118,39 +161,89 @@ def _following(unit: int, taken: Any, halves: int, core: int) -> int:
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _early(steps: int, place: Any, following: Any, pieces: int, piece: int, groups: int) -> Any:
-    """What to ask memory for while a piece is multiplied, as tile.EARLY; in `groups` it goes through its panel.
+def _loops(rows: int, many: int, whole: bool, operand: Any, like: Any, digits: Any) -> Any:
+    """The steps of a piece of so many of the rows, and how often it goes through its panel."""
+    steps = operand.shape[1] * like.itemsize // LANE_BYTES
+    if digits is None:
+        return steps, groups_of(many, whole)
+    if are_widened(rows):
+        return steps, groups_of(many, whole)
+    return _steps(operand, like, digits), groups_of(many * digits_of(like), whole)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _early(
+    rows: int, many: int, whole: bool, operand: Any, kind: Any, place: Any, following: Any, pieces: int, piece: int
+) -> Any:
+    """What to ask memory for while a piece with so `many` of the rows is multiplied, as tile.EARLY.
 
     Pieces that wait for memory ask for what is a little further on: in their panel, then in the one at `following`.
     Where each goes through its panel more than once, and from three pieces on, most find it in a cache: so that memory
     does not wait meanwhile, each asks for its share of the panel at `following`.
     """
-    if pieces <= 2 and groups == 1:
+    size = _steps(operand, kind.like, kind.digits) * STEP_BYTES
+    steps, groups = _loops(rows, many, whole, operand, kind.like, kind.digits)
+    if pieces <= 2 and groups == 1 and steps * STEP_BYTES == size:
         ahead = min(EARLY_BYTES // STEP_BYTES, steps)
-        return place + ahead * STEP_BYTES, STEP_BYTES, steps - ahead, following - place - steps * STEP_BYTES
-    stride = STEP_BYTES // (pieces * groups) + 1
+        return place + ahead * STEP_BYTES, STEP_BYTES, steps - ahead, following - place - size
+    stride = size // (pieces * groups * steps) + 1
     return following + piece * groups * steps * stride, stride, steps, 0
 
 
-@njit(nogil=True, cache=True, **INSIDE)
-def _groups(many: int, operand: Any, whole: bool, digits: Any) -> Any:
-    """How often a piece of so many rows goes through its panel."""
-    return groups_of(many if digits is None else many * digits_of(operand), whole)
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _multiply_words(
+    operand: Any, like: Any, first: int, rows: int, place: int, whole: bool, early: Any, tile: Any
+) -> None:
+    if whole:
+        multiply_panel(operand, like, first, rows, place, early, tile)
+    else:
+        multiply_half_panel(operand, like, first, rows, place, early, tile)
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _scale(tile: Any, rows: int, lanes: int, scales: int) -> None:
+    factors = carray(pointer(scales), (lanes,), np.float32)
+    for r in range(rows):
+        sums = tile[r]
+        for lane in range(lanes):
+            sums[lane] *= factors[lane]
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _multiply(operand: Any, digits: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any) -> None:
-    """tile[r] = operand[first + r] . what `_panel` has found."""
-    place, scales = panel
+def _multiply_piece(
+    operand: Any,
+    like: Any,
+    digits: Any,
+    piece: Any,
+    panel: Any,
+    whole: bool,
+    number: int,
+    early: Any,
+    tile: Any,
+) -> None:
+    (rows, first, many, fresh), (place, scales) = piece, panel
     if digits is None:
-        if whole:
-            multiply_panel(operand, first, rows, place, early, tile)
-        else:
-            multiply_half_panel(operand, first, rows, place, early, tile)
+        _multiply_words(operand, like, first, many, place, whole, early, tile)
+    elif are_widened(rows):
+        words = np.int64(digits.widened[number].ctypes.data)
+        if fresh:
+            widen(like, place, _steps(operand, like, digits), PANEL if whole else HALF, words)
+        _multiply_words(operand, like, first, many, words, whole, early, tile)
+        _scale(tile, many, PANEL if whole else HALF, scales)
     elif whole:
-        multiply_int8_panel(operand, digits, first, rows, place, scales, early, tile)
+        multiply_int8_panel(like, digits, operand.shape[1], first, many, place, scales, early, tile)
     else:
-        multiply_int8_half_panel(operand, digits, first, rows, place, scales, early, tile)
+        multiply_int8_half_panel(like, digits, operand.shape[1], first, many, place, scales, early, tile)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _multiply(operand: Any, kind: Any, piece: Any, panel: Any, whole: bool, number: int, early: Any, tile: Any) -> None:
+    """tile[r] = operand[first + r] . what `_panel` has found, of so many `rows` the `many` from `first` on.
+
+    `piece` is rows, first, many, and whether these are the first that this panel is multiplied by. `number` is 0, or 1
+    for the other one of two panels that are multiplied in turns.
+    """
+    _multiply_piece(operand, kind.like, kind.digits, piece, panel, whole, number, early, tile)
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
@@ -164,7 +257,7 @@ def add_product(
     column: int,
     biases: Any,
     layer: int,
-    digits: Any,
+    kind: Any,
     tile: Any,
 ) -> None:
     """out[:, column : column + width] = operand . weights + biases[layer], or += operand . weights for layer -1.
@@ -172,17 +265,16 @@ def add_product(
     Of the weights' outputs those of the panels' halves that are `taken`: the first, and how many.
     """
     rows, unit, end = out.shape[0], taken[0], min(taken[0] + taken[1], -(-width // HALF))
-    pieces, steps = pieces_of_rows(rows, operand, digits), _steps(operand, digits)
+    pieces = pieces_of_rows(rows, kind)
     while unit < end:
         whole = unit % HALVES == 0 and unit + 1 < end
         lanes = min(PANEL if whole else HALF, width - unit * HALF)
-        panel, at = _panel(operand, panels, unit, digits), column + unit * HALF
-        following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), digits)[0]
+        panel, at = _panel(operand, panels, unit, kind), column + unit * HALF
+        following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            groups = _groups(many, operand, whole, digits)
-            early = _early(steps, panel[0], following, pieces, piece, groups)
-            _multiply(operand, digits, first, many, panel, whole, early, tile)
+            early = _early(rows, many, whole, operand, kind, panel[0], following, pieces, piece)
+            _multiply(operand, kind, (rows, first, many, piece == 0), panel, whole, 0, early, tile)
             for r in range(many):
                 to, sums = out[first + r, at : at + lanes], tile[r]
                 if layer >= 0:
@@ -197,18 +289,18 @@ def add_product(
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def head_product(
-    operand: Any, rows: int, piece: int, digits: Any, panels: int, number: int, after: int, tile: Any
+    operand: Any, rows: int, piece: int, kind: Any, panels: int, number: int, after: int, tile: Any
 ) -> Any:
     """tile[r] = operand[first + r] . lm_head's panel with this number, of one piece: returns its first row, how many.
 
     The panel `after` is the one that this core multiplies next.
     """
-    pieces, steps = pieces_of_rows(rows, operand, digits), _steps(operand, digits)
+    pieces = pieces_of_rows(rows, kind)
     first, many = _piece(rows, pieces, piece)
-    panel = _panel(operand, panels, HALVES * number, digits)
-    following = _panel(operand, panels, HALVES * after, digits)[0]
-    early = _early(steps, panel[0], following, pieces, piece, _groups(many, operand, True, digits))
-    _multiply(operand, digits, first, many, panel, True, early, tile)
+    panel = _panel(operand, panels, HALVES * number, kind)
+    following = _panel(operand, panels, HALVES * after, kind)[0]
+    early = _early(rows, many, True, operand, kind, panel[0], following, pieces, piece)
+    _multiply(operand, kind, (rows, first, many, piece == 0), panel, True, 0, early, tile)
     return first, many
 
 
@@ -222,7 +314,7 @@ def pick_product(
     out: Any,
     keys: Any,
     places: Any,
-    digits: Any,
+    kind: Any,
     tile: Any,
     bits: Any,
 ) -> None:
@@ -236,8 +328,8 @@ def pick_product(
         number, after = numbers[index], numbers[min(index + 1, len(numbers) - 1)]
         at = number * PANEL
         lanes = min(PANEL, width - at)
-        for piece in range(pieces_of_rows(rows, operand, digits)):
-            first, many = head_product(operand, rows, piece, digits, panels, number, after, tile)
+        for piece in range(pieces_of_rows(rows, kind)):
+            first, many = head_product(operand, rows, piece, kind, panels, number, after, tile)
             take_largest(tile, bits, many, lanes, at, keys, places, first)
             for r in range(many):
                 row = wanted[first + r]
@@ -256,26 +348,25 @@ def gated(
     up: int,
     width: int,
     out: Any,
-    digits: Any,
+    kind: Any,
     tile: Any,
     other: Any,
 ) -> None:
     """out = silu(operand . gate) * (operand . up), as the operand of the next product; of outputs as `add_product`."""
     rows, unit, end = out.shape[0], taken[0], min(taken[0] + taken[1], -(-width // HALF))
-    pieces, steps, one = pieces_of_rows(rows, operand, digits), _steps(operand, digits), np.float32(1.0)
+    pieces, one = pieces_of_rows(rows, kind), np.float32(1.0)
     while unit < end:
         whole, at = unit % HALVES == 0 and unit + 1 < end, unit * HALF
         lanes = min(PANEL if whole else HALF, width - at)
         following = _following(unit, taken, halves_of(width), core)
-        gate_panel, gate_following = _panel(operand, gate, unit, digits), _panel(operand, gate, following, digits)[0]
-        up_panel, up_following = _panel(operand, up, unit, digits), _panel(operand, up, following, digits)[0]
+        gate_panel, gate_following = _panel(operand, gate, unit, kind), _panel(operand, gate, following, kind)[0]
+        up_panel, up_following = _panel(operand, up, unit, kind), _panel(operand, up, following, kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            groups = _groups(many, operand, whole, digits)
-            early = _early(steps, gate_panel[0], gate_following, pieces, piece, groups)
-            _multiply(operand, digits, first, many, gate_panel, whole, early, tile)
-            early = _early(steps, up_panel[0], up_following, pieces, piece, groups)
-            _multiply(operand, digits, first, many, up_panel, whole, early, other)
+            early = _early(rows, many, whole, operand, kind, gate_panel[0], gate_following, pieces, piece)
+            _multiply(operand, kind, (rows, first, many, piece == 0), gate_panel, whole, 0, early, tile)
+            early = _early(rows, many, whole, operand, kind, up_panel[0], up_following, pieces, piece)
+            _multiply(operand, kind, (rows, first, many, piece == 0), up_panel, whole, 1, early, other)
             for r in range(many):
                 to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
                 for lane in range(len(to)):
@@ -285,21 +376,20 @@ def gated(
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: Any, digits: Any, tile: Any) -> None:
+def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: Any, kind: Any, tile: Any) -> None:
     """out = operand . weights + bias as elements of `out`; a bias of length 0 is none. Outputs as `add_product`."""
     rows, width = out.shape
     unit, end = taken[0], min(taken[0] + taken[1], -(-width // HALF))
-    pieces, steps = pieces_of_rows(rows, operand, digits), _steps(operand, digits)
+    pieces = pieces_of_rows(rows, kind)
     while unit < end:
         whole, at = unit % HALVES == 0 and unit + 1 < end, unit * HALF
         lanes = min(PANEL if whole else HALF, width - at)
-        panel = _panel(operand, panels, unit, digits)
-        following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), digits)[0]
+        panel = _panel(operand, panels, unit, kind)
+        following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            groups = _groups(many, operand, whole, digits)
-            early = _early(steps, panel[0], following, pieces, piece, groups)
-            _multiply(operand, digits, first, many, panel, whole, early, tile)
+            early = _early(rows, many, whole, operand, kind, panel[0], following, pieces, piece)
+            _multiply(operand, kind, (rows, first, many, piece == 0), panel, whole, 0, early, tile)
             for r in range(many):
                 to, sums = out[first + r, at : at + lanes], tile[r]
                 if len(bias):
@@ -314,13 +404,13 @@ def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: A
 
 @njit(nogil=True, cache=True)
 def run_product(
-    core: int, _turns: int, counter: Any, cores: int, operand: Any, panels: int, bias: Any, out: Any, digits: Any
+    core: int, _turns: int, counter: Any, cores: int, operand: Any, panels: int, bias: Any, out: Any, kind: Any
 ) -> None:
     """One core's part of a product alone, out = operand . weights + bias as elements of `out`; no bias has length 0.
 
-    `digits` is None, or for int8 weights room for the operand, once for each core.
+    The digits of `kind`, if it has any, begin with the core.
     """
-    tile, own, halves = np.empty((TILE_ROWS, PANEL), np.float32), digits_at(digits, core), halves_of(out.shape[1])
+    tile, own, halves = np.empty((TILE_ROWS, PANEL), np.float32), kind_at(kind, core), halves_of(out.shape[1])
     done = 0
     taken = take(counter, 0, halves, HALVES, core, cores)
     prepare(taken[1] > 0, operand, own)

@@ -46,17 +46,17 @@ _MOST_SHARE, _PAUSE = 4, 256
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
-def screen(taken: Any, operand: Any, digits: Any, panels: int, width: int, peaks: Any, tile: Any, bits: Any) -> None:
+def screen(taken: Any, operand: Any, kind: Any, panels: int, width: int, peaks: Any, tile: Any, bits: Any) -> None:
     """peaks[row, p]: the largest of operand[row] . int8 panel p as float32's bits; a NaN counts as larger than all.
 
-    Of the panels that are `taken`: the first, and how many. `digits` are the operand's; `width` is the outputs of all
-    panels; `bits` is the tile as int32.
+    Of the panels that are `taken`: the first, and how many. `kind` has the operand's digits; `width` is the outputs of
+    all panels; `bits` is the tile as int32.
     """
     rows, last = len(peaks), -(-width // PANEL) - 1
     for number in range(taken[0], taken[0] + taken[1]):
         lanes, after = min(PANEL, width - number * PANEL), min(number + 1, last)
-        for piece in range(pieces_of_rows(rows, operand, digits)):
-            first, many = head_product(operand, rows, piece, digits, panels, number, after, tile)
+        for piece in range(pieces_of_rows(rows, kind)):
+            first, many = head_product(operand, rows, piece, kind, panels, number, after, tile)
             for r in range(many):
                 peaks[first + r, number] = bits_of(largest_key(tile, bits, r, lanes))
 

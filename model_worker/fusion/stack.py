@@ -19,16 +19,17 @@ from model_worker.attention import cpu
 from model_worker.batch import ForwardBatch
 from model_worker.fusion.attention import Attention, Cache
 from model_worker.fusion.cache_tile import GROUP
-from model_worker.fusion.digits import MOST_INPUTS, Digits, room_for, width_of
+from model_worker.fusion.digits import MOST_INPUTS, width_of
 from model_worker.fusion.form import OtherForm, Parts
 from model_worker.fusion.kernel import BLOCK_TOKENS, Inputs, Kept, Outputs, Rotary, Work, most_turns, run_stack
 from model_worker.fusion.largest import Largest
 from model_worker.fusion.layer import Buffers
 from model_worker.fusion.plan import plan_for, units_with
-from model_worker.fusion.products import PANEL
+from model_worker.fusion.products import PANEL, Kind, int8_kind_for, kind_for
 from model_worker.fusion.screen import SCREENED_ROWS, WORTH_SCREENING, Screen
 from model_worker.fusion.softmax import LOG2_E
 from model_worker.fusion.team import Job, team
+from model_worker.fusion.tile import operand_dtype
 from model_worker.huge_pages import PagesAhead, keep_in_huge_pages
 from model_worker.kv_cache import KVCache
 from model_worker.linears import PackedLinear
@@ -106,10 +107,9 @@ class FusedStack:
         count = -(-self._vocab_size // PANEL)
         self._every_panel = np.concatenate([[count], np.arange(count)])
         self._int8 = parts.int8
-        self._screen_digits = room_for(
-            self._cores, SCREENED_ROWS, SCREENED_ROWS * width_of(self._widths[0]), self._element
-        )
-        self._room, self._digits = self._make_room(1)
+        elements = SCREENED_ROWS * width_of(self._widths[0])
+        self._screen_kind = int8_kind_for(self._element, self._cores, SCREENED_ROWS, elements)
+        self._room, self._kind = self._make_room(1)
         self._angles = self._compute_angles(torch.arange(1))
         self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
 
@@ -211,7 +211,7 @@ class FusedStack:
             buffers=buffers,
             outputs=outputs,
         )
-        job = team(self._cores).begin(run_stack, work, self._digits, self._screen_digits, turns=passes)
+        job = team(self._cores).begin(run_stack, work, self._kind, self._screen_kind, turns=passes)
         return Passes(job, outputs.tokens, screen), outputs.logits, kept.x
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
@@ -271,23 +271,25 @@ class FusedStack:
 
     def _buffers(self, tokens: int) -> Buffers:
         if tokens > len(self._room.q):
-            self._room, self._digits = self._make_room(max(tokens, 2 * len(self._room.q)))
+            self._room, self._kind = self._make_room(max(tokens, 2 * len(self._room.q)))
         return Buffers(*(array[:tokens] for array in self._room))
 
-    def _make_room(self, tokens: int) -> tuple[Buffers, Digits | None]:
-        layer, (hidden, heads, inner) = self._layout, self._widths
+    def _make_room(self, tokens: int) -> tuple[Buffers, Kind]:
+        layer, (hidden, heads, inner), operand = self._layout, self._widths, operand_dtype(self._element)
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
-        elements = max(at_a_time * width_of(max(self._widths)), tokens * width_of(hidden))
-        digits = room_for(self._cores, tokens, elements, self._element) if self._int8 else None
+        kind, widest = kind_for(self._element), width_of(max(self._widths))
+        if self._int8:
+            elements = max(at_a_time * widest, tokens * width_of(hidden))
+            kind = int8_kind_for(self._element, self._cores, tokens, elements, widest)
         buffers = Buffers(
-            hidden=np.zeros((tokens, hidden), self._element),
+            hidden=np.zeros((tokens, hidden), operand),
             qkv=np.zeros((at_a_time, self._weights.biases.shape[1]), np.float32),
-            q=np.zeros((tokens, self._q_heads, layer.k_dim), self._element),
+            q=np.zeros((tokens, self._q_heads, layer.k_dim), operand),
             keys=np.zeros((at_a_time, layer.kv_heads * layer.k_dim), self._element),
-            heads=np.zeros((tokens, heads), self._element),
-            inner=np.zeros((at_a_time, inner), self._element),
+            heads=np.zeros((tokens, heads), operand),
+            inner=np.zeros((at_a_time, inner), operand),
         )
-        return buffers, digits
+        return buffers, kind
 
 
 def _every_token(batch: ForwardBatch) -> bool:

@@ -1,6 +1,8 @@
 """The innermost loop of a product with packed weights: a few rows by a panel, or by half of one.
 
 Knows LLVM and panels as linears.py describes them: words of one float32 or of two bfloat16, `[panel, step, PANEL]`.
+What is multiplied by bfloat16 is bfloat16 too where there are instructions for it, and otherwise float32, so that only
+the weights have to be widened, once for all rows.
 All sums of a tile stay in vector registers while its panel streams by once, so one row runs at the speed of memory
 and many rows at that of arithmetic. Does not know what is multiplied, nor who else multiplies.
 """
@@ -12,6 +14,7 @@ from typing import Any
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numba
 import numba.extending
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
@@ -73,36 +76,49 @@ def _fma(builder: Any, total: Any, a: Any, b: Any) -> Any:
     return builder.call(function, (a, b, total))
 
 
-def _halves(builder: Any, words: Any) -> tuple[Any, Any]:
-    """The two bfloat16 of each word as float32: the first is the lower half."""
-    shift, mask = ir.Constant(WORDS, [16] * LANES), ir.Constant(WORDS, [0xFFFF0000] * LANES)
-    return builder.bitcast(builder.shl(words, shift), FLOATS), builder.bitcast(builder.and_(words, mask), FLOATS)
+def _half(builder: Any, words: Any, part: int) -> Any:
+    """One of the two bfloat16 of each word as float32: the first is the lower half."""
+    if part == 0:
+        return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
+    return builder.bitcast(builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES)), FLOATS)
 
 
-def _step_bfloat16(builder: Any, total: Any, x: Any, w: Any) -> Any:
-    if HAS_BF16_DOT:
-        kind = ir.FunctionType(FLOATS, (FLOATS, _BFLOATS, _BFLOATS))
-        function = builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", (), kind)
-        return builder.call(function, (total, builder.bitcast(x, _BFLOATS), builder.bitcast(w, _BFLOATS)))
-    for a, b in zip(_halves(builder, x), _halves(builder, w), strict=True):
-        total = _fma(builder, total, a, b)
-    return total
+def _pairs_by_pairs(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
+    kind = ir.FunctionType(FLOATS, (FLOATS, _BFLOATS, _BFLOATS))
+    function = builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", (), kind)
+    return builder.call(function, (total, builder.bitcast(x, _BFLOATS), builder.bitcast(w, _BFLOATS)))
 
 
-def _step_float32(builder: Any, total: Any, x: Any, w: Any) -> Any:
+def _float_by_pairs(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
+    return _fma(builder, total, builder.bitcast(x, FLOATS), _half(builder, w, part))
+
+
+def _float_by_float(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
     return _fma(builder, total, builder.bitcast(x, FLOATS), builder.bitcast(w, FLOATS))
 
 
-class Operand:
-    """The rows of an input array from `first_row` on, as words."""
+def operand_dtype(element: Any) -> Any:
+    """numpy's dtype of what is multiplied by words of this element type (uint16 are bfloat16's bits)."""
+    return np.dtype(element if HAS_BF16_DOT else np.float32)
 
-    def __init__(self, context: Any, builder: Any, kind: Any, value: Any, first_row: Any) -> None:
+
+class Operand:
+    """The rows of an input array from `first_row` on, as words, of which each step takes `parts`.
+
+    They are multiplied by words of elements as those of the array type `like`.
+    """
+
+    def __init__(self, context: Any, builder: Any, kind: Any, value: Any, first_row: Any, like: Any) -> None:
         array = context.make_array(kind)(context, builder, value)
-        bfloat16 = kind.dtype == types.uint16
-        width = builder.extract_value(array.shape, 1)
-        self.bfloat16, self.step = bfloat16, _step_bfloat16 if bfloat16 else _step_float32
-        self.width = builder.lshr(width, ir.Constant(INDEX, 1)) if bfloat16 else width
-        self.words = builder.gep(builder.bitcast(array.data, WORD.as_pointer()), [builder.mul(first_row, self.width)])
+        width, one = builder.extract_value(array.shape, 1), ir.Constant(INDEX, 1)
+        pairs = like.dtype == types.uint16
+        assert kind.dtype == (like.dtype if HAS_BF16_DOT else types.float32)
+        in_pairs = kind.dtype == types.uint16
+        self.parts = 2 if pairs and not in_pairs else 1
+        self.step = _float_by_float if not pairs else _pairs_by_pairs if in_pairs else _float_by_pairs
+        self.steps = builder.lshr(width, one) if pairs else width
+        self.stride = self.steps if in_pairs else width
+        self.words = builder.gep(builder.bitcast(array.data, WORD.as_pointer()), [builder.mul(first_row, self.stride)])
 
 
 def register_groups(rows: int, vectors: int) -> list[range]:
@@ -159,8 +175,10 @@ def emit_products(
     fetch: Any,
     start: list[Any],
     early: Any = None,
+    parts: int = 1,
 ) -> list[Any]:
-    """The loop over steps. `inputs` points to words; `stride` is the words from one input row to the next.
+    """The loop over steps. `inputs` points to words, of which each step takes `parts`; `stride` is the words from one
+    input row to the next.
 
     `fetch(step, address)` gives the vectors of a step, and may ask for what lies at that address, as `early` (EARLY)
     says; `start` are the sums to begin with, row by row, which are returned with the products added.
@@ -180,11 +198,14 @@ def emit_products(
     builder.branch(body)
     builder.position_at_end(body)
     at, address, *sums = [builder.phi(value.type) for value in (zero, first_ahead, *start)]
-    weights = fetch(at, address)
-    totals = []
-    for row in range(rows):
-        x = splat(builder, builder.load(builder.gep(starts[row], [at]), align=4))
-        totals += [step(builder, sums[row * vectors + v], x, weights[v]) for v in range(vectors)]
+    weights, totals = fetch(at, address), list(sums)
+    for part in range(parts):
+        place = at if parts == 1 else builder.add(builder.mul(at, ir.Constant(INDEX, parts)), ir.Constant(INDEX, part))
+        for row in range(rows):
+            x = splat(builder, builder.load(builder.gep(starts[row], [place]), align=4))
+            for v in range(vectors):
+                number = row * vectors + v
+                totals[number] = step(builder, totals[number], x, weights[v], part)
     following, further = builder.add(at, ir.Constant(INDEX, 1)), builder.add(address, move)
     before, last = [stretch_values[0], stretch_values[1], *stretch_values[3:]], [following, further, *totals]
     for phi, first, next_value in zip((at, address, *sums), before, last, strict=True):
@@ -239,25 +260,25 @@ def early_of(builder: Any, early: Any, number: int, steps: Any) -> Any:
 
 
 def _tile(rows: int, vectors: int) -> Any:
-    """An intrinsic `tile(inputs, first_row, panel_address, early, out)`: out[r, lane] = inputs[first_row + r] . panel,
-    while memory is asked for what `early` says.
+    """An intrinsic `tile(inputs, like, first_row, panel_address, early, out)`: out[r, lane] = inputs[first_row + r] .
+    panel, while memory is asked for what `early` says.
     """
 
     @intrinsic
-    def tile(typing: Any, inputs: Any, first_row: Any, panel: Any, early: Any, out: Any) -> Any:
+    def tile(typing: Any, inputs: Any, like: Any, first_row: Any, panel: Any, early: Any, out: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            operand = Operand(context, builder, signature.args[0], args[0], args[1])
-            address = builder.inttoptr(args[2], WORD.as_pointer())
-            steps = operand.width
+            operand = Operand(context, builder, signature.args[0], args[0], args[2], signature.args[1])
+            address, steps, parts = builder.inttoptr(args[3], WORD.as_pointer()), operand.steps, operand.parts
             for number, group in enumerate(register_groups(rows, vectors)):
                 nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(group))
-                fetch, early = fetch_panel(builder, address, group), early_of(builder, args[3], number, steps)
-                totals = emit_products(builder, rows, operand.step, operand.words, steps, steps, fetch, nothing, early)
+                fetch, early = fetch_panel(builder, address, group), early_of(builder, args[4], number, steps)
+                words, stride = operand.words, operand.stride
+                totals = emit_products(builder, rows, operand.step, words, stride, steps, fetch, nothing, early, parts)
                 first = ir.Constant(INDEX, 0)
-                store_sums(context, builder, signature.args[4], args[4], first, group[0], rows, totals)
+                store_sums(context, builder, signature.args[5], args[5], first, group[0], rows, totals)
             return context.get_dummy_value()
 
-        return types.void(inputs, types.int64, types.int64, EARLY, out), codegen
+        return types.void(inputs, like, types.int64, types.int64, EARLY, out), codegen
 
     return tile
 
@@ -267,38 +288,39 @@ _half_1, _half_2, _half_3, _half_4, _half_5, _half_6 = (_tile(rows, 2) for rows 
 
 
 @njit(nogil=True, cache=True)
-def multiply_panel(inputs: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
+def multiply_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
     """out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows.
 
-    `inputs` are C-contiguous uint16 (bfloat16's bits) or float32, as wide as the panel has steps; `panel` is an
-    address. With each step STEP_BYTES of memory are asked for, where `early` says (EARLY).
+    `inputs` are C-contiguous, of `operand_dtype`, as wide as the panel has steps; `panel` is the address of weights of
+    the element type of `like`: uint16 (bfloat16's bits) or float32. With each step STEP_BYTES of memory are asked for,
+    where `early` says (EARLY).
     """
     if rows == 1:
-        _wide_1(inputs, first_row, panel, early, out)
+        _wide_1(inputs, like, first_row, panel, early, out)
     elif rows == 2:
-        _wide_2(inputs, first_row, panel, early, out)
+        _wide_2(inputs, like, first_row, panel, early, out)
     elif rows == 3:
-        _wide_3(inputs, first_row, panel, early, out)
+        _wide_3(inputs, like, first_row, panel, early, out)
     elif rows == 4:
-        _wide_4(inputs, first_row, panel, early, out)
+        _wide_4(inputs, like, first_row, panel, early, out)
     elif rows == 5:
-        _wide_5(inputs, first_row, panel, early, out)
+        _wide_5(inputs, like, first_row, panel, early, out)
     else:
-        _wide_6(inputs, first_row, panel, early, out)
+        _wide_6(inputs, like, first_row, panel, early, out)
 
 
 @njit(nogil=True, cache=True)
-def multiply_half_panel(inputs: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
+def multiply_half_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
     """The same for the half of a panel that begins at the address `panel`: out[r, : PANEL // 2]."""
     if rows == 1:
-        _half_1(inputs, first_row, panel, early, out)
+        _half_1(inputs, like, first_row, panel, early, out)
     elif rows == 2:
-        _half_2(inputs, first_row, panel, early, out)
+        _half_2(inputs, like, first_row, panel, early, out)
     elif rows == 3:
-        _half_3(inputs, first_row, panel, early, out)
+        _half_3(inputs, like, first_row, panel, early, out)
     elif rows == 4:
-        _half_4(inputs, first_row, panel, early, out)
+        _half_4(inputs, like, first_row, panel, early, out)
     elif rows == 5:
-        _half_5(inputs, first_row, panel, early, out)
+        _half_5(inputs, like, first_row, panel, early, out)
     else:
-        _half_6(inputs, first_row, panel, early, out)
+        _half_6(inputs, like, first_row, panel, early, out)

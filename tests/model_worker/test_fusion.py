@@ -24,7 +24,7 @@ from model_worker.fusion.kernel import BLOCK_TOKENS
 from model_worker.fusion.products import PANEL
 from model_worker.fusion.stack import Drawn
 from model_worker.fusion.team import OVER, Team, another_turn, begin, phase_of, take, wait, was_last
-from model_worker.fusion.tile import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel
+from model_worker.fusion.tile import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel, operand_dtype
 from model_worker.linears import PackedLinear
 from model_worker.loader import LoadedModel, load_model
 from model_worker.runner import ModelRunner
@@ -274,12 +274,14 @@ def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype, turn: int) -
     width = panels.shape[1] * 4 // dtype.itemsize
     x = torch.zeros(rows + 3, width, dtype=dtype)
     x[:, :inputs] = torch.randn(rows + 3, inputs)
-    array = x.view(torch.uint16).numpy() if dtype == torch.bfloat16 else x.numpy()
+    like = np.empty(1, np.uint16 if dtype == torch.bfloat16 else np.float32)
+    array = x.view(torch.uint16).numpy() if operand_dtype(like.dtype) == np.uint16 else x.float().numpy()
     want = x[2 : 2 + rows, :inputs].double() @ packed.weight[PANEL:].double().T
     whole, half = np.zeros((TILE_ROWS, PANEL), np.float32), np.zeros((TILE_ROWS, PANEL), np.float32)
     address = panels.ctypes.data + panels[0].nbytes
-    multiply_panel(array, 2, rows, address, (address, STEP_BYTES, turn, -STEP_BYTES), whole)
-    multiply_half_panel(array, 2, rows, address + PANEL // 2 * 4, (address, STEP_BYTES, turn, -STEP_BYTES), half)
+    early = address, STEP_BYTES, turn, -STEP_BYTES
+    multiply_panel(array, like, 2, rows, address, early, whole)
+    multiply_half_panel(array, like, 2, rows, address + PANEL // 2 * 4, early, half)
     assert relative(torch.from_numpy(whole[:rows]).double(), want) < 1e-5
     assert np.allclose(half[:rows, : PANEL // 2], whole[:rows, PANEL // 2 :], rtol=1e-5, atol=1e-5)
     assert not whole[rows:].any()

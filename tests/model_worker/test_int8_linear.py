@@ -13,9 +13,9 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import nn
 
-from model_worker.fusion.digits import MOST_INPUTS, OFFSET, WORD_BYTES, Digits, digits_of, room_for, width_of
+from model_worker.fusion.digits import MOST_INPUTS, OFFSET, WORD_BYTES, Digits, digits_of, room_for, split, width_of
 from model_worker.fusion.int8_tile import int8_rows, multiply_int8_half_panel, multiply_int8_panel
-from model_worker.fusion.products import PANEL, SCALE_BYTES, prepare
+from model_worker.fusion.products import PANEL, SCALE_BYTES
 from model_worker.fusion.tile import TILE_ROWS
 from model_worker.int8_linear import Int8Linear, rounded
 from model_worker.linears import pack_linears, round_linears
@@ -81,11 +81,12 @@ def test_digits_say_an_operand(rows: int, inputs: int, dtype: Any, exponent: flo
     x[rows, -1], x[rows + 1, 0], x[rows + 2] = torch.inf, torch.nan, 0.0
     x = x.bfloat16() if dtype == np.uint16 else x
     array = x.view(torch.uint16).numpy() if dtype == np.uint16 else x.numpy()
-    room = room_for(1, len(x), x.numel() * WORD_BYTES, dtype)
+    like = np.empty(1, dtype)
+    room = room_for(1, len(x), x.numel() * WORD_BYTES, like)
     for left_over in room:
         left_over[:] = 77
-    digits = split_by_core(array, room)
-    count, width = digits_of(array), width_of(inputs)
+    digits = split_by_core(array, like, room)
+    count, width = digits_of(like), width_of(inputs)
     values = digits.values[: len(x) * count * width].reshape(len(x), count, width)
     assert not values[..., inputs:].any()
     assert (digits.starts == -OFFSET * values.sum(2, dtype=np.int64).flatten()).all()
@@ -103,13 +104,15 @@ def test_digits_say_an_operand(rows: int, inputs: int, dtype: Any, exponent: flo
 def test_int8_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None:
     layer = Int8Linear(rounded(torch.randn(2 * PANEL, inputs)), None, dtype)
     array, x = operand(TILE_ROWS + 2, inputs, layer)
-    digits, rows = split_by_core(array, room_for(1, len(x), array.size, array.dtype)), min(rows, int8_rows(array))
+    like = np.empty(1, array.dtype)
+    digits = split_by_core(array, like, room_for(1, len(x), array.size, like))
+    rows, width = min(rows, int8_rows(like)), array.shape[1]
     scales = layer.panels.ctypes.data + layer.panels.strides[0]
     place, values = scales + SCALE_BYTES, second_panel(layer)
     want = x[2 : 2 + rows].double() @ values.T
     whole, half = tile(), tile()
-    multiply_int8_panel(array, digits, 2, rows, place, scales, nothing_early(place), whole)
-    multiply_int8_half_panel(array, digits, 2, rows, place + 128, scales + 128, nothing_early(place), half)
+    multiply_int8_panel(like, digits, width, 2, rows, place, scales, nothing_early(place), whole)
+    multiply_int8_half_panel(like, digits, width, 2, rows, place + 128, scales + 128, nothing_early(place), half)
     assert relative(torch.from_numpy(whole[:rows]), want) < (1e-6 if dtype == torch.float32 else 1e-4)
     assert np.allclose(half[:rows, : PANEL // 2], whole[:rows, PANEL // 2 :], rtol=1e-6, atol=0)
     assert not whole[rows:].any()
@@ -123,16 +126,16 @@ def test_sums_of_the_widest_product_do_not_overflow() -> None:
     assert round_linears(nn.Sequential(too_wide)) == {}
 
 
-def split_by_core(array: NDArray[Any], room: Digits) -> Digits:
+def split_by_core(array: NDArray[Any], like: NDArray[Any], room: Digits) -> Digits:
     """As the first core does."""
     own = Digits(*(part[0] for part in room))
-    _split(array, own)
+    _split(array, like, own)
     return own
 
 
 @njit
-def _split(array: Any, own: Any) -> None:
-    prepare(True, array, own)
+def _split(array: Any, like: Any, own: Any) -> None:
+    split(array, like, own)
 
 
 def operand(rows: int, inputs: int, layer: Int8Linear) -> tuple[NDArray[Any], torch.Tensor]:

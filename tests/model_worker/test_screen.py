@@ -15,9 +15,9 @@ from torch import Tensor
 
 from model_worker.fusion.digits import room_for, width_of
 from model_worker.fusion.largest import Largest, agree
-from model_worker.fusion.products import PANEL, pick_product
+from model_worker.fusion.products import PANEL, Kind, pick_product
 from model_worker.fusion.screen import SCREENED_ROWS, Screen, choose, screen
-from model_worker.fusion.tile import TILE_ROWS
+from model_worker.fusion.tile import TILE_ROWS, operand_dtype
 from model_worker.int8_linear import rounded
 from model_worker.linears import PackedLinear
 from model_worker.runner import ModelRunner
@@ -30,7 +30,12 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 def operand_of(x: Tensor, head: PackedLinear) -> NDArray[Any]:
     padded = torch.nn.functional.pad(x, (0, head.input_width - x.shape[1])).contiguous()
-    return (padded.view(torch.uint16) if x.dtype == torch.bfloat16 else padded).numpy()
+    in_words = operand_dtype(_like(x).dtype) == np.uint16
+    return (padded.view(torch.uint16) if in_words else padded.float()).numpy()
+
+
+def _like(x: Tensor) -> NDArray[Any]:
+    return np.empty(1, np.uint16 if x.dtype == torch.bfloat16 else np.float32)
 
 
 def tiles() -> tuple[NDArray[np.float32], NDArray[np.int32]]:
@@ -41,10 +46,10 @@ def tiles() -> tuple[NDArray[np.float32], NDArray[np.int32]]:
 def screened(x: Tensor, head: PackedLinear, width: int) -> Screen:
     """A screen after both of its kernels, the panels of the first in two pieces, the later one first."""
     of, operand, rows = Screen(head, width), operand_of(x, head), len(x)
-    count, room = len(of.bounds), room_for(1, rows, rows * width_of(operand.shape[1]), operand.dtype)
-    digits = split_by_core(operand, room)
+    count, like = len(of.bounds), _like(x)
+    kind = Kind(like, split_by_core(operand, like, room_for(1, rows, rows * width_of(operand.shape[1]), like)))
     for taken in ((count // 2, count - count // 2), (0, count // 2)):
-        screen(taken, operand, digits, of.panels.ctypes.data, width, of.peaks[:rows], *tiles())
+        screen(taken, operand, kind, of.panels.ctypes.data, width, of.peaks[:rows], *tiles())
     choose(operand, of.bounds, of.peaks[:rows], of.chosen)
     return of
 
@@ -55,7 +60,9 @@ def picked(x: Tensor, head: PackedLinear, width: int, numbers: NDArray[np.int64]
     kept, nothing = Largest(1, rows), np.empty((0, width), np.float32)
     nobody, address = np.full(rows, -1), head.panels.ctypes.data
     taken, operand = (0, len(numbers)), operand_of(x, head)
-    pick_product(taken, numbers, operand, address, nobody, nothing, kept.keys[0], kept.places[0], None, *tiles())
+    pick_product(
+        taken, numbers, operand, address, nobody, nothing, kept.keys[0], kept.places[0], Kind(_like(x), None), *tiles()
+    )
     agree(kept.keys, kept.places, kept.tokens[0])
     return list(kept.tokens[0])
 
