@@ -38,8 +38,7 @@ HARDLY_ANYTHING = np.float32(1e-30)
 
 
 class Digits(NamedTuple):
-    """Room for rows of an operand, whose elements are wholes times `factors`. Each core has its own, or arrays begin with
-    the core."""
+    """Room for rows of an operand, whose elements are wholes times `factors`: a core's own, or with the core first."""
 
     values: NDArray[np.int8]  # row by row, and digit by digit, the greatest first: as wide as `width_of` says
     starts: NDArray[np.int32]  # [rows * digits]: what sums begin with, so that the weights' offset cancels out

@@ -287,23 +287,30 @@ def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype, turn: int) -
     assert not whole[rows:].any()
 
 
-def test_tiles_multiply_on_a_cpu_without_bfloat16_instructions() -> None:
-    """The same tests, compiled for a processor that knows no more than AVX2."""
-    int8, softmax = (Path(__file__).with_name(name) for name in ("test_int8_linear.py", "test_softmax.py"))
+def passes_on_a_cpu_without_avx512(*chosen: str, seconds: float) -> bool:
+    """Tests compiled for a processor that knows no more than AVX2: no instructions for bfloat16, nor bytes in fours."""
     environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"{__file__}::{test_tiles_multiply.__name__}",
-        *(f"{int8}::{name}" for name in ("test_int8_tiles_multiply", "test_digits_say_an_operand")),
-        str(softmax),
-    ]
-    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    done = subprocess.run(command, env=environment, timeout=seconds, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    return done.returncode == 0
+
+
+def test_tiles_multiply_on_a_cpu_without_avx512() -> None:
+    int8, softmax, widen = (
+        Path(__file__).with_name(name) for name in ("test_int8_linear.py", "test_softmax.py", "test_widen.py")
+    )
+    names = ("test_int8_tiles_multiply", "test_digits_say_an_operand", "test_cores_share_the_work")
+    tiles = f"{__file__}::{test_tiles_multiply.__name__}"
+    assert passes_on_a_cpu_without_avx512(
+        tiles, *(f"{int8}::{name}" for name in names), str(softmax), str(widen), seconds=240
+    )
+
+
+def test_a_bfloat16_stack_runs_on_a_cpu_without_avx512() -> None:
+    """Activations are float32 there, in attention too."""
+    name = test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules.__name__
+    assert passes_on_a_cpu_without_avx512(f"{__file__}::{name}[True-qwen3]", seconds=300)
 
 
 def test_no_index_leaves_its_array(tmp_path: Path) -> None:
