@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from model_worker.fusion.digits import OFFSET, WORD_BYTES, width_of
+from model_worker.fusion.digits import OFFSET, PLACES, WORD_BYTES, width_of
 from model_worker.fusion.products import PANEL, SCALE_BYTES
 from model_worker.panel_linear import PanelLinear
 
@@ -47,7 +47,7 @@ class Int8Linear(PanelLinear):
     def __init__(self, weight: Rounded, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(tuple(weight.values.shape), bias, dtype)
         # [panel, SCALE_BYTES + padded inputs * PANEL]: the scales of a panel's outputs, then the weights as words
-        # [step, output] of four inputs, whose bytes are OFFSET too large. Padded with zeros.
+        # [step, output] of four inputs in the order PLACES, whose bytes are OFFSET too large. Padded with zeros.
         self.panels: NDArray[np.uint8] = int8_panels(weight).numpy()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class Int8Linear(PanelLinear):
         """What the integers say."""
         memory, steps = torch.from_numpy(self.panels), self.input_width // WORD_BYTES
         scales = memory[:, :SCALE_BYTES].contiguous().view(torch.float32).reshape(-1)
-        words = memory[:, SCALE_BYTES:].reshape(-1, steps, PANEL, WORD_BYTES)
+        words = memory[:, SCALE_BYTES:].reshape(-1, steps, PANEL, WORD_BYTES)[..., PLACES]
         values = words.transpose(1, 2).reshape(-1, self.input_width).float() - OFFSET
         weight = values[: self.out_features, : self.in_features] * scales[: self.out_features, None]
         return weight.to(self.dtype)
@@ -75,7 +75,7 @@ def int8_panels(weight: Rounded) -> Tensor:
     panels = torch.empty(count, SCALE_BYTES + width * PANEL, dtype=torch.uint8)
     scales = functional.pad(weight.scales, (0, count * PANEL - outputs)).reshape(count, PANEL)
     values = functional.pad(weight.values, (0, width - inputs, 0, count * PANEL - outputs))
-    words = values.view(torch.uint8).bitwise_xor(OFFSET).reshape(count, PANEL, -1, WORD_BYTES)
+    words = values.view(torch.uint8).bitwise_xor(OFFSET).reshape(count, PANEL, -1, WORD_BYTES)[..., PLACES]
     panels[:, :SCALE_BYTES] = scales.view(torch.uint8)
     panels[:, SCALE_BYTES:] = words.transpose(1, 2).reshape(count, -1)
     return panels

@@ -55,7 +55,7 @@ class PanelLinear(nn.Module, ABC):
         out, cores = torch.empty(len(rows), self.out_features, dtype=self.dtype), self._cores(len(rows))
         element = _numbers(out).dtype
         operand = _numbers(padded if operand_dtype(element) == element else padded.float())
-        kind = int8_kind_for(element, cores, len(rows), operand.size, self.input_width) if int8 else kind_for(element)
+        kind = int8_kind_for(element, cores, len(rows), operand.size) if int8 else kind_for(element)
         arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), kind
         team(cores).run(run_product, cores, *arguments)
         return out.reshape(*x.shape[:-1], self.out_features)

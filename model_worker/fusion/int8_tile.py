@@ -1,19 +1,20 @@
 """The innermost loop of a product with int8 weights: a few rows by a panel, or by half of one.
 
 Knows LLVM, digits as digits.py makes them, and panels as int8_linear.py describes them: of the same form as others, but
-a word holds the weights of four inputs, as bytes without sign, 128 too large. Sums are whole numbers and exact, until
-they are scaled in the end. Does not know what is multiplied.
+a word holds the weights of four inputs, as bytes without sign, 128 too large. Sums of a block of inputs are whole
+numbers and exact, until they are scaled. Does not know what is multiplied.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba.core.cgutils
 import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
-from model_worker.fusion.digits import DIGITS, WORD_BYTES, digits_of
+from model_worker.fusion.digits import BASE, BLOCK_INPUTS, DIGITS, PARTS, WORD_BYTES, digits_of
 from model_worker.fusion.tile import (
     EARLY,
     FLOATS,
@@ -24,12 +25,13 @@ from model_worker.fusion.tile import (
     PIECE_ROWS,
     WORD,
     WORDS,
+    early_from,
     early_of,
     emit_products,
     fetch_panel,
     register_groups,
     splat,
-    store_sums,
+    sums_at,
 )
 
 # Its stub gives what it decorates the wrong signature.
@@ -37,16 +39,18 @@ intrinsic: Any = numba.extending.intrinsic
 overload: Any = numba.extending.overload
 
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
+_BLOCK_STEPS = BLOCK_INPUTS // WORD_BYTES
+_MOST_ROWS = 4
 
 
 def int8_rows(like: Any) -> int:
     """Rows of a tile: so many that all sums stay in registers. `like` is as `digits_of` takes it."""
-    return PIECE_ROWS // digits_of(like)
+    return min(_MOST_ROWS, PIECE_ROWS // digits_of(like))
 
 
 @overload(int8_rows)
 def _int8_rows(like: Any) -> Any:
-    rows = PIECE_ROWS // DIGITS[like.dtype]
+    rows = min(_MOST_ROWS, PIECE_ROWS // DIGITS[like.dtype])
 
     def constant(like: Any) -> Any:
         return rows
@@ -54,42 +58,48 @@ def _int8_rows(like: Any) -> Any:
     return constant
 
 
-def _step(builder: Any, total: Any, x: Any, w: Any, _part: int) -> Any:
+def _bytes_in_fours(builder: Any, total: Any, x: Any, w: Any, _part: int) -> Any:
     """Each word's total and the products of its four bytes, of x with a sign and of w without."""
-    if HAS_BYTE_DOT:
-        kind = ir.FunctionType(WORDS, (WORDS, WORDS, WORDS))
-        function = builder.module.declare_intrinsic("llvm.x86.avx512.vpdpbusd.512", (), kind)
-        return builder.call(function, (total, w, x))
+    kind = ir.FunctionType(WORDS, (WORDS, WORDS, WORDS))
+    function = builder.module.declare_intrinsic("llvm.x86.avx512.vpdpbusd.512", (), kind)
+    return builder.call(function, (total, w, x))
+
+
+def _shorts_in_pairs(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
+    """Each word's total and two products: of x's two numbers of 16 bits with the even bytes of w, then with the odd."""
+    w = builder.bitcast(w, _SHORTS)
+    if part == 0:
+        w = builder.and_(w, ir.Constant(_SHORTS, [0xFF] * 2 * LANES))
+    else:
+        w = builder.lshr(w, ir.Constant(_SHORTS, [8] * 2 * LANES))
     if HAS_SHORT_DOT:
-        return builder.add(total, _in_shorts(builder, x, w))
-    for place in range(WORD_BYTES):
-        left, right, byte = (ir.Constant(WORDS, [bits] * LANES) for bits in (24 - 8 * place, 8 * place, 0xFF))
-        digit = builder.ashr(builder.shl(x, left), ir.Constant(WORDS, [24] * LANES))
-        total = builder.add(total, builder.mul(digit, builder.and_(builder.lshr(w, right), byte)))
-    return total
+        return builder.add(total, _pairs(builder, builder.bitcast(x, _SHORTS), w))
+    w, sixteen = builder.bitcast(w, WORDS), ir.Constant(WORDS, [16] * LANES)
+    low = builder.mul(
+        builder.ashr(builder.shl(x, sixteen), sixteen), builder.and_(w, ir.Constant(WORDS, [255] * LANES))
+    )
+    high = builder.mul(builder.ashr(x, sixteen), builder.lshr(w, sixteen))
+    return builder.add(total, builder.add(low, high))
 
 
-def _in_shorts(builder: Any, x: Any, w: Any) -> Any:
-    """Each word's sum of products: of the even bytes, and of the odd ones, as numbers of 16 bits."""
-    x, w = builder.bitcast(x, _SHORTS), builder.bitcast(w, _SHORTS)
-    eight, byte = ir.Constant(_SHORTS, [8] * 2 * LANES), ir.Constant(_SHORTS, [0xFF] * 2 * LANES)
-    even = builder.ashr(builder.shl(x, eight), eight), builder.and_(w, byte)
-    odd = builder.ashr(x, eight), builder.lshr(w, eight)
+def _pairs(builder: Any, x: Any, w: Any) -> Any:
     half, words = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(WORD, LANES // 2)
     function = builder.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(words, (half, half)))
     sums = []
     for first in (0, LANES):
         mask = ir.Constant(ir.VectorType(WORD, LANES), list(range(first, first + LANES)))
-        parts = [[builder.shuffle_vector(side, side, mask) for side in pair] for pair in (even, odd)]
-        sums.append(builder.add(*(builder.call(function, part) for part in parts)))
+        sums.append(builder.call(function, [builder.shuffle_vector(side, side, mask) for side in (x, w)]))
     return builder.shuffle_vector(*sums, ir.Constant(WORDS, list(range(LANES))))
+
+
+_step = _bytes_in_fours if HAS_BYTE_DOT else _shorts_in_pairs
 
 
 def _scaled(builder: Any, sums: list[Any], factor: Any, scales: Any) -> Any:
     """The sums of one row's digits, the greatest first, as one vector of float32."""
     total = builder.sitofp(sums[0], FLOATS)
     for digit in sums[1:]:
-        total = builder.fmul(total, ir.Constant(FLOATS, [256.0] * LANES))
+        total = builder.fmul(total, ir.Constant(FLOATS, [float(BASE)] * LANES))
         total = builder.fadd(total, builder.sitofp(digit, FLOATS))
     return builder.fmul(builder.fmul(total, factor), scales)
 
@@ -106,30 +116,50 @@ def _tile(rows: int, vectors: int) -> Any:
         count = DIGITS[like.dtype]
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            up, word = ir.Constant(INDEX, WORD_BYTES - 1), ir.Constant(INDEX, WORD_BYTES)
-            steps = builder.udiv(builder.add(args[2], up), word)
+            steps, blocks = (
+                builder.udiv(builder.add(args[2], ir.Constant(INDEX, unit - 1)), ir.Constant(INDEX, unit))
+                for unit in (WORD_BYTES, BLOCK_INPUTS)
+            )
             values, starts, factors = (
                 context.make_array(kind)(context, builder, builder.extract_value(args[1], i)).data
-                for i, kind in enumerate(signature.args[1].types[:3])
+                for i, kind in enumerate(signature.args[1].types)
             )
             first = builder.mul(args[3], ir.Constant(INDEX, count))
-            words = builder.gep(builder.bitcast(values, WORD.as_pointer()), [builder.mul(first, steps)])
+            stride = builder.mul(steps, ir.Constant(INDEX, PARTS))
+            words = builder.gep(builder.bitcast(values, WORD.as_pointer()), [builder.mul(first, stride)])
             address = builder.inttoptr(args[4], WORD.as_pointer())
             scale_place = builder.inttoptr(args[5], FLOATS.as_pointer())
             for number, group in enumerate(register_groups(rows * count, vectors)):
-                start, sums, width = [], [], len(group)
-                for row in range(rows * count):
-                    place = builder.gep(starts, [builder.add(first, ir.Constant(INDEX, row))])
-                    start += [splat(builder, builder.load(place))] * width
-                fetch, early = fetch_panel(builder, address, group), early_of(builder, args[6], number, steps)
-                totals = emit_products(builder, rows * count, _step, words, steps, steps, fetch, start, early)
-                for row in range(rows):
-                    at = builder.gep(factors, [builder.add(args[3], ir.Constant(INDEX, row))])
-                    factor, of_row = splat(builder, builder.load(at)), totals[row * count * width :]
-                    for i, v in enumerate(group):
-                        scales = builder.load(builder.gep(scale_place, [ir.Constant(INDEX, v)]), align=4)
-                        sums.append(_scaled(builder, of_row[i : count * width : width], factor, scales))
-                store_sums(context, builder, signature.args[7], args[7], ir.Constant(INDEX, 0), group[0], rows, sums)
+                column, width = ir.Constant(INDEX, group[0] * LANES), len(group)
+                to = sums_at(context, builder, signature.args[7], args[7], ir.Constant(INDEX, 0), column, rows, width)
+                for place in to:
+                    builder.store(ir.Constant(FLOATS, [0.0] * LANES), place, align=4)
+                early = early_of(builder, args[6], number, steps)
+                with numba.core.cgutils.for_range(builder, blocks) as block:
+                    begin = builder.mul(block.index, ir.Constant(INDEX, _BLOCK_STEPS))
+                    rest, most = builder.sub(steps, begin), ir.Constant(INDEX, _BLOCK_STEPS)
+                    many = builder.select(builder.icmp_signed("<", rest, most), rest, most)
+                    start = []
+                    for row in range(rows * count):
+                        at = builder.mul(builder.add(first, ir.Constant(INDEX, row)), blocks)
+                        place = builder.gep(starts, [builder.add(at, block.index)])
+                        start += [splat(builder, builder.load(place))] * width
+                    fetch = fetch_panel(
+                        builder, builder.gep(address, [builder.mul(begin, ir.Constant(INDEX, 4 * LANES))]), group
+                    )
+                    x = builder.gep(words, [builder.mul(begin, ir.Constant(INDEX, PARTS))])
+                    asked = early_from(builder, early, begin)
+                    totals = emit_products(
+                        builder, rows * count, _step, x, stride, many, fetch, start, asked, PARTS, PARTS > 1
+                    )
+                    for row in range(rows):
+                        at = builder.gep(factors, [builder.add(args[3], ir.Constant(INDEX, row))])
+                        factor, of_row = splat(builder, builder.load(at)), totals[row * count * width :]
+                        for i, v in enumerate(group):
+                            scales = builder.load(builder.gep(scale_place, [ir.Constant(INDEX, v)]), align=4)
+                            place = to[row * width + i]
+                            more = _scaled(builder, of_row[i : count * width : width], factor, scales)
+                            builder.store(builder.fadd(builder.load(place, align=4), more), place, align=4)
             return context.get_dummy_value()
 
         numbers = (types.int64, types.int64, types.int64, types.int64)
@@ -138,8 +168,8 @@ def _tile(rows: int, vectors: int) -> Any:
     return tile
 
 
-_wide_1, _wide_2, _wide_3 = (_tile(rows, 4) for rows in range(1, 4))
-_half_1, _half_2, _half_3 = (_tile(rows, 2) for rows in range(1, 4))
+_wide_1, _wide_2, _wide_3, _wide_4 = (_tile(rows, 4) for rows in range(1, _MOST_ROWS + 1))
+_half_1, _half_2, _half_3, _half_4 = (_tile(rows, 2) for rows in range(1, _MOST_ROWS + 1))
 
 
 @njit(nogil=True, cache=True)
@@ -154,8 +184,10 @@ def multiply_int8_panel(
         _wide_1(like, digits, inputs, first_row, panel, scales, early, out)
     elif rows == 2 or int8_rows(like) <= 2:
         _wide_2(like, digits, inputs, first_row, panel, scales, early, out)
-    else:
+    elif rows == 3 or int8_rows(like) <= 3:
         _wide_3(like, digits, inputs, first_row, panel, scales, early, out)
+    else:
+        _wide_4(like, digits, inputs, first_row, panel, scales, early, out)
 
 
 @njit(nogil=True, cache=True)
@@ -167,5 +199,7 @@ def multiply_int8_half_panel(
         _half_1(like, digits, inputs, first_row, panel, scales, early, out)
     elif rows == 2 or int8_rows(like) <= 2:
         _half_2(like, digits, inputs, first_row, panel, scales, early, out)
-    else:
+    elif rows == 3 or int8_rows(like) <= 3:
         _half_3(like, digits, inputs, first_row, panel, scales, early, out)
+    else:
+        _half_4(like, digits, inputs, first_row, panel, scales, early, out)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from model_worker.attention.cpu_kernel import _exp
 from model_worker.fusion.digits import Digits, digits_of, room_for, split, width_of
-from model_worker.fusion.elements import INSIDE, carray, element, pointer
+from model_worker.fusion.elements import INSIDE, element
 from model_worker.fusion.int8_tile import int8_rows, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.fusion.largest import take_largest
 from model_worker.fusion.team import begin, take, wait, was_last
@@ -29,7 +29,6 @@ from model_worker.fusion.tile import (
     multiply_half_panel,
     multiply_panel,
 )
-from model_worker.fusion.widen import WIDENS, are_widened, widen
 
 overload: Any = numba.extending.overload
 
@@ -55,14 +54,10 @@ def kind_for(element: Any) -> Kind:
     return Kind(np.empty(1, element), None)
 
 
-def int8_kind_for(element: Any, cores: int, rows: int, elements: int, inputs: int = 0) -> Kind:
-    """int8 panels in a model of this element type, whose operands have at most so many rows, elements and inputs.
-
-    Without `inputs` there is no room for panels of words, as many rows need them (widen.py).
-    """
+def int8_kind_for(element: Any, cores: int, rows: int, elements: int) -> Kind:
+    """int8 panels in a model of this element type, whose operands have at most so many rows and elements."""
     like = np.empty(1, element)
-    words = PANEL * (inputs * like.itemsize // LANE_BYTES) if WIDENS else 0
-    return Kind(like, room_for(cores, rows, elements, like, words))
+    return Kind(like, room_for(cores, rows, elements, like))
 
 
 def kind_at(kind: Kind, core: int) -> Any:
@@ -77,7 +72,7 @@ def _kind_at(kind: Any, core: int) -> Any:
 
     def one(kind: Any, core: int) -> Any:
         digits = kind.digits
-        own = Digits(digits.values[core], digits.starts[core], digits.factors[core], digits.widened[core])
+        own = Digits(digits.values[core], digits.starts[core], digits.factors[core])
         return Kind(kind.like, own)
 
     return none if kind.types[1] is types.none else one
@@ -87,8 +82,7 @@ def _kind_at(kind: Any, core: int) -> Any:
 def _prepare(operand: Any, like: Any, digits: Any) -> None:
     if digits is None:
         return
-    if not are_widened(len(operand)):
-        split(operand, like, digits)
+    split(operand, like, digits)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -123,16 +117,16 @@ def _panel(operand: Any, panels: int, unit: int, kind: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _piece_rows(rows: int, like: Any, digits: Any) -> Any:
+def _piece_rows(like: Any, digits: Any) -> Any:
     if digits is None:
         return PIECE_ROWS
-    return PIECE_ROWS if are_widened(rows) else int8_rows(like)
+    return int8_rows(like)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def pieces_of_rows(rows: int, kind: Any) -> Any:
     """Into how many pieces rows are cut: so few rows in each that their sums stay in registers."""
-    return -(-rows // _piece_rows(rows, kind.like, kind.digits))
+    return -(-rows // _piece_rows(kind.like, kind.digits))
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -161,29 +155,24 @@ def _following(unit: int, taken: Any, halves: int, core: int) -> int:
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _loops(rows: int, many: int, whole: bool, operand: Any, like: Any, digits: Any) -> Any:
-    """The steps of a piece of so many of the rows, and how often it goes through its panel."""
-    steps = operand.shape[1] * like.itemsize // LANE_BYTES
+def _loops(many: int, whole: bool, like: Any, digits: Any) -> Any:
+    """How often a piece of so many rows goes through its panel."""
     if digits is None:
-        return steps, groups_of(many, whole)
-    if are_widened(rows):
-        return steps, groups_of(many, whole)
-    return _steps(operand, like, digits), groups_of(many * digits_of(like), whole)
+        return groups_of(many, whole)
+    return groups_of(many * digits_of(like), whole)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _early(
-    rows: int, many: int, whole: bool, operand: Any, kind: Any, place: Any, following: Any, pieces: int, piece: int
-) -> Any:
+def _early(many: int, whole: bool, operand: Any, kind: Any, place: Any, following: Any, pieces: int, piece: int) -> Any:
     """What to ask memory for while a piece with so `many` of the rows is multiplied, as tile.EARLY.
 
     Pieces that wait for memory ask for what is a little further on: in their panel, then in the one at `following`.
     Where each goes through its panel more than once, and from three pieces on, most find it in a cache: so that memory
     does not wait meanwhile, each asks for its share of the panel at `following`.
     """
-    size = _steps(operand, kind.like, kind.digits) * STEP_BYTES
-    steps, groups = _loops(rows, many, whole, operand, kind.like, kind.digits)
-    if pieces <= 2 and groups == 1 and steps * STEP_BYTES == size:
+    steps, groups = _steps(operand, kind.like, kind.digits), _loops(many, whole, kind.like, kind.digits)
+    size = steps * STEP_BYTES
+    if pieces <= 2 and groups == 1:
         ahead = min(EARLY_BYTES // STEP_BYTES, steps)
         return place + ahead * STEP_BYTES, STEP_BYTES, steps - ahead, following - place - size
     stride = size // (pieces * groups * steps) + 1
@@ -191,59 +180,25 @@ def _early(
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _multiply_words(
-    operand: Any, like: Any, first: int, rows: int, place: int, whole: bool, early: Any, tile: Any
-) -> None:
-    if whole:
-        multiply_panel(operand, like, first, rows, place, early, tile)
-    else:
-        multiply_half_panel(operand, like, first, rows, place, early, tile)
-
-
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _scale(tile: Any, rows: int, lanes: int, scales: int) -> None:
-    factors = carray(pointer(scales), (lanes,), np.float32)
-    for r in range(rows):
-        sums = tile[r]
-        for lane in range(lanes):
-            sums[lane] *= factors[lane]
-
-
-@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _multiply_piece(
-    operand: Any,
-    like: Any,
-    digits: Any,
-    piece: Any,
-    panel: Any,
-    whole: bool,
-    number: int,
-    early: Any,
-    tile: Any,
+    operand: Any, like: Any, digits: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any
 ) -> None:
-    (rows, first, many, fresh), (place, scales) = piece, panel
+    place, scales = panel
     if digits is None:
-        _multiply_words(operand, like, first, many, place, whole, early, tile)
-    elif are_widened(rows):
-        words = np.int64(digits.widened[number].ctypes.data)
-        if fresh:
-            widen(like, place, _steps(operand, like, digits), PANEL if whole else HALF, words)
-        _multiply_words(operand, like, first, many, words, whole, early, tile)
-        _scale(tile, many, PANEL if whole else HALF, scales)
+        if whole:
+            multiply_panel(operand, like, first, rows, place, early, tile)
+        else:
+            multiply_half_panel(operand, like, first, rows, place, early, tile)
     elif whole:
-        multiply_int8_panel(like, digits, operand.shape[1], first, many, place, scales, early, tile)
+        multiply_int8_panel(like, digits, operand.shape[1], first, rows, place, scales, early, tile)
     else:
-        multiply_int8_half_panel(like, digits, operand.shape[1], first, many, place, scales, early, tile)
+        multiply_int8_half_panel(like, digits, operand.shape[1], first, rows, place, scales, early, tile)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _multiply(operand: Any, kind: Any, piece: Any, panel: Any, whole: bool, number: int, early: Any, tile: Any) -> None:
-    """tile[r] = operand[first + r] . what `_panel` has found, of so many `rows` the `many` from `first` on.
-
-    `piece` is rows, first, many, and whether these are the first that this panel is multiplied by. `number` is 0, or 1
-    for the other one of two panels that are multiplied in turns.
-    """
-    _multiply_piece(operand, kind.like, kind.digits, piece, panel, whole, number, early, tile)
+def _multiply(operand: Any, kind: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any) -> None:
+    """tile[r] = operand[first + r] . what `_panel` has found."""
+    _multiply_piece(operand, kind.like, kind.digits, first, rows, panel, whole, early, tile)
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
@@ -273,8 +228,8 @@ def add_product(
         following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            early = _early(rows, many, whole, operand, kind, panel[0], following, pieces, piece)
-            _multiply(operand, kind, (rows, first, many, piece == 0), panel, whole, 0, early, tile)
+            early = _early(many, whole, operand, kind, panel[0], following, pieces, piece)
+            _multiply(operand, kind, first, many, panel, whole, early, tile)
             for r in range(many):
                 to, sums = out[first + r, at : at + lanes], tile[r]
                 if layer >= 0:
@@ -299,8 +254,8 @@ def head_product(
     first, many = _piece(rows, pieces, piece)
     panel = _panel(operand, panels, HALVES * number, kind)
     following = _panel(operand, panels, HALVES * after, kind)[0]
-    early = _early(rows, many, True, operand, kind, panel[0], following, pieces, piece)
-    _multiply(operand, kind, (rows, first, many, piece == 0), panel, True, 0, early, tile)
+    early = _early(many, True, operand, kind, panel[0], following, pieces, piece)
+    _multiply(operand, kind, first, many, panel, True, early, tile)
     return first, many
 
 
@@ -363,10 +318,10 @@ def gated(
         up_panel, up_following = _panel(operand, up, unit, kind), _panel(operand, up, following, kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            early = _early(rows, many, whole, operand, kind, gate_panel[0], gate_following, pieces, piece)
-            _multiply(operand, kind, (rows, first, many, piece == 0), gate_panel, whole, 0, early, tile)
-            early = _early(rows, many, whole, operand, kind, up_panel[0], up_following, pieces, piece)
-            _multiply(operand, kind, (rows, first, many, piece == 0), up_panel, whole, 1, early, other)
+            early = _early(many, whole, operand, kind, gate_panel[0], gate_following, pieces, piece)
+            _multiply(operand, kind, first, many, gate_panel, whole, early, tile)
+            early = _early(many, whole, operand, kind, up_panel[0], up_following, pieces, piece)
+            _multiply(operand, kind, first, many, up_panel, whole, early, other)
             for r in range(many):
                 to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
                 for lane in range(len(to)):
@@ -388,8 +343,8 @@ def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: A
         following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            early = _early(rows, many, whole, operand, kind, panel[0], following, pieces, piece)
-            _multiply(operand, kind, (rows, first, many, piece == 0), panel, whole, 0, early, tile)
+            early = _early(many, whole, operand, kind, panel[0], following, pieces, piece)
+            _multiply(operand, kind, first, many, panel, whole, early, tile)
             for r in range(many):
                 to, sums = out[first + r, at : at + lanes], tile[r]
                 if len(bias):

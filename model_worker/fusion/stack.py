@@ -280,7 +280,7 @@ class FusedStack:
         kind, widest = kind_for(self._element), width_of(max(self._widths))
         if self._int8:
             elements = max(at_a_time * widest, tokens * width_of(hidden))
-            kind = int8_kind_for(self._element, self._cores, tokens, elements, widest)
+            kind = int8_kind_for(self._element, self._cores, tokens, elements)
         buffers = Buffers(
             hidden=np.zeros((tokens, hidden), operand),
             qkv=np.zeros((at_a_time, self._weights.biases.shape[1]), np.float32),

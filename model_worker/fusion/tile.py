@@ -28,8 +28,17 @@ LANES = 16
 WORD, INDEX, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(WORD, LANES)
 _numba_config: Any = numba.config
-# Where numba was told to compile for another CPU than this one, nothing is known of its instructions.
-_FEATURES = {} if _numba_config.CPU_NAME else llvm.get_host_cpu_features()
+
+
+def _features() -> dict[str, bool]:
+    """Instructions of this CPU, or those that numba was told of where it compiles for another one."""
+    if _numba_config.CPU_NAME:
+        told = (_numba_config.CPU_FEATURES or "").split(",")
+        return {name[1:]: name.startswith("+") for name in told if name}
+    return dict(llvm.get_host_cpu_features())
+
+
+_FEATURES = _features()
 HAS_BF16_DOT: bool = _FEATURES.get("avx512bf16", False)
 """Whether there are instructions for bfloat16."""
 _HAS_WIDE_REGISTERS: bool = _FEATURES.get("avx512f", False)
@@ -176,6 +185,7 @@ def emit_products(
     start: list[Any],
     early: Any = None,
     parts: int = 1,
+    by_vector: bool = False,
 ) -> list[Any]:
     """The loop over steps. `inputs` points to words, of which each step takes `parts`; `stride` is the words from one
     input row to the next.
@@ -199,13 +209,17 @@ def emit_products(
     builder.position_at_end(body)
     at, address, *sums = [builder.phi(value.type) for value in (zero, first_ahead, *start)]
     weights, totals = fetch(at, address), list(sums)
-    for part in range(parts):
-        place = at if parts == 1 else builder.add(builder.mul(at, ir.Constant(INDEX, parts)), ir.Constant(INDEX, part))
-        for row in range(rows):
-            x = splat(builder, builder.load(builder.gep(starts[row], [place]), align=4))
-            for v in range(vectors):
-                number = row * vectors + v
-                totals[number] = step(builder, totals[number], x, weights[v], part)
+    # The order in which LLVM keeps them: sums of one vector's parts, or all of a part, wait for nothing in registers.
+    turns = [(part, row, v) for part in range(parts) for row in range(rows) for v in range(vectors)]
+    if by_vector:
+        turns.sort(key=lambda turn: (turn[2], turn[1], turn[0]))
+    words: dict[tuple[int, int], Any] = {}
+    for part, row, v in turns:
+        if (part, row) not in words:
+            place = builder.add(builder.mul(at, ir.Constant(INDEX, parts)), ir.Constant(INDEX, part))
+            words[part, row] = splat(builder, builder.load(builder.gep(starts[row], [place]), align=4))
+        number = row * vectors + v
+        totals[number] = step(builder, totals[number], words[part, row], weights[v], part)
     following, further = builder.add(at, ir.Constant(INDEX, 1)), builder.add(address, move)
     before, last = [stretch_values[0], stretch_values[1], *stretch_values[3:]], [following, further, *totals]
     for phi, first, next_value in zip((at, address, *sums), before, last, strict=True):
@@ -257,6 +271,13 @@ def early_of(builder: Any, early: Any, number: int, steps: Any) -> Any:
     ahead, move = builder.extract_value(early, 0), builder.extract_value(early, 1)
     further = builder.add(ahead, builder.mul(builder.mul(steps, ir.Constant(INDEX, number)), move))
     return builder.insert_value(early, further, 0)
+
+
+def early_from(builder: Any, early: Any, step: Any) -> Any:
+    """The same from this step on, which becomes the first."""
+    ahead, move, turn, _ = (builder.extract_value(early, i) for i in range(4))
+    early = builder.insert_value(early, builder.add(ahead, builder.mul(step, move)), 0)
+    return builder.insert_value(early, builder.sub(turn, step), 2)
 
 
 def _tile(rows: int, vectors: int) -> Any:
