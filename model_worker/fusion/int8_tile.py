@@ -23,6 +23,7 @@ from model_worker.fusion.tile import (
     INDEX,
     LANES,
     PIECE_ROWS,
+    STEP_BYTES,
     WORD,
     WORDS,
     early_from,
@@ -95,13 +96,16 @@ def _pairs(builder: Any, x: Any, w: Any) -> Any:
 _step = _bytes_in_fours if HAS_BYTE_DOT else _shorts_in_pairs
 
 
-def _scaled(builder: Any, sums: list[Any], factor: Any, scales: Any) -> Any:
-    """The sums of one row's digits, the greatest first, as one vector of float32."""
-    total = builder.sitofp(sums[0], FLOATS)
-    for digit in sums[1:]:
-        total = builder.fmul(total, ir.Constant(FLOATS, [float(BASE)] * LANES))
-        total = builder.fadd(total, builder.sitofp(digit, FLOATS))
-    return builder.fmul(builder.fmul(total, factor), scales)
+def _add_scaled(builder: Any, places: list[Any], sums: list[Any], factor: Any, scales: list[Any]) -> None:
+    """Add one row's sums, digit by digit, the greatest first, to the float32 vectors at these places."""
+    count, width = len(sums) // len(places), len(places)
+    for i, place in enumerate(places):
+        total = builder.sitofp(sums[i], FLOATS)
+        for digit in range(1, count):
+            total = builder.fmul(total, ir.Constant(FLOATS, [float(BASE)] * LANES))
+            total = builder.fadd(total, builder.sitofp(sums[digit * width + i], FLOATS))
+        total = builder.fmul(builder.fmul(total, factor), builder.load(scales[i], align=4))
+        builder.store(builder.fadd(builder.load(place, align=4), total), place, align=4)
 
 
 def _tile(rows: int, vectors: int) -> Any:
@@ -116,50 +120,50 @@ def _tile(rows: int, vectors: int) -> Any:
         count = DIGITS[like.dtype]
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def number(value: int) -> Any:
+                return ir.Constant(INDEX, value)
+
             steps, blocks = (
-                builder.udiv(builder.add(args[2], ir.Constant(INDEX, unit - 1)), ir.Constant(INDEX, unit))
+                builder.udiv(builder.add(args[2], number(unit - 1)), number(unit))
                 for unit in (WORD_BYTES, BLOCK_INPUTS)
             )
             values, starts, factors = (
                 context.make_array(kind)(context, builder, builder.extract_value(args[1], i)).data
                 for i, kind in enumerate(signature.args[1].types)
             )
-            first = builder.mul(args[3], ir.Constant(INDEX, count))
-            stride = builder.mul(steps, ir.Constant(INDEX, PARTS))
+            first, stride = builder.mul(args[3], number(count)), builder.mul(steps, number(PARTS))
             words = builder.gep(builder.bitcast(values, WORD.as_pointer()), [builder.mul(first, stride)])
-            address = builder.inttoptr(args[4], WORD.as_pointer())
+            starts = builder.gep(starts, [builder.mul(first, blocks)])
+            factors = builder.gep(factors, [args[3]])
+            weights = builder.inttoptr(args[4], WORD.as_pointer())
             scale_place = builder.inttoptr(args[5], FLOATS.as_pointer())
-            for number, group in enumerate(register_groups(rows * count, vectors)):
-                column, width = ir.Constant(INDEX, group[0] * LANES), len(group)
-                to = sums_at(context, builder, signature.args[7], args[7], ir.Constant(INDEX, 0), column, rows, width)
+            for turn, group in enumerate(register_groups(rows * count, vectors)):
+                width, column = len(group), number(group[0] * LANES)
+                of_group = [builder.gep(scale_place, [number(v)]) for v in group]
+                to = sums_at(context, builder, signature.args[7], args[7], number(0), column, rows, width)
                 for place in to:
                     builder.store(ir.Constant(FLOATS, [0.0] * LANES), place, align=4)
-                early = early_of(builder, args[6], number, steps)
+                asked = early_of(builder, args[6], turn, steps)
                 with numba.core.cgutils.for_range(builder, blocks) as block:
-                    begin = builder.mul(block.index, ir.Constant(INDEX, _BLOCK_STEPS))
-                    rest, most = builder.sub(steps, begin), ir.Constant(INDEX, _BLOCK_STEPS)
-                    many = builder.select(builder.icmp_signed("<", rest, most), rest, most)
+                    begin = builder.mul(block.index, number(_BLOCK_STEPS))
+                    rest = builder.sub(steps, begin)
+                    many = builder.select(
+                        builder.icmp_signed("<", rest, number(_BLOCK_STEPS)), rest, number(_BLOCK_STEPS)
+                    )
                     start = []
                     for row in range(rows * count):
-                        at = builder.mul(builder.add(first, ir.Constant(INDEX, row)), blocks)
-                        place = builder.gep(starts, [builder.add(at, block.index)])
-                        start += [splat(builder, builder.load(place))] * width
-                    fetch = fetch_panel(
-                        builder, builder.gep(address, [builder.mul(begin, ir.Constant(INDEX, 4 * LANES))]), group
-                    )
-                    x = builder.gep(words, [builder.mul(begin, ir.Constant(INDEX, PARTS))])
-                    asked = early_from(builder, early, begin)
+                        at = builder.add(builder.mul(number(row), blocks), block.index)
+                        start += [splat(builder, builder.load(builder.gep(starts, [at])))] * width
+                    x = builder.gep(words, [builder.mul(begin, number(PARTS))])
+                    panel = builder.gep(weights, [builder.mul(begin, number(STEP_BYTES // WORD_BYTES))])
+                    fetch, early = fetch_panel(builder, panel, group), early_from(builder, asked, begin)
                     totals = emit_products(
-                        builder, rows * count, _step, x, stride, many, fetch, start, asked, PARTS, PARTS > 1
+                        builder, rows * count, _step, x, stride, many, fetch, start, early, PARTS, by_vector=PARTS > 1
                     )
                     for row in range(rows):
-                        at = builder.gep(factors, [builder.add(args[3], ir.Constant(INDEX, row))])
-                        factor, of_row = splat(builder, builder.load(at)), totals[row * count * width :]
-                        for i, v in enumerate(group):
-                            scales = builder.load(builder.gep(scale_place, [ir.Constant(INDEX, v)]), align=4)
-                            place = to[row * width + i]
-                            more = _scaled(builder, of_row[i : count * width : width], factor, scales)
-                            builder.store(builder.fadd(builder.load(place, align=4), more), place, align=4)
+                        factor = splat(builder, builder.load(builder.gep(factors, [number(row)])))
+                        sums = totals[row * count * width : (row + 1) * count * width]
+                        _add_scaled(builder, to[row * width : (row + 1) * width], sums, factor, of_group)
             return context.get_dummy_value()
 
         numbers = (types.int64, types.int64, types.int64, types.int64)

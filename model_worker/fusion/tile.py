@@ -191,7 +191,8 @@ def emit_products(
     input row to the next.
 
     `fetch(step, address)` gives the vectors of a step, and may ask for what lies at that address, as `early` (EARLY)
-    says; `start` are the sums to begin with, row by row, which are returned with the products added.
+    says; `start` are the sums to begin with, row by row, which are returned with the products added. `by_vector` takes
+    all parts of a vector before the next one, where widening it takes registers; otherwise all vectors of a part.
     """
     entry, vectors, zero = builder.block, len(start) // rows, ir.Constant(INDEX, 0)
     ahead, move, turn, jump = [zero] * 4 if early is None else [builder.extract_value(early, i) for i in range(4)]
@@ -209,7 +210,7 @@ def emit_products(
     builder.position_at_end(body)
     at, address, *sums = [builder.phi(value.type) for value in (zero, first_ahead, *start)]
     weights, totals = fetch(at, address), list(sums)
-    # The order in which LLVM keeps them: sums of one vector's parts, or all of a part, wait for nothing in registers.
+    # LLVM keeps to this order, and what it has to keep meanwhile may not fit the registers.
     turns = [(part, row, v) for part in range(parts) for row in range(rows) for v in range(vectors)]
     if by_vector:
         turns.sort(key=lambda turn: (turn[2], turn[1], turn[0]))
