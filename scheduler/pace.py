@@ -1,10 +1,10 @@
 """How many tokens of prompts a step may compute beside rows in decode, so that these keep their rhythm.
 
 A step takes as long as everything in it, and every row in decode waits for its end. So a single prompt gets as much
-of a step's time as the rows in decode need anyway: whoever reads along sees half the speed, never a standstill. The
-same holds for a few long ones. Of many prompts, or of several short ones, each is waited for as a row is, and the
-sooner they all decode together the sooner everybody is done: then, and where nothing decodes, steps are as large as the
-operator allows.
+of a step's time as the rows in decode need anyway: whoever reads along sees half the speed, never a standstill. Long
+ones together get the same, until there is more than one for every few rows; from there on their time grows with their
+number, because each is waited for as a row is. Several short ones are another matter: the sooner they decode beside the
+others the sooner everybody is done. Then, and where nothing decodes, steps are as large as the operator allows.
 
 Knows times and counts of one worker's recent steps. Does not know whose they are.
 """
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LEAST_TOKENS = 16
+LEAST_TOKENS = 8
 """Of prompts in a step, however slow they are: they must come to an end."""
-FEW = 0.25
-"""Long prompts for each row in decode, at most, which must not hold up the rows; a single one never may."""
+ROWS_OF_A_PROMPT = 4
+"""Rows in decode that one long prompt counts as, when time is shared out among more than one."""
 _WEIGHT = 0.1
 _OUTLIER = 2.0
 """A time beyond so many times what was expected counts as that: something else had the machine."""
@@ -47,10 +47,10 @@ class Pace:
         alone = self._alone(decoding)
         if alone is None or self._token is None:
             return None
-        long, few = sum(left) > len(left) * step_tokens, len(left) <= FEW * decoding
-        if len(left) > 1 and not (long and few):
+        if len(left) > 1 and sum(left) <= len(left) * step_tokens:
             return None
-        return max(LEAST_TOKENS, int(alone / self._token))
+        share = max(1.0, ROWS_OF_A_PROMPT * len(left) / decoding) if len(left) > 1 else 1.0
+        return max(LEAST_TOKENS, int(share * alone / self._token))
 
     def _alone(self, decoding: int) -> float | None:
         """What a step of so many rows in decode takes, by the nearest number of rows that is known."""

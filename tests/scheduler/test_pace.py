@@ -48,15 +48,26 @@ def test_a_long_prompt_costs_others_no_more_than_half_their_speed(
     assert steps <= 4096 // LEAST_TOKENS
 
 
-@given(machines, st.integers(1, 64), st.lists(st.integers(2, 5000), min_size=1, max_size=64))
-def test_only_a_single_prompt_or_few_long_ones_are_held_back(
+@given(machines, st.integers(1, 64), st.lists(st.integers(2, 5000), min_size=2, max_size=64))
+def test_several_short_prompts_are_not_held_back(
     costs: tuple[float, float, float, int], decoding: int, left: list[int]
 ) -> None:
     machine, pace = Machine(*costs), Pace()
     pace.learn(0, 512, machine.seconds(0, 512))
     pace.learn(decoding, 0, machine.seconds(decoding, 0))
     free = pace.prompt_tokens(decoding, left, 512) is None
-    assert free == (len(left) > 1 and (4 * len(left) > decoding or sum(left) <= 512 * len(left)))
+    assert free == (sum(left) <= 512 * len(left))
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_each_of_many_long_prompts_counts_as_four_rows(decoding: int, prompts: int) -> None:
+    pace = Pace()
+    pace.learn(0, 512, 0.512)
+    pace.learn(decoding, 0, 0.1)
+    allowed = pace.prompt_tokens(decoding, [4096] * prompts, 512)
+    assert allowed is not None
+    exact = 100 if prompts == 1 or 4 * prompts <= decoding else 100 * 4 * prompts / decoding
+    assert exact - 1.001 <= allowed <= exact + 0.001
 
 
 def test_what_is_not_known_limits_nothing() -> None:
