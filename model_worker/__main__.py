@@ -69,7 +69,7 @@ def build(
     # torch takes over a second to import: only now, so that the supervisor sees the phase.
     import torch
 
-    from model_worker import kernels
+    from model_worker import kernels, mask_process
     from model_worker.capacity import capacity_for
     from model_worker.engine import Engine, WorkerIdentity
     from model_worker.loader import load_model
@@ -100,7 +100,8 @@ def build(
     runner.warm_up()
     runner.record_decode(settings.max_running, capacity.max_model_len)
     rows = WorkerRows(settings.max_running, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
-    masks = Masks(settings.model, settings.max_running, loaded.vocab_size)
+    nursery = mask_process.nursery(settings.model, settings.max_running)
+    masks = Masks(nursery, settings.max_running, loaded.vocab_size)
     if loaded.unproven is None:
         _warm_up(sampler, loaded)
     masks.start()

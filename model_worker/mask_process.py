@@ -1,8 +1,9 @@
 """`python -m model_worker.mask_process`: fills the masks of constrained rows, beside the worker that samples.
 
-A process of its own, because a grammar may take any time and memory: a row that takes too much ends this process, and
-the worker starts another without that row. Reads requests from standard input, answers on standard output, and writes
-masks into memory that it shares with the worker. Knows rows and tokens; knows no logits.
+A process of its own, because a grammar may take any time and memory: a row that takes too much ends the process, and
+the worker gets another without that row at once, because both are forked from one that has loaded the tokens
+(nursery.py). Reads requests from a socket, answers there, and writes masks into memory that it shares with the worker.
+Knows rows and tokens; knows no logits.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import argparse
 import mmap
 import os
 import signal
+import socket
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces.grammar_state import GrammarState
+from model_worker.nursery import Nursery, nurse
 from shared.bounds import limit_memory
 from shared.grammar import GrammarError, Matcher, Vocabulary, set_bits
 from shared.liveness import become
@@ -160,26 +163,36 @@ class Masks:
         return self._compiled[grammar].copy()
 
 
+def nursery(model: str, max_rows: int) -> Nursery:
+    """What the processes of a Hugging Face directory or hub name come from. `start` it early: it takes seconds."""
+    return Nursery(["-m", "model_worker.mask_process", "--model", model, "--rows", str(max_rows)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m model_worker.mask_process", description=__doc__)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--memory", type=int, required=True, help="descriptor of the shared memory")
     parser.add_argument("--rows", type=int, required=True)
     arguments = parser.parse_args()
     become("mask_process")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker says when it is over
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
     vocabulary = load(arguments.model)
-    shared = mmap.mmap(arguments.memory, os.fstat(arguments.memory).st_size)
+    nurse(lambda descriptors: _serve(vocabulary, arguments.rows, *descriptors))
+
+
+def _serve(vocabulary: Vocabulary, max_rows: int, requests: int, memory: int) -> None:
+    """Until the worker closes its end of the socket `requests`."""
+    shared = mmap.mmap(memory, os.fstat(memory).st_size)
     header = np.frombuffer(shared, np.int32, HEADER_BYTES // 4)
-    stride = (len(shared) - HEADER_BYTES) // arguments.rows // 4
-    masks = np.frombuffer(shared, np.int32, offset=HEADER_BYTES).reshape(arguments.rows, stride)
+    stride = (len(shared) - HEADER_BYTES) // max_rows // 4
+    masks = np.frombuffer(shared, np.int32, offset=HEADER_BYTES).reshape(max_rows, stride)
     limit_memory(MEMORY_BYTES)
     rows = Masks(vocabulary, header, masks)
-    for number, *request in _requests():
-        answers.write(msgpack.packb([number, *rows.serve(*request)]))
-        answers.flush()
+    unpacker = message_unpacker()
+    with socket.socket(fileno=requests) as worker:
+        while data := worker.recv(1 << 20):
+            unpacker.feed(data)
+            for number, *request in unpacker:
+                worker.sendall(msgpack.packb([number, *rows.serve(*request)]))
 
 
 def load(model: str) -> Vocabulary:
@@ -191,14 +204,6 @@ def load(model: str) -> Vocabulary:
     tokenizer = AutoTokenizer.from_pretrained(model)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return Vocabulary(tokenizer.backend_tokenizer.to_str(), eos)
-
-
-def _requests() -> Iterator[list[Any]]:
-    """Until the worker closes its end."""
-    unpacker = message_unpacker()
-    while data := os.read(sys.stdin.fileno(), 1 << 20):
-        unpacker.feed(data)
-        yield from unpacker
 
 
 if __name__ == "__main__":

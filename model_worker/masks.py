@@ -1,19 +1,20 @@
 """Which tokens the grammars of constrained rows allow next: the worker's side of `mask_process.py`.
 
 Masks are made while the worker does something else: a row's first one while its prompt is computed, the next ones from
-the moment its token is known until the next step samples. If the process dies, another one takes its place and is told
-all rows again; the row that killed it fails, and no other one notices. Knows rows, tokens and logits; no grammar.
+the moment its token is known until the next step samples. If the process dies, another one takes its place within
+milliseconds and is told all rows again; the row that killed it fails, and no other one notices. Knows rows, tokens and
+logits; no grammar.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import mmap
 import os
 import signal
-import subprocess
-import sys
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from interfaces.grammar_state import GrammarState
 from interfaces.messages import RowGrammar
 from model_worker.forbid import forbid
 from model_worker.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
-from shared.liveness import SUPERVISOR_PID
+from model_worker.nursery import Nursery
 from shared.pipe_messages import message_unpacker
 
 log = logging.getLogger(__name__)
@@ -61,23 +62,21 @@ class _Row:
 
 
 class Masks:
-    """Masks of up to `max_rows` rows over `vocab_size` tokens. `start` the process, or let the first join do so."""
+    """Masks of up to `max_rows` rows over `vocab_size` tokens, which a process from the nursery fills."""
 
-    def __init__(self, model: str, max_rows: int, vocab_size: int) -> None:
-        self._model = model
-        self._max_rows = max_rows
+    def __init__(self, nursery: Nursery, max_rows: int, vocab_size: int) -> None:
+        self._nursery = nursery
         self._vocab_size = vocab_size
         words = -(-vocab_size // (8 * WORD_BYTES))
-        descriptor = os.memfd_create("masks")
-        os.ftruncate(descriptor, HEADER_BYTES + max_rows * words * WORD_BYTES)
-        shared = mmap.mmap(descriptor, 0)
-        self._descriptor = descriptor
+        self._memory = os.memfd_create("masks")
+        os.ftruncate(self._memory, HEADER_BYTES + max_rows * words * WORD_BYTES)
+        shared = mmap.mmap(self._memory, 0)
         self._header = np.frombuffer(shared, np.int32, HEADER_BYTES // WORD_BYTES)
         self._masks = np.frombuffer(shared, np.int32, offset=HEADER_BYTES).reshape(max_rows, words)
         self._rows: dict[int, _Row] = {}
         self._errors: dict[int, str] = {}
         self._forced: dict[int, list[int]] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
         self._unpacker = message_unpacker()
         self._sent = self._answered = 0
         self._deaths = 0
@@ -87,23 +86,17 @@ class Masks:
 
     def start(self) -> None:
         """Begins to load the tokens, beside the worker."""
-        if self._process is None:
-            self._spawn()
+        self._nursery.start()
 
     def close(self) -> None:
         """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        self._hang_up()
+        self._nursery.close()
 
-    def _end(self) -> int:
-        """How a process ended that closed its output: as subprocess says it."""
-        assert self._process is not None
-        try:
-            return self._process.wait(DYING_SECONDS)
-        except subprocess.TimeoutExpired:
-            return 0
+    def _hang_up(self) -> None:
+        process, self._channel = self._channel, None
+        if process is not None:
+            process.close()
 
     def drop(self, row: int) -> None:
         """Frees `row`; one that is not constrained stays so."""
@@ -166,7 +159,7 @@ class Masks:
     def _request(self, tokens: Sequence[tuple[int, list[int]]]) -> None:
         joins = [row for row in dict.fromkeys(self._joins) if row in self._rows]
         drops, self._drops, self._joins = self._drops, [], []
-        if self._process is None:
+        if self._channel is None:
             self._spawn()
         else:
             self._send(drops, joins, tokens)
@@ -176,31 +169,32 @@ class Masks:
         for row in joins:
             self._rows[row].since = self._sent
         request = [self._sent, drops, [self._rows[row].join(row) for row in joins], tokens]
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(msgpack.packb(request))
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # whoever waits for the answer finds out
+        assert self._channel is not None
+        with contextlib.suppress(OSError):  # whoever waits for the answer finds out
+            self._channel.sendall(msgpack.packb(request))
 
     def _wait(self) -> None:
         """Until everything that was sent is answered."""
-        heard = time.monotonic()
         while self._answered < self._sent:
-            assert self._process is not None
-            assert self._process.stdout is not None
-            readable, _, _ = select([self._process.stdout], [], [], STALL_SECONDS)
-            data = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
-            if not data:
-                self._restart(stalled=not readable and time.monotonic() - heard >= STALL_SECONDS)
-                continue
-            self._unpacker.feed(data)
-            for number, errors, forced in self._unpacker:
-                self._answered, self._deaths, self._spared = number, 0, NO_ROW
-                current = {row for row in (*errors, *forced) if row in self._rows and self._rows[row].since <= number}
-                self._errors |= {row: text for row, text in errors.items() if row in current}
-                self._forced |= {row: tokens for row, tokens in forced.items() if row in current}
+            started = time.monotonic()
+            if not self._hear(STALL_SECONDS):
+                self._restart(stalled=time.monotonic() - started >= STALL_SECONDS)
+
+    def _hear(self, seconds: float) -> bool:
+        """Takes what the process says; False when that is nothing, because it has died or lets one wait too long."""
+        assert self._channel is not None
+        readable, _, _ = select([self._channel], [], [], seconds)
+        try:
+            data = self._channel.recv(1 << 16) if readable else b""
+        except ConnectionResetError:  # it died before it had read everything
+            data = b""
+        self._unpacker.feed(data)
+        for number, errors, forced in self._unpacker:
+            self._answered, self._deaths, self._spared = number, 0, NO_ROW
+            current = {row for row in (*errors, *forced) if row in self._rows and self._rows[row].since <= number}
+            self._errors |= {row: text for row, text in errors.items() if row in current}
+            self._forced |= {row: tokens for row, tokens in forced.items() if row in current}
+        return data != b""
 
     def _restart(self, stalled: bool) -> None:
         """Another process, without the row that the last one died of.
@@ -208,14 +202,16 @@ class Masks:
         A SIGKILL comes from outside (somebody, or the kernel out of memory): its row is tried once more.
         """
         row = int(self._header[0])
-        guilty = stalled or self._end() != -signal.SIGKILL
+        guilty = stalled or self._nursery.exit_code(DYING_SECONDS) != -signal.SIGKILL
         self._deaths += 1
         if row in self._rows and (guilty or row == self._spared):
             self._errors[row] = f"its grammar takes too much memory, or more than {CPU_SECONDS:g} s, for one token"
         elif self._deaths > MOST_DEATHS:
             raise RuntimeError(f"the process that fills masks died {self._deaths} times; its own words are above")
         self._spared = row
-        self.close()
+        self._hang_up()
+        if stalled:
+            self._nursery.close()
         log.warning("the process that fills masks %s at row %d", "stalled" if stalled else "died", row)
         self._spawn()
 
@@ -223,15 +219,9 @@ class Masks:
         """A fresh process, told of all rows that live."""
         self._header[0] = NO_ROW
         self._unpacker = message_unpacker()
-        options = {"--model": self._model, "--memory": self._descriptor, "--rows": self._max_rows}
-        command = [sys.executable, "-m", "model_worker.mask_process"]
-        self._process = subprocess.Popen(
-            [*command, *(str(part) for pair in options.items() for part in pair)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[self._descriptor],
-            env={**os.environ, SUPERVISOR_PID: str(os.getpid())},
-        )
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._nursery.fork([theirs.fileno(), self._memory])
         joins = [row for row in self._rows if row not in self._errors]
         if joins:
             self._send([], joins, [])

@@ -33,10 +33,15 @@ def become(role: str, stack_file: Path | None = None) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if stack_file is not None:
         faulthandler.register(signal.SIGUSR2, file=stack_file.open("w"), all_threads=True)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     if os.environ.get(SUPERVISOR_PID, str(os.getppid())) != str(os.getppid()):
         sys.exit("the supervisor ended before this process had started")
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """The kernel sends this process the signal when the thread that made it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def give_way() -> None:

@@ -176,8 +176,12 @@ def test_a_stream_says_the_same(server: Server) -> None:
     assert re.fullmatch(PATTERN, streamed["text"])
 
 
-@pytest.mark.parametrize("victim", ["model_worker", "model_worker.mask_process", "scheduler"])
-def test_a_killed_process_changes_no_byte(model: Path, tmp_path: Path, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("victim", "nth"),
+    # The mask process that is forked, and the one that forks it.
+    [("model_worker", 0), ("model_worker.mask_process", 1), ("model_worker.mask_process", 0), ("scheduler", 0)],
+)
+def test_a_killed_process_changes_no_byte(model: Path, tmp_path: Path, victim: str, nth: int) -> None:
     long = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
     params = {"json_schema": json.dumps(long), "max_new_tokens": 700, "temperature": 1.0}
     bodies = [{"text": "x", "sampling_params": params | {"sampling_seed": i}, "stream": True} for i in range(3)]
@@ -188,7 +192,7 @@ def test_a_killed_process_changes_no_byte(model: Path, tmp_path: Path, victim: s
         def kill_once(count: int) -> None:
             if count == 40 and not killed.is_set():
                 killed.set()
-                server.child(victim).send_signal(signal.SIGKILL)
+                server.child(victim, nth).send_signal(signal.SIGKILL)
 
         results: dict[int, Any] = {}
 

@@ -23,6 +23,7 @@ from deploy import embedded_model
 from interfaces import Finish, SamplingParams
 from interfaces.grammar_state import GrammarState
 from interfaces.sampling import LogprobMode
+from model_worker import mask_process
 from model_worker.loader import LoadedModel
 from model_worker.masks import Masks
 from shared.grammar import GrammarError
@@ -53,7 +54,7 @@ def loaded(model: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def masks(model: Path) -> Iterator[Masks]:
-    made = Masks(str(model), 32, VOCAB)
+    made = Masks(mask_process.nursery(str(model), 32), 32, VOCAB)
     made.start()
     yield made
     made.close()
