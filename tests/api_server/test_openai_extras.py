@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -55,6 +56,47 @@ def test_token_ids(live: LiveServer) -> None:
     assert chat["choices"][0]["token_ids"] == ids
 
 
+def chunks(live: LiveServer, path: str, **body: Any) -> list[dict[str, Any]]:
+    lines = post(live, path, **body, stream=True).text.splitlines()
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2] if line]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"n": 2}, {"stop": "!"}, {"stop": "never there"}, {"logprobs": True}, {"max_tokens": 1}, {"echo": True}],
+    ids=str,
+)
+def test_token_ids_of_a_stream_are_those_of_the_whole_answer(live: LiveServer, more: dict[str, Any]) -> None:
+    body = {"max_tokens": 50, "return_token_ids": True} | more
+    chat = {name: value for name, value in body.items() if name != "echo"}
+    if "logprobs" in more:
+        body["logprobs"] = 1  # a number there
+    whole = post(live, "/v1/chat/completions", **CHAT, **chat).json()
+    frames = chunks(live, "/v1/chat/completions", **CHAT, **chat)
+    assert [frame.get("prompt_token_ids") for frame in frames] == [whole["prompt_token_ids"]] + [None] * (
+        len(frames) - 1
+    )
+    assert streamed_ids(frames) == {choice["index"]: choice["token_ids"] for choice in whole["choices"]}
+    for prompt in ("Hello there", ["Hello", "there"]):
+        whole = post(live, "/v1/completions", **body | {"prompt": prompt}).json()
+        frames = chunks(live, "/v1/completions", **body | {"prompt": prompt})
+        assert streamed_ids(frames) == {choice["index"]: choice["token_ids"] for choice in whole["choices"]}
+        first: dict[int, Any] = {}
+        for choice in (choice for frame in frames for choice in frame["choices"]):
+            told = choice.get("prompt_token_ids")
+            assert (told is None) == (choice["index"] in first)
+            first.setdefault(choice["index"], told)
+        assert first == {choice["index"]: choice["prompt_token_ids"] for choice in whole["choices"]}
+
+
+def streamed_ids(frames: list[dict[str, Any]]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for choice in (choice for frame in frames for choice in frame["choices"]):
+        found.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
+    return found
+
+
 def test_tokens_of_logprobs_as_ids(live: LiveServer) -> None:
     ids = [f"token_id:{token}" for token in encode(live.state.tokenizer, "Hello, world!")]
     plain = post(live, "/v1/completions", **PLAIN, logprobs=1, max_tokens=50, return_tokens_as_token_ids=True).json()
@@ -99,7 +141,6 @@ def test_sglangs_fields(live: LiveServer) -> None:
     ("fields", "param"),
     [
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"return_token_ids": True, "stream": True}, "return_token_ids"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"stop_regex": "("}, "stop_regex"),

@@ -1,6 +1,6 @@
 """What vLLM's clients may ask for in an answer beyond OpenAI's fields: token ids, and log probabilities of the prompt.
 
-Only in whole answers. Knows the JSON forms and nothing of requests.
+Log probabilities of the prompt are in whole answers only. Knows the JSON forms and nothing of requests.
 """
 
 from __future__ import annotations
@@ -33,6 +33,27 @@ def add_to_completion(
         if body.return_token_ids:
             rendered["prompt_token_ids"] = choice.prompt_token_ids.tolist()
             rendered["token_ids"] = choice.token_ids
+
+
+class StreamedIds:
+    """Token ids of a stream's choices, chunk by chunk; put together they are those of the whole answer."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, int] = {}
+
+    def next(self, choice: Choice, count: int) -> dict[str, list[int]]:
+        """What the next chunk of `choice` has besides: the ids of so many tokens."""
+        told = self._told.get(choice.index, 0)
+        self._told[choice.index] = told + count
+        ids: list[int] = choice.context.tokens.generated[told : told + count].tolist()
+        return {"token_ids": ids}
+
+    def first(self, choice: Choice) -> dict[str, list[int]]:
+        """What the first chunk of `choice` has besides: the prompt's ids. Nothing when they were told."""
+        if choice.index in self._told:
+            return {}
+        self._told[choice.index] = 0
+        return {"prompt_token_ids": choice.prompt_token_ids.tolist()}
 
 
 def _prompt_logprobs(choice: Choice, most: int, tokenizer: Tokenizer) -> list[dict[str, Any] | None]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from api_server.choice import Choice, Finish, TextDelta, complete
+from api_server.dialects.openai.extras import StreamedIds
 from api_server.dialects.openai.logprobs import Echo, LogprobWriter, joined
 from api_server.dialects.openai.schema import StreamOptions
 from api_server.generation import Generation
@@ -146,19 +147,30 @@ def best(choices: Sequence[Choice], n: int) -> list[Choice]:
 
 
 def chat_frames(
-    envelope: Envelope, generation: Generation, options: StreamOptions | None, writer: LogprobWriter | None
+    envelope: Envelope,
+    generation: Generation,
+    options: StreamOptions | None,
+    writer: LogprobWriter | None,
+    ids: StreamedIds | None,
 ) -> AsyncIterator[bytes]:
-    """Role first, then the text as it comes, then an empty delta with the reason."""
+    """Role first, then the text as it comes, then an empty delta with the reason.
+
+    With `ids` the first chunk has those of the prompt, and each choice those of its tokens.
+    """
     opening = [_chat_choice(choice.index, {"role": "assistant", "content": ""}, None) for choice in generation.choices]
 
     def news(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
         told = None if writer is None or not delta.tokens else writer.chat(delta.tokens)
         # What is not decided yet has tokens all the same.
-        deltas = [_delta(piece) for piece in delta.pieces] or [{"content": ""}] * (told is not None)
+        silent = told is not None or (ids is not None and delta.count > 0)
+        deltas = [_delta(piece) for piece in delta.pieces] or [{"content": ""}] * silent
         rendered = [_chat_choice(delta.index, each, None, None if i else told) for i, each in enumerate(deltas)]
+        if ids is not None and rendered:
+            rendered[0] |= ids.next(generation.choices[delta.index], delta.count)
         return rendered if reason is None else [*rendered, _chat_choice(delta.index, {}, reason)]
 
-    return _frames(envelope, "chat.completion.chunk", generation, options, opening, news)
+    prompt = {} if ids is None else ids.first(generation.choices[0])
+    return _frames(envelope, "chat.completion.chunk", generation, options, opening, news, prompt)
 
 
 def completion_frames(
@@ -167,12 +179,18 @@ def completion_frames(
     options: StreamOptions | None,
     echoes: Sequence[Echo],
     writer: LogprobWriter | None,
+    ids: StreamedIds | None,
 ) -> AsyncIterator[bytes]:
-    """The echo first, then the text as it comes; the last text has the reason."""
+    """The echo first, then the text as it comes; the last text has the reason.
+
+    With `ids` each choice has those of its tokens, and in its first chunk those of its prompt.
+    """
     # The prompt's log probabilities are there with the first news of its choice, not before.
     unsaid = {index: echo for index, echo in enumerate(echoes) if echo.offsets is not None}
     opening = [
-        _completion_choice(index, echo.text, None) for index, echo in enumerate(echoes) if echo.text and not unsaid
+        _completion_choice(index, echo.text, None) | ({} if ids is None else ids.first(generation.choices[index]))
+        for index, echo in enumerate(echoes)
+        if echo.text and not unsaid
     ]
 
     def news(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
@@ -181,8 +199,11 @@ def completion_frames(
         if echo is not None and writer is not None:
             rendered.append(_completion_choice(choice.index, echo.text, None, writer.prompt(choice, echo)))
         told = None if writer is None or not delta.tokens else writer.completion(choice, delta.tokens)
-        if delta.text or told or reason:
+        if delta.text or told or reason or (ids is not None and delta.count):
             rendered.append(_completion_choice(delta.index, delta.text, reason, told))
+        if ids is not None and rendered:
+            rendered[0] |= ids.first(choice)
+            rendered[-1] |= ids.next(choice, delta.count)
         return rendered
 
     return _frames(envelope, "text_completion", generation, options, opening, news)
@@ -195,17 +216,19 @@ async def _frames(
     options: StreamOptions | None,
     opening: list[dict[str, Any]],
     news: Callable[[TextDelta, str | None], list[dict[str, Any]]],
+    more: dict[str, Any] | None = None,
 ) -> AsyncIterator[bytes]:
+    """`more` goes into the first chunk."""
     include_usage = options is not None and bool(options.include_usage or options.continuous_usage_stats)
     continuous = options is not None and bool(options.continuous_usage_stats)
 
-    def chunk(choice: dict[str, Any]) -> bytes:
-        if not include_usage:
-            return frame(envelope.around(kind, [choice]))
-        return frame(envelope.around(kind, [choice], usage=usage(generation.choices) if continuous else None))
+    def chunk(choice: dict[str, Any], **more: Any) -> bytes:
+        if include_usage:
+            more["usage"] = usage(generation.choices) if continuous else None
+        return frame(envelope.around(kind, [choice], **more))
 
     if opening:
-        yield b"".join(map(chunk, opening))
+        yield chunk(opening[0], **(more or {})) + b"".join(map(chunk, opening[1:]))
     async for delta in generation:
         reason = None
         if delta.finish is not None:

@@ -214,9 +214,10 @@ def _extended(call: Call, given: ExtendedBody, common: dict[str, Any]) -> dict[s
         logit_processor=name,
         custom_params=orjson.dumps(given.custom_params or {}).decode() if name else None,
     )
-    if given.prompt_logprobs is not None or given.return_token_ids:
-        _check_not_streamed(given)
     if given.prompt_logprobs is not None:
+        if given.stream:
+            name = "prompt_logprobs"
+            raise invalid(f"{name} is not available when stream is true; ask for the whole answer", name)
         most = max(given.prompt_logprobs, sampling.top_logprobs or 0)
         sampling = replace(sampling, top_logprobs=most, prompt_logprobs_from=0)
     salt = common["cache_salt"]
@@ -238,12 +239,6 @@ def _bad_words(call: Call, words: list[str]) -> list[list[int]]:
         forms = (call.server.tokenizer.ids_of(form) for form in (word, f" {word.lstrip()}"))
         found += [ids for ids in forms if ids and ids not in found]
     return found
-
-
-def _check_not_streamed(given: ExtendedBody) -> None:
-    if given.stream:
-        name = "return_token_ids" if given.prompt_logprobs is None else "prompt_logprobs"
-        raise invalid(f"{name} is not available when stream is true; ask for the whole answer", name)
 
 
 def _sampling(given: TextBody, max_tokens: int | None) -> SamplingParamsInput:

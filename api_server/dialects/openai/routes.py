@@ -69,7 +69,8 @@ async def chat_completions(call: Call) -> Response:
     generation = await generate(call.server, await requests.chat_request(call, body))
     writer = _writer(call, body, body.top_logprobs or 0) if body.logprobs else None
     if body.stream:
-        frames = rendering.chat_frames(envelope, generation, body.stream_options, writer)
+        ids = extras.StreamedIds() if body.return_token_ids else None
+        frames = rendering.chat_frames(envelope, generation, body.stream_options, writer, ids)
         return EventStream(frames, generation.close, error_frame)
     choices = await generation.collect()
     answer = rendering.chat_answer(envelope, choices, writer)
@@ -84,7 +85,8 @@ async def completions(call: Call) -> Response:
     echoes = await _echoes(call.server, body, generation)
     writer = None if body.logprobs is None else _writer(call, body, body.logprobs)
     if body.stream:
-        frames = rendering.completion_frames(envelope, generation, body.stream_options, echoes, writer)
+        ids = extras.StreamedIds() if body.return_token_ids else None
+        frames = rendering.completion_frames(envelope, generation, body.stream_options, echoes, writer, ids)
         return EventStream(frames, generation.close, error_frame)
     choices = rendering.best(await generation.collect(), body.n or 1)
     answer = rendering.completion_answer(envelope, generation.choices, choices, echoes, writer)

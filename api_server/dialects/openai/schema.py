@@ -75,7 +75,7 @@ class ExtendedBody(TextBody):
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MOST_LOGPROBS, description="Return the prompt's log probabilities, and so many alternatives"
     )
-    return_token_ids: bool | None = Field(None, description="Return token ids of prompt and answer; not streamed")
+    return_token_ids: bool | None = Field(None, description="Return token ids of prompt and answer")
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Tokens of log probabilities read "token_id:5", so that none reads like another'
     )
