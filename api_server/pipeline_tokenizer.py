@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from api_server.constraints.local import LocalCompiler
 from api_server.errors import RequestFailed
-from api_server.preparation import prepare_one
+from api_server.preparation import constrained, prepare_one
 from api_server.tokenizer import Tokenizer
 from interfaces.requests import TextGenerationRequest
 from interfaces.status import GenerationStatus
@@ -28,6 +29,7 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
         self._tokenizer = tokenizer
         self._max_length = max_length
+        self._compiler = LocalCompiler(tokenizer)
 
     @classmethod
     def load(cls, model: str, max_length: int) -> TextTokenizer:
@@ -52,6 +54,7 @@ class TextTokenizer:
             raise ValueError(f"n must be 1, got {request.n}: make a request for each answer")
         try:
             prepared = await prepare_one(self._tokenizer, request, self._max_length, None)
+            prepared = await constrained(prepared, self._tokenizer, self._compiler.compile)
         except RequestFailed as error:
             raise ValueError(error.message) from None
         context = prepared.context(0)

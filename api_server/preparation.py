@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from api_server import resume
@@ -39,7 +39,7 @@ class Prepared:
 
     def context(self, k: int) -> TextContext:
         """Of the k-th answer. Everybody who holds this answer, here and in the scheduler, holds such a context."""
-        form, sampling = self.request.response_format, self.sampling
+        sampling = self.sampling
         # The model runs over a prompt only to continue it: the one token is dropped when it comes.
         length = 1 if self.only_scores else sampling.max_new_tokens
         context = TextContext.from_prompt(
@@ -52,8 +52,7 @@ class Prepared:
             prompt_embeddings=self.request.prompt_embeddings,
             log_probabilities=self.request.logprobs or int(self.sampling.logprobs != LogprobMode.NONE),
             log_probabilities_echo=self.request.echo and self.request.logprobs > 0,
-            json_schema=json.dumps(form.json_schema) if form and form.json_schema and not self.grammar else None,
-            grammar=self.grammar or (form.grammar if form else None),
+            grammar=self.grammar,
             target_endpoint=self.request.target_endpoint,
         )
         context.set_thinking_region(None, self.grammar_begins_after)
@@ -69,16 +68,18 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
     formats = server.formats
     found = [await prepare_one(server.tokenizer, formats.opened(each), limit, vocab_size) for each in batch]
     formed = [replace(item, request=formats.constrained(item.request, item.prompt.tokens.tolist())) for item in found]
-    return [await _constrained(server, item) for item in formed]
+    return [await constrained(item, server.tokenizer, server.constraints.compile) for item in formed]
 
 
-async def _constrained(server: ServerState, prepared: Prepared) -> Prepared:
+async def constrained(
+    prepared: Prepared, tokenizer: Tokenizer, compile_constraint: Callable[[Constraint], Awaitable[str]]
+) -> Prepared:
     """With its constraint compiled, if it has one. Raises RequestFailed."""
     constraint = _constraint_of(prepared.request)
     if constraint is None:
         return prepared
-    begins_after = server.tokenizer.exact(constraint.begins_after) if constraint.begins_after else []
-    grammar = await server.constraints.compile(constraint)
+    begins_after = tokenizer.exact(constraint.begins_after) if constraint.begins_after else []
+    grammar = await compile_constraint(constraint)
     return replace(prepared, grammar=grammar, grammar_begins_after=begins_after)
 
 

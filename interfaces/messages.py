@@ -320,6 +320,13 @@ class RowGrammar:
     state: GrammarState
     ends: list[int]
 
+    @classmethod
+    def of(cls, context: TextContext) -> RowGrammar | None:
+        """None for free text."""
+        if context.grammar is None:
+            return None
+        return cls(context.grammar, context.grammar_state, sorted(context.eos_token_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class Join:

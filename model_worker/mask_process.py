@@ -9,6 +9,7 @@ Knows rows and tokens; knows no logits.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import mmap
 import os
 import signal
@@ -188,7 +189,7 @@ def _serve(vocabulary: Vocabulary, max_rows: int, requests: int, memory: int) ->
     limit_memory(MEMORY_BYTES)
     rows = Masks(vocabulary, header, masks)
     unpacker = message_unpacker()
-    with socket.socket(fileno=requests) as worker:
+    with socket.socket(fileno=requests) as worker, contextlib.suppress(ConnectionError):
         while data := worker.recv(1 << 20):
             unpacker.feed(data)
             for number, *request in unpacker:

@@ -64,8 +64,10 @@ class _Row:
 class Masks:
     """Masks of up to `max_rows` rows over `vocab_size` tokens, which a process from the nursery fills."""
 
-    def __init__(self, nursery: Nursery, max_rows: int, vocab_size: int) -> None:
+    def __init__(self, nursery: Nursery, max_rows: int, vocab_size: int, jumps: bool = True) -> None:
+        """Without `jumps` tokens that a grammar forces are sampled one by one, too."""
         self._nursery = nursery
+        self._jumps = jumps
         self._vocab_size = vocab_size
         words = -(-vocab_size // (8 * WORD_BYTES))
         self._memory = os.memfd_create("masks")
@@ -110,7 +112,7 @@ class Masks:
 
         With `jumps` the tokens that its grammar forces may come together.
         """
-        self._rows[row] = _Row(grammar.text, grammar.state, grammar.ends, emitted.tolist(), jumps)
+        self._rows[row] = _Row(grammar.text, grammar.state, grammar.ends, emitted.tolist(), jumps and self._jumps)
         self._joins.append(row)
 
     def flush(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Join, RowGrammar, Step, TextContext
+from interfaces import Join, RowGrammar, Step
 from scheduler.sequence import Sequence
 from scheduler.workers import Worker
 
@@ -146,12 +146,6 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         images=sequence.next_images,
         hidden_from=sequence.next_hidden if sequence.context.hidden_states else None,
         embeddings=sequence.context.prompt_embeddings,
-        grammar=_grammar(sequence.context),
+        grammar=RowGrammar.of(sequence.context),
         alone=sequence.terms.deterministic,
     )
-
-
-def _grammar(context: TextContext) -> RowGrammar | None:
-    if context.grammar is None:
-        return None
-    return RowGrammar(context.grammar, context.grammar_state, sorted(context.eos_token_ids))

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,24 +104,12 @@ class Compiler:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the child
             limit_memory(MEMORY_BYTES)
             os.nice(NICENESS)
-            answer = self._outcome(kind, source)
+            answer = outcome(self._vocabulary, self._special, kind, source)
             with os.fdopen(output, "wb") as stream:
                 stream.write(msgpack.packb(answer))
             os._exit(0)
         finally:
             os._exit(_FAILED)  # whatever was raised: this is not the place to go on from
-
-    def _outcome(self, kind: str, source: str) -> dict[str, str]:
-        try:
-            return {"grammar": checked(self._vocabulary, translate(kind, source, self._special))}
-        except GrammarError as error:
-            return {"error": readable(str(error))}
-        except MemoryError:
-            return {"error": _TOO_LARGE}
-        except UnicodeEncodeError:
-            return {"error": "it has half of a surrogate pair, which is no character"}
-        except RecursionError:
-            return {"error": "it is nested too deeply"}
 
     def _hear(self, child: _Child, data: bytes) -> None:
         if data:
@@ -133,6 +122,20 @@ class Compiler:
         answer = msgpack.unpackb(child.words) if status == 0 else {"error": _why(status)}
         self._answers.write(msgpack.packb([child.number, answer]))
         self._answers.flush()
+
+
+def outcome(vocabulary: Vocabulary, special: Mapping[str, int], kind: str, source: str) -> dict[str, str]:
+    """The compiled `grammar`, or the `error`; `special` are the tokens that stand for no text."""
+    try:
+        return {"grammar": checked(vocabulary, translate(kind, source, special))}
+    except GrammarError as error:
+        return {"error": readable(str(error))}
+    except MemoryError:
+        return {"error": _TOO_LARGE}
+    except UnicodeEncodeError:
+        return {"error": "it has half of a surrogate pair, which is no character"}
+    except RecursionError:
+        return {"error": "it is nested too deeply"}
 
 
 def checked(vocabulary: Vocabulary, grammar: str) -> str:

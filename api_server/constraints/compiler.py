@@ -51,7 +51,7 @@ class ConstraintCompiler:
 
     async def compile(self, constraint: Constraint) -> str:
         """The compiled grammar. Raises RequestFailed(INVALID), which names the client's field."""
-        _check_size(constraint)
+        check_size(constraint)
         key = hashlib.blake2b(f"{constraint.kind}\0{constraint.source}".encode(), digest_size=16).digest()
         outcome = self._known.get(key)
         if outcome is None:
@@ -59,7 +59,7 @@ class ConstraintCompiler:
         else:
             self._known.move_to_end(key)
         if "grammar" not in outcome:
-            raise _refused(constraint, outcome["error"])
+            raise refused(constraint, outcome["error"])
         return outcome["grammar"]
 
     async def start(self) -> None:
@@ -149,14 +149,16 @@ class ConstraintCompiler:
             self._known_bytes -= _size(self._known.popitem(last=False)[1])
 
 
-def _check_size(constraint: Constraint) -> None:
+def check_size(constraint: Constraint) -> None:
+    """Raises RequestFailed(INVALID) for one that is too long to be looked at."""
     # Here, and not only over there, so that what is too long is not sent.
     most = MOST_PATTERN if constraint.kind is ConstraintKind.REGEX else MOST_SOURCE
     if len(constraint.source) > most:
-        raise _refused(constraint, f"it has {len(constraint.source)} characters; at most {most} are possible")
+        raise refused(constraint, f"it has {len(constraint.source)} characters; at most {most} are possible")
 
 
-def _refused(constraint: Constraint, why: str) -> RequestFailed:
+def refused(constraint: Constraint, why: str) -> RequestFailed:
+    """What the client is told of one that cannot be enforced."""
     field = constraint.field or constraint.kind.value
     return invalid(f"{field} cannot be enforced: {why}", field)
 

@@ -1,8 +1,9 @@
 """Text generation within one process: a pipeline over the same `Engine.step` that the worker's loop runs.
 
 It keeps a row and KV blocks for every request from its first batch to `release`. What it knows of a request is in the
-request's context, which callers may also change between steps (reset, roll back, jump ahead): the row follows it. It
-does not know text, and it neither queues nor evicts: a batch that does not fit is refused as a whole.
+request's context, which callers may also change between steps (reset, roll back, jump ahead): the row follows it, and
+so does its grammar, if it has one. It does not know text, and it neither queues nor evicts: a batch that does not fit
+is refused as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from interfaces.inputs import TextGenerationInputs
 from interfaces.log_probabilities import LogProbabilities
-from interfaces.messages import Join, Step, StepResult
+from interfaces.messages import Join, RowGrammar, Step, StepResult
 from interfaces.outputs import TextGenerationOutput
 from interfaces.pipeline import Pipeline
 from interfaces.processors import BatchLogitsProcessor, BatchProcessorInputs, ProcessorInputs
@@ -26,10 +27,12 @@ from interfaces.request_id import RequestID
 from interfaces.sampling import MOST_TOP_LOGPROBS, LogprobMode, SamplingParams
 from interfaces.status import GenerationStatus
 from interfaces.text_context import TextContext
+from model_worker import mask_process
 from model_worker.batch import ForwardBatch
 from model_worker.capacity import Capacity, capacity_for
 from model_worker.engine import Engine, WorkerIdentity
 from model_worker.loader import load_model
+from model_worker.masks import Masks
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
 from model_worker.sampler import SamplerRows
@@ -54,11 +57,14 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         capacity: Capacity,
         max_batch_tokens: int = 512,
         batch_processors: Sequence[BatchLogitsProcessor] = (),
+        masks: Masks | None = None,
     ) -> None:
+        """`masks` are for requests with a grammar, without jumps; `close` closes them."""
         rows = WorkerRows(capacity.max_rows, capacity.max_model_len, capacity.block_size, capacity.num_blocks)
         sampler = SamplerRows(capacity.max_rows, runner.loaded.vocab_size, runner.loaded.device)
         self._runner = runner
-        self._engine = Engine(self._forward, rows, sampler, runner.loaded.device, WorkerIdentity(0, 0))
+        self._engine = Engine(self._forward, rows, sampler, runner.loaded.device, WorkerIdentity(0, 0), masks=masks)
+        self._masks = masks
         self._capacity = capacity
         self._max_batch_tokens = max_batch_tokens
         self._batch_processors = tuple(batch_processors)
@@ -93,7 +99,15 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, loaded.block_size)
         runner = ModelRunner(loaded, capacity.num_blocks, capacity.block_size)
         runner.record_decode(capacity.max_rows, capacity.max_model_len)
-        return cls(runner, capacity, max_batch_tokens, batch_processors)
+        # Costs nothing before the first request that has a grammar.
+        nursery = mask_process.nursery(str(model), capacity.max_rows)
+        masks = Masks(nursery, capacity.max_rows, loaded.vocab_size, jumps=False)
+        return cls(runner, capacity, max_batch_tokens, batch_processors, masks)
+
+    def close(self) -> None:
+        """Ends the process that enforces grammars, if there was need for one. Idempotent."""
+        if self._masks is not None:
+            self._masks.close()
 
     @property
     def max_batch_size(self) -> int:
@@ -146,8 +160,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"request {name} has token ids from {low} to {high}: the model has 0 to {vocab_size - 1}")
-        if context.json_schema is not None or context.grammar is not None:
-            raise ValueError(f"request {name} asks for a grammar: this pipeline generates free text only")
+        if context.grammar is None and context.json_schema is not None:
+            raise ValueError(f"request {name} has a schema, which is not compiled: let TextTokenizer make its context")
+        if context.grammar is not None and self._masks is None:
+            raise ValueError(f"request {name} has a grammar: this pipeline was made without masks, for free text only")
         if context.log_probabilities_echo or context.sampling_params.prompt_logprobs_from is not None:
             raise ValueError(f"request {name}: log_probabilities are those of generated tokens only, without echo")
         if not 0 <= context.log_probabilities <= MOST_TOP_LOGPROBS:
@@ -224,6 +240,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
                 prompt_len=context.prompt_length,
                 start=row.computed,
                 sampling=_values(context),
+                grammar=RowGrammar.of(context),
             )
         ]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import random
 import re
 import runpy
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -24,6 +28,9 @@ from interfaces import (
     TextGenerationRequest,
     TextGenerationResponseFormat,
 )
+from interfaces.constraint import Constraint, ConstraintKind
+from model_worker import mask_process
+from model_worker.masks import Masks
 from model_worker.pipelines.text import TextPipeline
 from tests.model_worker.tiny_models import tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
@@ -63,7 +70,8 @@ def test_the_documents_example_runs(model: Path, tmp_path: Path, capsys: pytest.
     path.write_text(script)
     runpy.run_path(str(path), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[0] for line in lines] == ["capital", "story"]
+    assert [line.split(": ")[0] for line in lines] == ["capital", "story", "sky"]
+    assert lines[2] in ("sky: 'yes'", "sky: 'no'")
 
 
 async def test_a_request_becomes_a_context(tokenizer: TextTokenizer) -> None:
@@ -99,7 +107,8 @@ async def test_final_values_are_final(tokenizer: TextTokenizer) -> None:
     values = context.sampling_params
     assert (values.seed, values.top_k, values.temperature, values.stop_token_ids) == (0, 5, 0.5, [3])
     assert context.max_length == MAX_LENGTH
-    assert context.json_schema == '{"type": "object"}'
+    assert context.json_schema is None
+    assert "object" in str(context.grammar)
     assert context.log_probabilities == 2
 
 
@@ -157,3 +166,87 @@ async def test_the_offline_pair_has_the_tokens_of_the_server(model: Path, tokeni
     pipeline = TextPipeline.load(model, dtype="float32", max_length=MAX_LENGTH)
     outputs = pipeline.execute(TextGenerationInputs([contexts], num_steps=12))
     assert [outputs[request.request_id].tokens for request in requests] == answers
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["cat", "dog"]}, "ok": {"const": True}},
+    "required": ["name", "kind", "ok"],
+    "additionalProperties": False,
+}
+CONSTRAINTS = [
+    Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    Constraint(ConstraintKind.REGEX, "[0-9]{2,4}(, [a-f]{3}){1,3}[.]"),
+    Constraint(ConstraintKind.CHOICE, '["one of them", "another", "and a third"]'),
+    Constraint(ConstraintKind.EBNF, 'root ::= "<" [a-z]+ ">" ("(" root ")")?'),
+    Constraint(ConstraintKind.REGEX, "[0-9]{3}", begins_after="e"),
+    None,
+]
+
+
+def formed(text: str, constraint: Constraint) -> bool:
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            jsonschema.validate(json.loads(text), SCHEMA)
+            return True
+        case ConstraintKind.CHOICE:
+            return text in json.loads(constraint.source)
+        case ConstraintKind.EBNF:
+            return re.fullmatch(r"(<[a-z]+>\(?)+\)*", text) is not None
+        case _:
+            begun = text.partition(constraint.begins_after)[2] if constraint.begins_after else text
+            return re.fullmatch(constraint.source, begun) is not None
+
+
+async def test_a_form_is_kept_to_offline_as_by_the_server(model: Path, tokenizer: TextTokenizer) -> None:
+    """Whatever the contexts go through in between: batches of any company, roll-backs and resets."""
+    seed = random.randrange(2**31)
+    rng = random.Random(seed)
+    asked = [(rng.randrange(2**32), constraint) for constraint in CONSTRAINTS for _ in range(2)]
+    requests = [
+        TextGenerationRequest(
+            RequestID(f"{i}"),
+            prompt="x" * rng.randint(1, 9),
+            constraint=constraint,
+            sampling=SamplingParamsInput(temperature=1.0, seed=number, max_new_tokens=60),
+        )
+        for i, (number, constraint) in enumerate(asked)
+    ]
+    contexts = [await tokenizer.new_context(request) for request in requests]
+    masks = Masks(mask_process.nursery(str(model), 16), 16, 257)
+    server = InProcessServer(load(model), Shape(max_model_len=80), [masks])
+    for context in contexts:
+        server.submit_context(copy.deepcopy(context))
+    answers = [answer.tokens for answer in server.run()]
+    masks.close()
+    pipeline = TextPipeline.load(model, dtype="float32", max_length=MAX_LENGTH, kv_memory=1 << 22)
+    while running := [context for context in contexts if not context.is_done]:
+        some = rng.sample(running, rng.randint(1, len(running)))
+        for context in rng.sample(some, rng.randint(0, len(some))):
+            if rng.random() < 0.3:
+                context.reset()
+            elif context.tokens.generated_length:
+                context.drop_last_tokens(rng.randint(1, min(3, context.tokens.generated_length)))
+        pipeline.execute(TextGenerationInputs([some], num_steps=rng.randint(1, 9)))
+    pipeline.close()
+    for context, answer, (_, constraint) in zip(contexts, answers, asked, strict=True):
+        generated = context.tokens.all[context.prompt_length :].tolist()
+        assert generated == answer, f"seed {seed}"
+        if constraint is not None and context.status is GenerationStatus.END_OF_SEQUENCE:
+            assert formed(await tokenizer.decode(generated), constraint), f"seed {seed}"
+    assert any(context.status is GenerationStatus.END_OF_SEQUENCE for context in contexts)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "why"),
+    [
+        (Constraint(ConstraintKind.REGEX, "("), "regex cannot be enforced"),
+        (Constraint(ConstraintKind.JSON_SCHEMA, '{"type": 7}', field="schema"), "schema cannot be enforced"),
+        (Constraint(ConstraintKind.REGEX, "a" * (1 << 20)), "characters; at most"),
+    ],
+)
+async def test_a_form_that_cannot_be_kept_to_is_a_value_error(
+    tokenizer: TextTokenizer, constraint: Constraint, why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        await tokenizer.new_context(TextGenerationRequest(RequestID("r"), prompt="x", constraint=constraint))

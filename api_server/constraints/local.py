@@ -1,0 +1,41 @@
+"""Compiles constraints within this process: for offline use, where who asks bears what his constraint costs.
+
+A server asks `compiler.py` instead, which has it done where time and memory have limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import cached_property
+
+from api_server.constraints.compile_process import outcome, special_tokens
+from api_server.constraints.compiler import check_size, refused
+from api_server.tokenizer import Tokenizer
+from interfaces.constraint import Constraint
+from shared.grammar import Vocabulary
+
+
+class LocalCompiler:
+    """Loads the tokens with the first constraint."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def compile(self, constraint: Constraint) -> str:
+        """The compiled grammar. Raises RequestFailed(INVALID)."""
+        check_size(constraint)
+        found = await asyncio.to_thread(self._outcome, constraint)
+        if "grammar" not in found:
+            raise refused(constraint, found["error"])
+        return found["grammar"]
+
+    def _outcome(self, constraint: Constraint) -> dict[str, str]:
+        vocabulary, special = self._loaded
+        return outcome(vocabulary, special, constraint.kind, constraint.source)
+
+    @cached_property
+    def _loaded(self) -> tuple[Vocabulary, dict[str, int]]:
+        tokenizer, eos = self._tokenizer.grammar_vocabulary()
+        vocabulary = Vocabulary(tokenizer, eos)
+        return vocabulary, special_tokens(json.loads(tokenizer), vocabulary)
