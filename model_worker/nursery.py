@@ -54,7 +54,10 @@ class Nursery:
             socket.send_fds(self._line, [b"\0"], descriptors)
 
     def exit_code(self, seconds: float) -> int:
-        """How the last child ended, as subprocess says it, or else the whole process; 0 if neither is known in time."""
+        """How the last child ended, as subprocess says it; 0 if that is not known in time.
+
+        The end of the whole process kills its child, however that end came about: no child is to blame for it.
+        """
         assert self._line is not None
         assert self._process is not None
         deadline, code = time.monotonic() + seconds, 0
@@ -66,7 +69,8 @@ class Nursery:
             with contextlib.suppress(ConnectionResetError):  # it died with a request unread
                 data = self._line.recv(_EXIT_CODE.size)
             if not data:
-                return self._process.wait()
+                self._process.wait()  # or `start` would take it for alive
+                return -signal.SIGKILL
             [code] = _EXIT_CODE.unpack(data)
             self._alive -= 1
         return code
