@@ -19,6 +19,7 @@ from typing import Any
 
 from shared.liveness import SUPERVISOR_PID, open_pidfd
 from shared.phases import STATUS_FD
+from shared.successors import FORKS
 
 _LINES_KEPT = 30
 _LONGEST_LINE = 64 * 1024
@@ -32,6 +33,7 @@ class ChildSpec:
 
     `counts_starts` appends `--epoch N`, N counting the starts of this child from `first_epoch`. `stop_seconds` is what
     the child gets between SIGTERM and SIGKILL. `rolling` children are restarted one after the other on SIGHUP.
+    `forks` says that the child's process, where it counts its starts, can fork the next one (shared/successors.py).
     """
 
     name: str
@@ -42,6 +44,7 @@ class ChildSpec:
     first_epoch: int = 0
     stop_seconds: float = 10.0
     rolling: bool = False
+    forks: bool = False
 
     @property
     def role(self) -> str:
@@ -101,6 +104,17 @@ class Child:
         lines = self._status_lines.read()
         return None if lines is None else [event for line in lines if (event := _event(line)) is not None]
 
+    def fork_again(self, epoch: int) -> bool:
+        """Has the process, whose fork has died, start another one. False when it cannot be told: it has ended, too."""
+        assert self._process.stdin is not None
+        try:
+            os.write(self._process.stdin.fileno(), f"{epoch}\n".encode())
+        except OSError:
+            return False
+        self.epoch, self.started_at, self.ready_at = epoch, time.monotonic(), None
+        self._last_lines.clear()
+        return True
+
     def terminate(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
 
@@ -120,6 +134,8 @@ class Child:
     def close(self) -> None:
         assert self._process.stdout is not None
         self._process.stdout.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         os.close(self.status)
         os.close(self.sentinel)
 
@@ -173,10 +189,12 @@ class _LineReader:
 def _spawn(spec: ChildSpec, epoch: int, status: int) -> subprocess.Popen[bytes]:
     argv = [*spec.argv, "--epoch", str(epoch)] if spec.counts_starts else list(spec.argv)
     env = {**os.environ, **spec.env, STATUS_FD: str(status), SUPERVISOR_PID: str(os.getpid())}
+    if spec.forks:
+        env[FORKS] = "1"
     return subprocess.Popen(
         argv,
         env=env,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE if spec.forks else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         bufsize=0,

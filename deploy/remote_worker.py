@@ -56,6 +56,7 @@ def work(settings: Settings, endpoint: str, index: int) -> int:
             counts_starts=True,
             # Also after a restart of this supervisor an epoch must be later than all before.
             first_epoch=int(time.time()),
+            forks=settings.devices == "cpu",
         )
         try:
             return Supervisor([spec], timeline).run()

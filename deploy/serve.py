@@ -202,6 +202,8 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
                 counts_starts=True,
                 stop_seconds=_SECONDS_TO_STOP,
                 rolling=True,
+                # CUDA cannot be used by the fork of a process that has touched it, and an import may do that.
+                forks=device == "cpu",
             )
             for index, device in enumerate(devices)
         ),

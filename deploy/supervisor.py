@@ -59,6 +59,8 @@ class _Slot:
     spec: ChildSpec
     policy: RestartPolicy
     child: Child | None = None
+    parent: Child | None = None
+    """The process whose fork was the child that has died, and from which the next one can be forked."""
     epoch: int = field(init=False)
     wanted: bool = True
     due: float = 0.0
@@ -123,15 +125,18 @@ class Supervisor:
                 self._start(slot)
 
     def _start(self, slot: _Slot) -> None:
-        try:
-            child = Child(slot.spec, slot.epoch)
-        except OSError as error:
-            self._give_up(f"{slot.spec.title} cannot be started: {error}")
-            return
-        slot.child, slot.epoch = child, slot.epoch + 1
-        handlers = (self._on_exit, self._on_events, self._on_output)
-        for descriptor, handler in zip(child.descriptors, handlers, strict=True):
-            self._selector.register(descriptor, selectors.EVENT_READ, partial(handler, slot, child))
+        if slot.parent is not None and slot.parent.fork_again(slot.epoch):
+            slot.child, slot.parent = slot.parent, None
+        else:
+            try:
+                slot.child = child = Child(slot.spec, slot.epoch)
+            except OSError as error:
+                self._give_up(f"{slot.spec.title} cannot be started: {error}")
+                return
+            handlers = (self._on_exit, self._on_events, self._on_output)
+            for descriptor, handler in zip(child.descriptors, handlers, strict=True):
+                self._selector.register(descriptor, selectors.EVENT_READ, partial(handler, slot, child))
+        slot.epoch += 1
         self._observer.started(slot.spec)
 
     @property
@@ -167,7 +172,7 @@ class Supervisor:
             handle()
 
     def _on_output(self, slot: _Slot, child: Child) -> None:
-        if slot.child is child:
+        if child in (slot.child, slot.parent):
             self._forward_output(child)
 
     def _forward_output(self, child: Child) -> bool:
@@ -179,7 +184,7 @@ class Supervisor:
         return bool(lines)
 
     def _on_events(self, slot: _Slot, child: Child) -> None:
-        if slot.child is child:
+        if child in (slot.child, slot.parent):
             self._handle_events(slot, child)
 
     def _handle_events(self, slot: _Slot, child: Child) -> bool:
@@ -196,10 +201,25 @@ class Supervisor:
                 self._give_up(f"{slot.spec.title} cannot work: {event.get('message')}")
             case "ready":
                 child.ready_at = time.monotonic()
+            case "died":
+                self._on_fork_death(slot, child, int(event["pid"]), int(event["status"]))
+                return
         self._observer.event(slot.spec, event)
         if not self._all_ready and all(s.serves for s in self._slots):
             self._all_ready = True
             self._observer.all_ready()
+
+    def _on_fork_death(self, slot: _Slot, child: Child, pid: int, status: int) -> None:
+        """The child's process is still there for the next one."""
+        while self._forward_output(child):
+            pass
+        slot.child, slot.parent = None, child
+        self._observer.exited(slot.spec, pid)
+        if slot.kill_at is not None:  # it was about to be told to end: the next one is to be a fresh process
+            slot.kill_at, slot.due = None, 0.0
+            child.kill()
+        elif slot.wanted:
+            self._on_death(slot, child, status)
 
     def _on_exit(self, slot: _Slot, child: Child) -> None:
         status = child.reap()
@@ -210,6 +230,10 @@ class Supervisor:
         for descriptor in child.descriptors:
             self._unwatch(descriptor)
         child.close()
+        if slot.parent is child:
+            slot.parent = None
+        if slot.child is not child:
+            return
         slot.child = None
         self._observer.exited(slot.spec, child.pid)
         if slot.kill_at is not None:
@@ -272,8 +296,8 @@ class Supervisor:
         deadline = time.monotonic() + max(slot.spec.stop_seconds for slot in slots)
         for slot in slots:
             slot.wanted, slot.kill_at = False, None
-            if slot.child is not None:
-                slot.child.terminate()
+        for child in _children(slots):
+            child.terminate()
         while any(_children(slots)) and not self._impatient and time.monotonic() < deadline:
             self._start_due()
             self._turn(min(deadline, self._next_start or deadline))
@@ -293,7 +317,7 @@ class Supervisor:
 
 
 def _children(slots: Sequence[_Slot]) -> Iterator[Child]:
-    return (slot.child for slot in slots if slot.child is not None)
+    return (child for slot in slots for child in (slot.child, slot.parent) if child is not None)
 
 
 class _Signals:

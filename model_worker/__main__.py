@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interfaces import WorkerHello
-from shared import logs, phases
+from shared import logs, phases, successors
 from shared.endpoints import RunDirectory
 from shared.liveness import become
 from shared.settings import Settings, parse_memory
@@ -47,13 +47,27 @@ def main() -> None:
     become(f"{role} {arguments.device}", run_directory.stack_file(arguments.index))
     settings = Settings.read(run_directory.settings_file)
     logs.configure(f"{role} {arguments.device}", settings.log_level)
+    phases.phase("import")
+    _import()
+    epoch = successors.successor(arguments.epoch)
+    become(f"{role} {arguments.device}", run_directory.stack_file(arguments.index))
     try:
-        engine, hello, compilation = build(settings, arguments.index, arguments.device, arguments.epoch)
+        engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch)
     except ValueError as error:
         phases.fatal(str(error))
         sys.exit(CANNOT_WORK)
     keys = Path(settings.curve_keys) if arguments.connect else None
     serve(engine, hello, arguments.connect or run_directory.worker_endpoint, keys, compilation)
+
+
+def _import() -> None:
+    """What takes seconds, torch most of all, and is the same for all. Makes no thread that a fork would miss."""
+    # It makes a million objects and hardly any garbage; looking for that takes a second.
+    gc.disable()
+    from model_worker import capacity, engine, kernels, loader, mask_process, masks, processors, rows, runner, sampler
+
+    assert all((capacity, engine, kernels, loader, mask_process, masks, processors, rows, runner, sampler))
+    gc.freeze()
 
 
 def build(
@@ -63,10 +77,6 @@ def build(
 
     Where kernels are not there yet, they are being compiled.
     """
-    phases.phase("import")
-    # What comes now makes a million objects and hardly any garbage; looking for that takes a second.
-    gc.disable()
-    # torch takes over a second to import: only now, so that the supervisor sees the phase.
     import torch
 
     from model_worker import kernels, mask_process
@@ -79,7 +89,6 @@ def build(
     from model_worker.runner import ModelRunner
     from model_worker.sampler import SamplerRows
 
-    gc.freeze()
     phases.phase("load weights")
     loaded = load_model(
         settings.model,
@@ -182,6 +191,7 @@ def serve(
     gc.collect()
     gc.freeze()
     gc.enable()
+    successors.has_served()
     phases.ready(blocks=hello.num_blocks, max_model_len=hello.max_model_len, attention=hello.attention)
     loop.run()
 

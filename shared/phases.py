@@ -39,6 +39,14 @@ def ready(**details: Any) -> None:
     report("ready", **details)
 
 
+def died(pid: int, status: int) -> None:
+    """The fork that this process had work has ended, and it can fork another one (shared/successors.py).
+
+    `status` as subprocess says it: the exit code, or the signal's number below zero.
+    """
+    report("died", pid=pid, status=status)
+
+
 def fatal(message: str) -> None:
     """This process cannot work and a restart would not help (wrong model, wrong setting).
 

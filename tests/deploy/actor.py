@@ -1,6 +1,6 @@
 """A small child process for supervisor tests: speaks the status pipe, then does what its arguments say.
 
-python -m tests.deploy.actor [--say TEXT] [--fatal TEXT] [--never-ready] [--grandchild FILE]
+python -m tests.deploy.actor [--say TEXT] [--fatal TEXT] [--never-ready] [--grandchild FILE] [--only-once]
                              [--then serve|stubborn|exit:CODE|signal:NAME] [--after SECONDS] [--epoch N]
 """
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from shared import phases
+from shared import phases, successors
 from shared.liveness import become
 
 
@@ -23,14 +23,17 @@ def main() -> None:
     parser.add_argument("--fatal", default="")
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--grandchild", default="")
+    parser.add_argument("--only-once", action="store_true", help="serve as epoch 0 only")
     parser.add_argument("--then", default="serve")
     parser.add_argument("--after", type=float, default=0.0)
     parser.add_argument("--epoch", type=int, default=-1)
     arguments = parser.parse_args()
     become("actor")
+    phases.phase("import")
+    epoch = successors.successor(arguments.epoch)
+    become("actor")
     if arguments.then == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    phases.phase("import")
     phases.phase("load weights")
     phases.progress(1, 2, "tensors")
     if arguments.say:
@@ -39,8 +42,11 @@ def main() -> None:
         start_grandchild(arguments.grandchild)
     if arguments.fatal:
         phases.fatal(arguments.fatal)
+    if arguments.only_once and epoch > 0:
+        sys.exit("once was enough")
     if not arguments.never_ready:
-        phases.ready(epoch=arguments.epoch)
+        successors.has_served()
+        phases.ready(epoch=epoch, pid=os.getpid())
     time.sleep(arguments.after)
     end(arguments.then)
 
