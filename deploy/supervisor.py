@@ -2,7 +2,8 @@
 in order.
 
 One thread, one selector, nothing polled: a child's end, its events and its output are descriptors (child.py), signals
-arrive through a wakeup descriptor, and the only timers are restart delays and stop deadlines. On SIGHUP the children
+arrive through a wakeup descriptor, and the only timers are restart delays and stop deadlines. A child that works in a
+fork (shared/successors.py) tells by an event that it is dead, and is asked for the next one. On SIGHUP the children
 that may be are restarted one by one, each when its predecessor serves again. Knows nothing of what the children do;
 their last role in the list is stopped first.
 """
