@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from model_worker import alone
 from model_worker.batch import ForwardBatch
+from model_worker.drafts import draft
 from model_worker.fusion.stack import Drawn, Passes
 from model_worker.masks import Masks
 from model_worker.reports import ReportBuilder
@@ -46,18 +48,19 @@ class Flight:
     """A step that was begun, and `steps - 1` that repeat it. Results are made when somebody asks for them, in order."""
 
     def __init__(
-        self, read: Callable[[int], StepResult], steps: int = 1, stop: Callable[[], int] | None = None
+        self, read: Callable[[int], StepResult], steps: int = 1, stop: Callable[[bool], int] | None = None
     ) -> None:
-        """`read(number)` waits for the result of a step; `stop()` leaves out those not begun, and says how many are."""
+        """`read(number)` waits for the result of a step; `stop(for_good)` leaves out those that have not begun, and
+        says how many have."""
         self.steps = steps
         self._read, self._stop = read, stop
         self._made: deque[StepResult] = deque()
         self._asked = self._told = 0
 
     @classmethod
-    def landed(cls, result: StepResult) -> Flight:
-        """One step that has its result already."""
-        flight = cls(lambda _: result)
+    def landed(cls, *results: StepResult) -> Flight:
+        """Steps that have their results already."""
+        flight = cls(results.__getitem__, len(results))
         flight.land()
         return flight
 
@@ -83,10 +86,10 @@ class Flight:
         self._told += 1
         return self._made.popleft()
 
-    def stop(self) -> None:
-        """Leaves out the steps that have not begun."""
+    def stop(self, for_good: bool = True) -> None:
+        """Leaves out the steps that have not begun, for good if another step follows; else somebody begins them."""
         if self._stop is not None and self.flying:
-            self.steps = self._stop()
+            self.steps = self._stop(for_good)
 
     def land(self) -> None:
         """Waits for all results."""
@@ -105,6 +108,9 @@ class Engine:
     must outlive a step. With `ahead` a step may begin before the tokens of the last one are read: they stay on the
     device, where the next step finds them. With `begin_pick`, which is `ModelRunner.begin_pick`, the same holds on a
     CPU for steps whose rows need nothing but their largest logit.
+
+    Of a sequence that is computed by itself up to `most_drafts` tokens are guessed (`drafts.py`), where steps are to be
+    repeated anyway and `pick` is given: one pass is then all repetitions whose tokens were guessed right.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class Engine:
         pick: Pick | None = None,
         ahead: bool = False,
         begin_pick: BeginPick | None = None,
+        most_drafts: int = 0,
     ) -> None:
         self._forward = forward
         self._pick = pick
@@ -129,6 +136,11 @@ class Engine:
         self._identity = identity
         self._masks = masks
         self._begin_pick = begin_pick
+        self._most_drafts = most_drafts if pick is not None else 0
+        self.drafted = self.accepted = 0
+        """Tokens that were guessed, and that were guessed right."""
+        self._promising = False
+        """Whether there was something to guess when a step's result was read."""
         self.ahead = ahead or begin_pick is not None
         self._flights: list[Flight] = []
         self._begun = 0
@@ -159,16 +171,24 @@ class Engine:
             flight.stop()
         self._follow(step.incarnation)
         self._change_rows(step)
+        if self._promising and len(step.rows) == 1:
+            self._land()
         self._flights = [flight for flight in self._flights if flight.flying]
+        self._promising = False
         packed = self._rows.pack(step)
+        if not self._flights and len(drafted := self._drafted(step, packed)):
+            return self._verify(step, packed, drafted)
         if self.ahead and not self._needs_host(packed):
             flight = self._launch(step, packed)
             self._flights.append(flight)
             return flight
-        for flight in self._flights:
-            flight.land()
+        self._land()
         # Tokens that were not read then are missing in what was packed.
         return Flight.landed(self._passes(step, None if self._flights else packed))
+
+    def _land(self) -> None:
+        for flight in self._flights:
+            flight.land()
 
     def _needs_host(self, packed: PackedStep) -> bool:
         if self._alone or packed.prompts or packed.hidden or packed.embeddings is not None:
@@ -177,6 +197,53 @@ class Engine:
             return bool(self._worked(packed).any())
         rows = packed.rows[packed.sampling]
         return self._sampler.needs_host(rows) or (self._masks is not None and bool(self._masks.constrain(rows).any()))
+
+    def _drafted(self, step: Step, packed: PackedStep) -> NDArray[np.int32]:
+        """Tokens that may follow the last one of the step's one row, as many as may be computed with it; or none."""
+        rows = packed.rows
+        alone = len(rows) == len(packed.tokens) == len(packed.sampling) == 1
+        if not alone or not step.repeats or not self._most_drafts or self._alone or self._refused:
+            return packed.tokens[:0]
+        if packed.prompts or packed.hidden or packed.embeddings is not None:
+            return packed.tokens[:0]
+        if self._sampler.needs_host(rows) or (self._masks is not None and self._masks.constrain(rows).any()):
+            return packed.tokens[:0]
+        return self._draft(packed, 0, min(self._most_drafts, step.repeats))
+
+    def _draft(self, packed: PackedStep, further: int, most: int) -> NDArray[np.int32]:
+        """What may follow the tokens of the step's one row and so many `further` ones, up to `most` tokens."""
+        if not most:
+            return packed.tokens[:0]
+        return draft(self._rows.text(int(packed.rows[0]), int(packed.positions[0]) + further), most)
+
+    def _verify(self, step: Step, packed: PackedStep, drafted: NDArray[np.int32]) -> Flight:
+        """Computes a row's token and those drafted after it in one pass, and draws what follows each of them.
+
+        What was drawn after a token holds as long as all tokens up to it were drawn too. So they are the tokens that
+        passes one by one would draw; only sums come in another order.
+        """
+        assert self._pick is not None
+        started, count = time.perf_counter_ns(), 1 + len(drafted)
+        several = replace(
+            packed,
+            tokens=np.concatenate([packed.tokens, drafted]),
+            ntok=packed.ntok + len(drafted),
+            kv_len=packed.kv_len + len(drafted),
+        )
+        rows, positions = np.repeat(packed.rows, count), packed.positions + np.arange(count)
+        worked = self._sampler.needs_logits(rows, positions)
+        largest, logits = self._pick(self._batch(several, np.arange(count)), worked)
+        drawn = self._sampler.sample(logits, rows[worked], positions[worked]) if worked.any() else None
+        sampled = with_largest(largest, worked, drawn)
+        held = _holding(sampled, drafted)
+        self._rows.drafted_step(packed, sampled.tokens[:held])
+        self.drafted, self.accepted = self.drafted + len(drafted), self.accepted + held - 1
+        # The others came with the first one.
+        times = [(time.perf_counter_ns() - started) // 1000] + [0] * (held - 1)
+        result = partial(self._result, incarnation=step.incarnation, rows=packed.rows, errors={})
+        return Flight.landed(
+            *(result(step.step + i, sampled=sampled.only(i), device_us=taken) for i, taken in enumerate(times))
+        )
 
     def _launch(self, step: Step, packed: PackedStep) -> Flight:
         self._begun += 1
@@ -190,7 +257,8 @@ class Engine:
         def read(_: int) -> StepResult:
             tokens, device_us = wait()
             sampled = Sampled.of(tokens)
-            self._rows.read_step(rows, sampled.tokens, number)
+            self._rows.read_step(packed, sampled.tokens, number)
+            self._rows.read_last(packed, number)
             return self._result(step.step, step.incarnation, rows, sampled, errors, device_us)
 
         return Flight(read)
@@ -216,23 +284,32 @@ class Engine:
         unread[places] = owners
         drawn = Drawn(unread, rows.astype(np.int64), self._last_tokens.numpy())
         passes = self._begin_pick(self._batch(packed), drawn, 1 + step.repeats)
-        planned = passes.count
+        planned, replaced = passes.count, False
         self._rows.begun_steps(packed, number, planned)
 
         def read(which: int) -> StepResult:
             nonlocal since
-            sampled, last = Sampled.of(passes.wait(which)), which == passes.count - 1
+            sampled = Sampled.of(passes.wait(which))
+            self._rows.read_step(packed, sampled.tokens, number, which)
+            if len(rows) == 1 and len(self._draft(packed, which + 1, self._most_drafts)):
+                self._promising = True
+                for flight in self._flights:
+                    flight.stop(for_good=False)
+            last = which == passes.count - 1
             if last:
-                self._rows.read_step(rows, sampled.tokens, number)
+                self._rows.read_last(packed, number)
             began, since = since, time.perf_counter_ns()
             device_us = (since - began) // 1000
             result = self._result(step.step + which, step.incarnation, rows, sampled, errors, device_us)
-            return replace(result, last=True) if last and passes.count < planned else result
+            return replace(result, last=True) if last and replaced else result
 
-        def stop() -> int:
+        def stop(for_good: bool) -> int:
+            nonlocal planned, replaced
             passes.stop()
+            replaced = replaced or (for_good and passes.count < planned)
             self._rows.left_out(packed.rows, number, planned - passes.count)
-            return passes.count
+            planned = passes.count
+            return planned
 
         return Flight(read, passes.count, stop)
 
@@ -333,19 +410,15 @@ class Engine:
         told = sum(part.count for part in packed.hidden)
         return logits, _hidden_states(packed.hidden, hidden[len(hidden) - told :])
 
-    def _batch(self, packed: PackedStep) -> ForwardBatch:
-        # Rows that sample come first; then the tokens whose successors in a prompt are reported; then those whose
-        # hidden states are told.
-        wanted: list[NDArray[np.signedinteger[Any]]] = [np.cumsum(packed.ntok)[packed.sampling] - 1]
-        wanted += [part.offset + np.arange(len(part.tokens)) for part in packed.prompts]
-        wanted += [part.offset + np.arange(part.count) for part in packed.hidden]
+    def _batch(self, packed: PackedStep, wanted: NDArray[np.int64] | None = None) -> ForwardBatch:
+        """`wanted` are the packed tokens whose logits count, if not those that `_wanted` names."""
         return ForwardBatch.build(
             tokens=packed.tokens,
             query_lens=packed.ntok,
             kv_lens=packed.kv_len,
             block_tables=packed.block_tables,
             block_size=self._rows.block_size,
-            logit_positions=np.concatenate(wanted) if len(wanted) > 1 else wanted[0],
+            logit_positions=_wanted(packed) if wanted is None else wanted,
             device=self._device,
             embeddings=packed.embeddings,
         )
@@ -419,6 +492,23 @@ class Engine:
             errors=errors,
             device_us=device_us,
         )
+
+
+def _holding(sampled: Sampled, drafted: NDArray[np.int32]) -> int:
+    """How many of the tokens that were drawn hold: those after tokens that were drawn too."""
+    wrong = sampled.tokens[:-1] != drafted
+    if sampled.bad is not None:
+        wrong |= sampled.bad[:-1]
+    return int(np.argmax(wrong)) + 1 if wrong.any() else len(sampled.tokens)
+
+
+def _wanted(packed: PackedStep) -> NDArray[np.signedinteger[Any]]:
+    """Rows that sample come first; then the tokens whose successors in a prompt are reported; then those whose hidden
+    states are told."""
+    wanted: list[NDArray[np.signedinteger[Any]]] = [np.cumsum(packed.ntok)[packed.sampling] - 1]
+    wanted += [part.offset + np.arange(len(part.tokens)) for part in packed.prompts]
+    wanted += [part.offset + np.arange(part.count) for part in packed.hidden]
+    return np.concatenate(wanted) if len(wanted) > 1 else wanted[0]
 
 
 def _with_forced(result: StepResult, forced: dict[int, list[int]]) -> StepResult:

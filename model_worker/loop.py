@@ -50,7 +50,7 @@ class Loop:
         self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
         self._flights: deque[Flight] = deque()
-        self._again: Step | None = None
+        self._begun: tuple[Step, Flight] | None = None
         self._waiting: Step | None = None
         self._ended: tuple[int, int] | None = None
         self._stopping = False
@@ -89,13 +89,14 @@ class Loop:
         """Steps that were begun, or will be without another word, and whose results were not sent."""
         return sum(flight.left for flight in self._flights)
 
+    @property
+    def _again(self) -> Step | None:
+        """What is left of the last step's repetitions once those are done that the engine has taken."""
+        return None if self._begun is None else self._begun[0].after(self._begun[1].steps)
+
     def _begin(self, step: Step) -> None:
-        if not self._engine.ahead:
-            self._again = step.after(1)
-            self._tell(self._engine.step(step))
-            return
         flight = self._engine.begin(step)
-        self._again = step.after(flight.steps)
+        self._begun = step, flight
         self._flights.append(flight)
 
     def _answer(self, leave: int) -> None:

@@ -1,8 +1,8 @@
 """The worker's row table: what is known of each running sequence, updated in place by steps and gathered into each
 forward.
 
-A row holds its block table, how many tokens are computed and known, its last token, and the tokens that are known
-before they are computed (its prompt, or what a grammar forces). It knows nothing of requests, text or sampling.
+A row holds its block table, its tokens, and how many of them are computed and known: a prompt is known before it is
+computed, and so is what a grammar forces. It knows nothing of requests, text or sampling.
 """
 
 from __future__ import annotations
@@ -73,12 +73,16 @@ class WorkerRows:
         self.num_blocks = num_blocks
         self.computed = np.zeros(max_rows, np.int32)
         self.known = np.zeros(max_rows, np.int32)
-        self.last_token = np.zeros(max_rows, np.int32)
         self._unread = np.zeros(max_rows, np.int64)
         """Rows whose last token is on the device only: the number of the begun step that draws it; 0 for the others."""
+        self._begun = 0
+        """The number of the step that began last."""
+        self._since = np.zeros(max_rows, np.int64)
+        """Which one that was when the row's sequence came: of what had begun by then, nothing is its own."""
         self.block_tables = np.zeros((max_rows, -(-max_model_len // block_size)), np.int32)
-        self._ahead: dict[int, tuple[int, NDArray[np.int32]]] = {}
-        """Rows with tokens that are still to be computed: those tokens, and the index of the first."""
+        # One more than are computed: the last one that is sampled. What is never written to takes no memory.
+        self._tokens = np.zeros((max_rows, self.block_tables.shape[1] * block_size + 1), np.int32)
+        """Of each row's sequence, as far as the host has read them."""
         self._reported: dict[int, tuple[int, int]] = {}
         """Rows whose prompt is to be reported: first position, and the prompt's length."""
         self._hidden: dict[int, int] = {}
@@ -117,7 +121,7 @@ class WorkerRows:
         blocks = -(-most // self.block_size)
         return PackedStep(
             rows=rows,
-            tokens=self._tokens(rows, ntok),
+            tokens=self._next_tokens(rows, ntok),
             ntok=ntok,
             kv_len=kv_len,
             block_tables=self.block_tables[rows, :blocks],
@@ -130,18 +134,30 @@ class WorkerRows:
 
     def computed_step(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
         """Books a forward and the tokens it sampled for `packed.sampling`."""
-        self.computed[packed.rows] = packed.kv_len
         rows = packed.rows[packed.sampling]
-        self.last_token[rows] = tokens
-        self.known[rows] += 1
-        for row in rows.tolist() if self._ahead else ():
-            self._forget_prompt(row)
+        self._tokens[rows, packed.positions] = tokens
+        self._computed(packed)
 
     def begun_steps(self, packed: PackedStep, number: int, steps: int) -> None:
-        """As `computed_step`, before the tokens are known: `read_step` brings those of the last of so many steps."""
-        self.computed_step(packed, np.zeros(len(packed.sampling), np.int32))
+        """As `computed_step` for so many steps in a row, before their tokens are known: `read_step` brings them."""
+        self._computed(packed)
         self._add(packed.rows, steps - 1)
-        self._unread[packed.rows[packed.sampling]] = number
+        self._begun = self._unread[packed.rows[packed.sampling]] = number
+
+    def drafted_step(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
+        """Books a forward over the step's one token and over guesses at those that follow, all of which but the last
+        of `tokens` were right: these are what it sampled, and what follows."""
+        first, row = int(packed.positions[0]), int(packed.rows[0])
+        self._tokens[row, first : first + len(tokens)] = tokens
+        self._computed(packed)
+        self._add(packed.rows, len(tokens) - 1)
+
+    def _computed(self, packed: PackedStep) -> None:
+        self.computed[packed.rows] = packed.kv_len
+        rows = packed.rows[packed.sampling]
+        self.known[rows] += 1
+        for row in rows.tolist() if self._reported or self._embeddings else ():
+            self._forget_prompt(row)
 
     def left_out(self, rows: NDArray[np.int32], number: int, steps: int) -> None:
         """The last of the steps that `begun_steps` told of are not done."""
@@ -152,11 +168,20 @@ class WorkerRows:
             self.computed[rows] += steps
             self.known[rows] += steps
 
-    def read_step(self, rows: NDArray[np.int32], tokens: NDArray[np.int32], number: int) -> None:
-        """The tokens of the last of those steps; rows that have gone on, or to another sequence, stay as they are."""
-        waiting = self._unread[rows] == number
-        self.last_token[rows[waiting]] = tokens[waiting]
-        self._unread[rows[waiting]] = 0
+    def read_step(self, packed: PackedStep, tokens: NDArray[np.int32], number: int, which: int = 0) -> None:
+        """The tokens of one of those steps; rows that have gone to another sequence stay as they are."""
+        rows = packed.rows[packed.sampling]
+        own = self._since[rows] < number
+        self._tokens[rows[own], packed.positions[own] + which] = tokens[own]
+
+    def read_last(self, packed: PackedStep, number: int) -> None:
+        """Those tokens were the last of the steps begun together; rows that have gone on stay as they are."""
+        rows = packed.rows[packed.sampling]
+        self._unread[rows[self._unread[rows] == number]] = 0
+
+    def text(self, row: int, length: int) -> NDArray[np.int32]:
+        """The first tokens of a row's sequence, which the host must have read."""
+        return self._tokens[row, :length]
 
     def unread(self, packed: PackedStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which packed tokens are on the device only, and the rows that they are the last tokens of."""
@@ -165,14 +190,12 @@ class WorkerRows:
 
     def follow(self, row: int, tokens: Sequence[int]) -> None:
         """`row`, which was just sampled, goes on by tokens that need no sampling."""
-        start, run = int(self.known[row]) - 1, [int(self.last_token[row]), *tokens]
-        self._ahead[row] = start, np.array(run, np.int32)
-        self.known[row] = start + len(run)
-        self.last_token[row] = run[-1]
+        first = int(self.known[row])
+        self._tokens[row, first : first + len(tokens)] = tokens
+        self.known[row] += len(tokens)
 
     def clear(self) -> None:
         """Forgets all rows (another scheduler speaks now)."""
-        self._ahead.clear()
         self._reported.clear()
         self._hidden.clear()
         self._embeddings.clear()
@@ -182,11 +205,12 @@ class WorkerRows:
         self._check_rows(np.array([join.row]))
         if not 0 <= join.start < len(join.tokens) or not 0 < join.prompt_len <= len(join.tokens):
             raise StepError(f"row {join.row} joins with {len(join.tokens)} tokens from {join.start}")
+        if len(join.tokens) > self._tokens.shape[1]:
+            raise StepError(f"row {join.row} joins with {len(join.tokens)} tokens, more than a row can have")
         self.computed[join.row] = join.start
         self.known[join.row] = len(join.tokens)
-        self.last_token[join.row] = join.tokens[-1]
-        self._unread[join.row] = 0
-        self._ahead[join.row] = 0, join.tokens
+        self._tokens[join.row, : len(join.tokens)] = join.tokens
+        self._unread[join.row], self._since[join.row] = 0, self._begun
         if join.report_from is not None:
             self._reported[join.row] = join.report_from, join.prompt_len
         if join.hidden_from is not None:
@@ -195,7 +219,6 @@ class WorkerRows:
             self._embeddings[join.row] = join.embeddings
 
     def _forget_prompt(self, row: int) -> None:
-        self._ahead.pop(row, None)
         self._reported.pop(row, None)
         self._embeddings.pop(row, None)
 
@@ -207,7 +230,7 @@ class WorkerRows:
             first, stop = max(int(start) + 1, report_from), min(int(start + count) + 1, prompt_len)
             if first < stop:
                 offset = int(end - count) + first - 1 - int(start)
-                parts.append(PromptPart(row, first, offset, self._ahead[row][1][first:stop]))
+                parts.append(PromptPart(row, first, offset, self._tokens[row, first:stop].copy()))
         return parts
 
     def _hidden_parts(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> list[HiddenPart]:
@@ -232,18 +255,12 @@ class WorkerRows:
                 vectors.append(part)
         return (np.concatenate(places), np.concatenate(vectors)) if places else None
 
-    def _tokens(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> NDArray[np.int32]:
-        if not self._ahead:
-            return self.last_token[rows]
-        ends = np.cumsum(ntok)
-        tokens = np.empty(int(ends[-1]), np.int32)
-        tokens[ends - 1] = self.last_token[rows]
-        for i, row in enumerate(rows.tolist()):
-            if row in self._ahead:
-                first, known = self._ahead[row]
-                start = int(self.computed[row]) - first
-                tokens[ends[i] - ntok[i] : ends[i]] = known[start : start + int(ntok[i])]
-        return tokens
+    def _next_tokens(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> NDArray[np.int32]:
+        first = self.computed[rows]
+        if int(ntok.sum()) == len(rows):
+            return self._tokens[rows, first]
+        parts = zip(rows.tolist(), first.tolist(), (first + ntok).tolist(), strict=True)
+        return np.concatenate([self._tokens[row, start:stop] for row, start, stop in parts])
 
     def _check_rows(self, rows: NDArray[np.int32]) -> None:
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self.known)):

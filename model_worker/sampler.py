@@ -75,6 +75,11 @@ class Sampled:
         bad = tokens < 0
         return Sampled(np.where(bad, 0, tokens).astype(np.int32), logprobs, bad if bad.any() else None, reports)
 
+    def only(self, index: int) -> Sampled:
+        """What was chosen of one row of logits, which reports nothing."""
+        part = slice(index, index + 1)
+        return Sampled(self.tokens[part], None, None if self.bad is None or not self.bad[index] else self.bad[part])
+
 
 class SamplerRows:
     """Sampling values of up to `max_rows` running sequences, by row.
@@ -175,9 +180,10 @@ class SamplerRows:
         return needed
 
     def sample(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
-        """Chooses one token for each row; `logits[i]` and `positions[i]` belong to the distinct `rows[i]`.
+        """Chooses one token for each row; `logits[i]` and `positions[i]` belong to `rows[i]`.
 
-        A free row (its join was refused while a step that names it was in flight) is greedy.
+        Rows that do not need the host may come more than once, at different positions. A free row (its join was
+        refused while a step that names it was in flight) is greedy.
         """
         values = self._gather(logits, rows, positions)
         logits = logits[:, : self._vocab_size]

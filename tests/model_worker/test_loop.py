@@ -25,8 +25,6 @@ NOTHING = np.empty(0, np.int32)
 class Device:
     """An engine that runs ahead and writes down what is asked of it. Step 4 needs the host."""
 
-    ahead = True
-
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.go = threading.Event()
@@ -142,7 +140,7 @@ class FarAhead(Device):
             last = number == flight.steps - 1 < step.repeats
             return StepResult(1, 0, 0, step.step + number, NOTHING, NOTHING, None, {}, 0, last=last)
 
-        self.flight = flight = Flight(read, 1 + step.repeats, stop=lambda: len(told) + 1)
+        self.flight = flight = Flight(read, 1 + step.repeats, stop=lambda _: len(told) + 1)
         return flight
 
 

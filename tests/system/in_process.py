@@ -45,6 +45,7 @@ class Shape:
     backend: str = "auto"
     ahead: bool = False
     stack_ahead: bool = False
+    most_drafts: int = 0
     processors: Mapping[str, Processor] = field(default_factory=dict)
 
 
@@ -82,7 +83,7 @@ class InProcessServer:
         self.answers: dict[int, Answer] = defaultdict(Answer)
         self.engines: dict[int, Engine] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
-        self.again: dict[int, Step | None] = dict.fromkeys(range(shape.workers))
+        self.begun: dict[int, tuple[Step, Flight]] = {}
         self.flights: dict[int, deque[Flight]] = defaultdict(deque)
         for made in masks:
             for row in range(shape.max_rows):  # what another server has left there
@@ -113,7 +114,7 @@ class InProcessServer:
             message = decode(encode(step))
             assert isinstance(message, Step)
             self.in_flight[index].append(message)
-        busy = [index for index in self.engines if self.in_flight[index] or self.again[index] or self.flights[index]]
+        busy = [index for index in self.engines if self.in_flight[index] or self._again(index) or self.flights[index]]
         for index in busy:
             result = self._next_result(index)
             if result is not None:
@@ -123,21 +124,22 @@ class InProcessServer:
 
     def _next_result(self, index: int) -> StepResult | None:
         engine, sent, flights = self.engines[index], self.in_flight[index], self.flights[index]
-        step = sent.popleft() if sent else self.again[index]
-        if step is not None and not engine.ahead:
-            self.again[index] = step.after(1)
-            return engine.step(step)
+        step = sent.popleft() if sent else self._again(index)
         # As in the worker's loop, a step's result is read when the next one has begun, or when there is none.
         if step is not None:
             flight = engine.begin(step)
-            self.again[index] = step.after(flight.steps)
+            self.begun[index] = step, flight
             flights.append(flight)
-            if len(flights) == 1:
+            if len(flights) == 1 and not flight.over:
                 return None
         result = flights[0].result()
         if not flights[0].left:
             flights.popleft()
         return result
+
+    def _again(self, index: int) -> Step | None:
+        step, flight = self.begun.get(index, (None, None))
+        return None if step is None or flight is None else step.after(flight.steps)
 
     def _read_news(self) -> None:
         for _, results in self.scheduler.take_results():
@@ -170,7 +172,8 @@ def _engine(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | None) 
     identity = WorkerIdentity(index, 0)
     cpu, hidden = torch.device("cpu"), runner.forward_with_hidden
     begin_pick = runner.begin_pick if shape.stack_ahead else None
-    return Engine(runner.forward, rows, sampler, cpu, identity, hidden, masks, runner.pick, shape.ahead, begin_pick)
+    more = masks, runner.pick, shape.ahead, begin_pick, shape.most_drafts
+    return Engine(runner.forward, rows, sampler, cpu, identity, hidden, *more)
 
 
 def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:
