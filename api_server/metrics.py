@@ -236,6 +236,8 @@ def _worker_facts(status: Status) -> Iterator[Metric]:
     idle = GaugeMetricFamily("tokenyard_worker_seconds_since_step", "Age of the last completed step", labels=labels)
     steps = CounterMetricFamily("tokenyard_worker_steps", "Forward passes", labels=labels)
     starts = CounterMetricFamily("tokenyard_worker_starts", "Times the worker's slot was started", labels=labels)
+    drafted = CounterMetricFamily("tokenyard_worker_draft_tokens", "Tokens that were guessed", labels=labels)
+    accepted = CounterMetricFamily("tokenyard_worker_accepted_tokens", "Tokens that were guessed right", labels=labels)
     for worker in status.workers:
         names = [worker.device, str(worker.index)]
         running.add_metric(names, worker.running)
@@ -245,7 +247,9 @@ def _worker_facts(status: Status) -> Iterator[Metric]:
         idle.add_metric(names, worker.seconds_since_step)
         steps.add_metric(names, worker.steps)
         starts.add_metric(names, worker.epoch)
-    yield from (running, blocks, idle, steps, starts)
+        drafted.add_metric(names, worker.drafted)
+        accepted.add_metric(names, worker.accepted)
+    yield from (running, blocks, idle, steps, starts, drafted, accepted)
 
 
 def _scheduler_counters(status: Status) -> Iterator[Metric]:

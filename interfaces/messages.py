@@ -138,7 +138,8 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker as the scheduler sees it; `blocks_cached` are free but still hold a reusable prefix."""
+    """One worker as the scheduler sees it; `blocks_cached` are free but still hold a reusable prefix, `drafted` and
+    `accepted` are its own counts, a second old at most."""
 
     device: str
     index: int
@@ -149,6 +150,8 @@ class WorkerStatus:
     blocks_cached: int
     steps: int
     seconds_since_step: float
+    drafted: int = 0
+    accepted: int = 0
 
 
 @message(6)
@@ -290,7 +293,8 @@ class WorkerHello:
     """A worker announces what it can hold, then says so every second. `epoch` counts the starts of this worker slot.
 
     `max_model_len` is what the model and the KV memory allow for one sequence, in tokens. `compiling` says that its
-    answers will be computed by other kernels soon, which may differ from those of now in the last bits.
+    answers will be computed by other kernels soon, which may differ from those of now in the last bits. `drafted` and
+    `accepted` tokens it has guessed, and guessed right, since it started.
     """
 
     device: str
@@ -307,6 +311,8 @@ class WorkerHello:
     attention: str
     hidden_size: int = 0
     compiling: bool = False
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,9 +397,10 @@ class StepResult:
     otherwise.
 
     `errors` maps a row to the reason why it alone failed; such rows are absent from `rows`. `device_us` is the time of
-    the pass in microseconds. `forced` are further tokens of rows: the worker knows them, and samples the row again when
-    they are computed, so a step in flight that computes fewer gives it no token. `last` says that another step follows,
-    and not the repetitions that were left; who does not know that yet leaves it out.
+    the pass in microseconds, and 0 for a step whose result came with that of the one before. `forced` are further
+    tokens of rows: the worker knows them, and samples the row again when they are computed, so a step in flight that
+    computes fewer gives it no token. `last` says that another step follows, and not the repetitions that were left; who
+    does not know that yet leaves it out.
     """
 
     incarnation: int

@@ -117,9 +117,8 @@ def build(
     hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
     identity, pick, ahead = WorkerIdentity(index, epoch), runner.pick, loaded.device.type == "cuda"
     begin_pick = runner.begin_pick if runner.runs_ahead else None
-    engine = Engine(
-        runner.forward, rows, sampler, loaded.device, identity, hidden_forward, masks, pick, ahead, begin_pick
-    )
+    more = masks, pick, ahead, begin_pick, 0 if ahead else settings.speculate
+    engine = Engine(runner.forward, rows, sampler, loaded.device, identity, hidden_forward, *more)
     compilation = None if loaded.unproven is None else _compilation(loaded, runner, sampler, engine)
     hello = WorkerHello(
         device=device,

@@ -69,7 +69,8 @@ class Loop:
                     self._compilation, self._hello = None, replace(self._hello, compiling=False)
                     next_hello = now
                 if now >= next_hello:
-                    self._send(encode(self._hello))
+                    drafted, accepted = self._engine.drafted, self._engine.accepted
+                    self._send(encode(replace(self._hello, drafted=drafted, accepted=accepted)))
                     next_hello = now + HELLO_SECONDS
                 # What was begun is waited for when there is nothing more to begin, which the answer to the last step's
                 # result brings, if anything does.

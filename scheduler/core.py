@@ -165,7 +165,7 @@ class Scheduler:
         """
         known = self.workers.get(hello.index)
         if known is not None and known.hello.epoch == hello.epoch:
-            known.hello = hello  # it may have been compiling
+            known.hello = hello  # some of it changes
         if self.superseded(hello) or (known is not None and known.hello.epoch >= hello.epoch):
             return False
         if known is not None:

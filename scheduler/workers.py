@@ -247,8 +247,9 @@ class Worker:
         """
         step = self._answered(result)
         begun, self.last_step = max(step.sent, self.last_step), time.monotonic()
-        self.clock.learn(step.tokens, self.last_step - begun)
-        self.pace.learn(step.decoding, step.tokens - step.decoding, self.last_step - begun)
+        if result.device_us:  # else the one before took the time of both
+            self.clock.learn(step.tokens, self.last_step - begun)
+            self.pace.learn(step.decoding, step.tokens - step.decoding, self.last_step - begun)
         reports = None if result.reports is None else self._current(result.reports, step)
         hidden = None if result.hidden is None else self._current(result.hidden, step)
         rows, tokens, logprobs = result.rows, result.tokens, result.logprobs
@@ -333,6 +334,8 @@ class Worker:
             blocks_cached=self.pool.cached,
             steps=self.answered,
             seconds_since_step=time.monotonic() - self.last_step if self.in_flight else 0.0,
+            drafted=self.hello.drafted,
+            accepted=self.hello.accepted,
         )
 
     def _current(self, reports: R, step: StepInFlight) -> R | None:

@@ -132,6 +132,12 @@ class Settings:
     overlap: bool = _setting(
         "behaviour", True, "keep two steps in flight, so that the device never waits for the scheduler"
     )
+    speculate: int = _setting(
+        "behaviour",
+        0,
+        "tokens to guess ahead of a sequence that runs by itself on a CPU, from its own text; right guesses save "
+        "passes, wrong ones cost up to as much; 3 or 7 suit the kernels; 0: none",
+    )
     prefix_cache: bool = _setting("behaviour", True, "reuse the KV blocks of prompts that start alike")
     hidden_states: bool = _setting(
         "behaviour", False, "let clients ask for hidden states (SGLang's return_hidden_states), whose answers are large"
@@ -166,6 +172,7 @@ class Settings:
         ):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
+        _check(0 <= self.speculate <= 15, "speculate", self.speculate, "0 to 15")
         _check(0 <= self.drain_timeout <= 3600, "drain_timeout", self.drain_timeout, "0 to 3600")
         _check(self.api_servers <= 64, "api_servers", self.api_servers, "at most 64")
         _check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")

@@ -146,7 +146,19 @@ def test_other_servers_names(live: LiveServer) -> None:
 def test_scheduler_facts_come_from_its_last_status() -> None:
     workers = [
         WorkerStatus("cuda:0", 0, 1, 2, 100, blocks_used=30, blocks_cached=5, steps=40, seconds_since_step=1),
-        WorkerStatus("cuda:1", 1, 3, 3, 100, blocks_used=20, blocks_cached=0, steps=2, seconds_since_step=2),
+        WorkerStatus(
+            "cuda:1",
+            1,
+            3,
+            3,
+            100,
+            blocks_used=20,
+            blocks_cached=0,
+            steps=2,
+            seconds_since_step=2,
+            drafted=9,
+            accepted=8,
+        ),
     ]
     status = Status(9, True, "", workers, 7, 5, 4096, 128, 16, 32000, {"preemptions": 4, "Prefix hits": 2})
     metrics = Metrics("m", ["/generate"])
@@ -158,6 +170,8 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
     assert value(found, "tokenyard_worker_steps_total", device="cuda:1", index="1") == 2
     assert value(found, "tokenyard_worker_starts_total", device="cuda:1", index="1") == 3
     assert value(found, "tokenyard_worker_seconds_since_step", device="cuda:0", index="0") == 1
+    assert value(found, "tokenyard_worker_draft_tokens_total", device="cuda:1", index="1") == 9
+    assert value(found, "tokenyard_worker_accepted_tokens_total", device="cuda:1", index="1") == 8
     assert value(found, "tokenyard_scheduler_preemptions_total") == 4
     assert value(found, "tokenyard_scheduler_prefix_hits_total") == 2
     assert value(found, "tokenyard_scheduler_ready") == 1

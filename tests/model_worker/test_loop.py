@@ -25,6 +25,8 @@ NOTHING = np.empty(0, np.int32)
 class Device:
     """An engine that runs ahead and writes down what is asked of it. Step 4 needs the host."""
 
+    drafted, accepted = 5, 3
+
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.go = threading.Event()
@@ -185,7 +187,9 @@ def test_it_goes_over_to_kernels_when_no_step_is_under_way(scheduler: Scheduler)
     loop = Loop(cast(Engine, device), hello, scheduler.endpoint, compilation=cast(Compilation, kernels))
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
-    assert scheduler.next(WorkerHello).compiling
+    hello = scheduler.next(WorkerHello)
+    assert hello.compiling
+    assert (hello.drafted, hello.accepted) == (5, 3)
     scheduler.send(1)
     assert scheduler.next(StepResult).step == 1
     kernels.over = True

@@ -46,6 +46,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "tool_parser": st.sampled_from(["auto", "none", "hermes"]),
     "reasoning_parser": st.sampled_from(["auto", "none", "think"]),
     "overlap": st.booleans(),
+    "speculate": st.integers(0, 15),
     "prefix_cache": st.booleans(),
     "hidden_states": st.booleans(),
     "logit_processors": st.sampled_from(["", "a.b:C", "x=a.b:C, d:E"]),
