@@ -55,14 +55,20 @@ def test_bfloat16_stack_is_no_further_from_the_truth_than_plain_bfloat16(arch: s
     folder = tmp_path_factory.getbasetemp()
     loaded, plain = load_int8(arch, "bfloat16", folder, seed=3), load(arch, "bfloat16", folder, seed=3)
     assert loaded.stack is not None
-    # A few rows that lie badly make a third of a small batch's error.
     rng = np.random.default_rng()
     runs = [batches(rng, 16, 32) for _ in range(4)]
     path = loaded.model.config._name_or_path
     exact = truths(dequantized_model(path, torch.bfloat16), runs)
-    usual = relative(given(plain, "reference", runs), truths(plain_model(path), runs))
+    usual = given(plain, "reference", runs), truths(plain_model(path), runs)
     for backend in ("cpu", "reference"):
-        assert relative(given(loaded, backend, runs), exact) < max(0.02, 1.3 * usual)
+        got = given(loaded, backend, runs)
+        # The usual row is compared closely, all together loosely: a few that lie badly make a third of the error.
+        assert usual_row(got, exact) < 1.4 * usual_row(*usual)
+        assert relative(got, exact) < 2 * relative(*usual)
+
+
+def usual_row(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).median())
 
 
 def given(loaded: LoadedModel, backend: str, runs: list[list[ForwardBatch]]) -> torch.Tensor:
