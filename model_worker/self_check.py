@@ -35,8 +35,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.15}
 def tokens(config: PreTrainedConfig, device: torch.device) -> Tensor:
     """Two sequences of ordinary tokens, the same ones each time."""
     draws = torch.randint(0, config.vocab_size, (16 * PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
-    # Padding has an embedding of its own kind, and some models treat it as absent.
-    ordinary = draws[draws != (-1 if config.pad_token_id is None else config.pad_token_id)]
+    # Padding has an embedding of its own kind, and some models treat it as absent. Not every config has the attribute.
+    padding = getattr(config, "pad_token_id", None)
+    ordinary = draws[draws != (-1 if padding is None else padding)]
     return ordinary[: 2 * PROBE_TOKENS].view(2, PROBE_TOKENS).to(device)
 
 

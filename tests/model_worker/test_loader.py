@@ -123,8 +123,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bloom": ("bloom", {"vocab_size": 193, "hidden_size": 48, "n_layer": 1, "n_head": 4}, ALIBI_OR_OWN),
     "mpt": ("mpt", {"vocab_size": 193, "d_model": 64, "n_layers": 1, "n_heads": 4}, ALIBI_OR_OWN),
     "falcon": ("falcon", {**SMALL, "alibi": True}, ALIBI_OR_OWN),
-    "gptj": ("gptj", {"vocab_size": 193, "n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 8}, ALIBI_OR_OWN),
-    "codegen": ("codegen", {"vocab_size": 193, "n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 8}, ALIBI_OR_OWN),
     "bert": ("bert", {**SMALL, "is_decoder": False}, "attends to more or less than a causal window"),
     "bart decoder": ("bart", {**SEQ2SEQ, "is_decoder": True}, "its forward pass takes no position_ids"),
     "whisper decoder": ("whisper", {**SEQ2SEQ, "is_decoder": True}, "takes no logits_to_keep and no position_ids"),

@@ -65,6 +65,8 @@ _CONFIGS: Mapping[str, dict[str, Any]] = {
         "n_positions": 512,
         "tie_word_embeddings": False,
     },
+    "gptj": {"vocab_size": VOCAB, "n_embd": 48, "n_layer": 3, "n_head": 3, "n_positions": 512, "rotary_dim": 8},
+    "codegen": {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "rotary_dim": 8},
     "mixtral": {**_ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "gpt_oss": {
         **_ROTARY,
