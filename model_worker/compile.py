@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_worker import forbid, kernels
 from model_worker.attention import cpu
+from model_worker.fusion import compact
 from model_worker.loader import DTYPES, prove
 from model_worker.runner import ModelRunner
 from model_worker.sampler import SamplerRows
@@ -61,6 +62,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     ModelRunner(loaded, num_blocks=8, block_size=loaded.block_size).warm_up()
     SamplerRows(1, loaded.vocab_size, loaded.device).warm_up()
     cpu.warm_up(dtype)
+    compact.warm_up()
     for masked in {torch.float32, dtype}:
         forbid.warm_up(masked)
     kernels.keep(dtype)

@@ -7,7 +7,7 @@ rotation that is left out in some layers would show. Does not know names of mode
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ _SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _ATTENTION = [_SPLIT, _SPLIT | {"q_norm", "k_norm"}, {"qkv_proj", "o_proj"}]
 _MLP = [{"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"}]
 _NOTHING = np.empty(0, np.float32)
+Packed = PackedLinear | Int8Linear
 
 
 def _mentioned(*modules: type[nn.Module]) -> set[str]:
@@ -63,13 +64,12 @@ class OtherForm(Exception):
 class Projection(NamedTuple):
     """Some output features of a packed module: all of them, or one of the parts that a model has joined."""
 
-    linear: PackedLinear | Int8Linear
+    linear: Packed
     first: int
     width: int
 
-    @property
-    def address(self) -> int:
-        panels = self.linear.panels
+    def address_in(self, panels: NDArray[Any]) -> int:
+        """Where it begins in these panels of the module."""
         return int(panels.ctypes.data) + self.first // PANEL * int(panels[0].nbytes)
 
     @property
@@ -136,10 +136,15 @@ class Parts:
         return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
 
     @property
+    def linears(self) -> list[Packed]:
+        """The packed modules, each once."""
+        used = (*(p for row in self.projections for p in row), self.head)
+        return list({id(p.linear): p.linear for p in used}.values())
+
+    @property
     def weight_bytes(self) -> int:
         """What a pass reads at least."""
-        used = {id(p.linear): p.linear for p in (*(p for row in self.projections for p in row), self.head)}
-        return sum(linear.num_bytes for linear in used.values())
+        return sum(linear.num_bytes for linear in self.linears)
 
     def operand_widths(self) -> tuple[int, int, int]:
         """Input features, with padding, of what reads the hidden state, the heads and the MLP's inside."""
@@ -154,6 +159,11 @@ class Parts:
         hidden, heads, inner = (width.pop() for width in widths)
         return hidden, heads, inner
 
+    def addresses(self, panels: Callable[[Packed], NDArray[Any]]) -> tuple[NDArray[np.int64], int]:
+        """Where the projections [L, 7] and lm_head lie in these panels of their modules."""
+        rows = [[p.address_in(panels(p.linear)) for p in row] for row in self.projections]
+        return np.array(rows), self.head.address_in(panels(self.head.linear))
+
     def weights(self) -> Weights:
         norms = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in self._layers]
         head_norms = [
@@ -165,13 +175,14 @@ class Parts:
         _require(len(epsilons) == 1)
         widths = {tuple(norm.weight.shape) for group in head_norms for norm in group}
         _require(widths in (set(), {(self._head_dim,)}))
+        panels, head = self.addresses(lambda linear: linear.panels)
         return Weights(
-            panels=np.array([[projection.address for projection in row] for row in self.projections]),
+            panels=panels,
             biases=np.stack([np.concatenate([projection.bias for projection in row[:3]]) for row in self.projections]),
             norms=np.array([[_float(norm.weight) for norm in pair] for pair in norms]),
             head_norms=np.array([[_float(norm.weight) for norm in pair] or [_NOTHING] * 2 for pair in head_norms]),
             final_norm=_float(self._final_norm.weight),
-            head=self.head.address,
+            head=head,
             screen=0,
             bounds=_NOTHING,
             mlp_width=self.projections[0][4].width,
@@ -208,7 +219,7 @@ def _projections(layer: Any, shape: LayerShape) -> list[Projection]:
 
 
 def _projection(module: nn.Module) -> Projection:
-    if not isinstance(module, PackedLinear | Int8Linear):
+    if not isinstance(module, Packed):
         raise OtherForm
     return Projection(module, 0, module.out_features)
 

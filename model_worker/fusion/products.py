@@ -1,8 +1,8 @@
 """Products of a few or many rows with packed weights, shared out to the cores of a team, and what follows each of them.
 
-Knows the two kinds of panels: those of linears.py, whose words are float32 or bfloat16, and the int8 ones of
-int8_linear.py, which begin with their scales. Sums are float32 in the end. Does not know what is multiplied. Indices
-are not checked.
+Knows the kinds of panels: those of linears.py, whose words are float32 or bfloat16, their compact form (compact.py),
+and the int8 ones of int8_linear.py, which begin with their scales. Sums are float32 in the end. Does not know what is
+multiplied. Indices are not checked.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from numba import njit, types
 from numpy.typing import NDArray
 
 from model_worker.attention.cpu_kernel import _exp
+from model_worker.fusion.compact import COMPACT_STEP_BYTES, HAS_COMPACT, HEADER_BYTES, compact_panel_bytes
+from model_worker.fusion.compact_tile import multiply_compact_half_panel, multiply_compact_panel
 from model_worker.fusion.digits import Digits, digits_of, room_for, split, width_of
 from model_worker.fusion.elements import INSIDE, element
 from model_worker.fusion.int8_tile import int8_rows, multiply_int8_half_panel, multiply_int8_panel
@@ -47,11 +49,17 @@ class Kind(NamedTuple):
 
     like: NDArray[Any]  # any array of the model's element type: uint16 stands for bfloat16
     digits: Digits | None  # None: panels are words of elements; for int8 panels, room for the operand
+    compact: bool | None = None  # whether words are in their compact form; None: they never are
 
 
 def kind_for(element: Any) -> Kind:
     """Panels of words of this element type."""
     return Kind(np.empty(1, element), None)
+
+
+def may_be_compact(kind: Kind) -> bool:
+    """Whether there is a compact form of these panels, and instructions for it."""
+    return HAS_COMPACT and kind.digits is None and kind.like.dtype == np.uint16
 
 
 def int8_kind_for(element: Any, cores: int, rows: int, elements: int) -> Kind:
@@ -62,7 +70,7 @@ def int8_kind_for(element: Any, cores: int, rows: int, elements: int) -> Kind:
 
 def kind_at(kind: Kind, core: int) -> Any:
     """With a core's own digits; for compiled callers, whose types must not leave open whether there are any."""
-    return kind if kind.digits is None else Kind(kind.like, Digits(*(array[core] for array in kind.digits)))
+    return kind if kind.digits is None else kind._replace(digits=Digits(*(array[core] for array in kind.digits)))
 
 
 @overload(kind_at)
@@ -73,7 +81,7 @@ def _kind_at(kind: Any, core: int) -> Any:
     def one(kind: Any, core: int) -> Any:
         digits = kind.digits
         own = Digits(digits.values[core], digits.starts[core], digits.factors[core])
-        return Kind(kind.like, own)
+        return Kind(kind.like, own, kind.compact)
 
     return none if kind.types[1] is types.none else one
 
@@ -101,9 +109,19 @@ def _steps(operand: Any, like: Any, digits: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _find_panel(operand: Any, panels: int, unit: int, like: Any, digits: Any) -> Any:
-    size, half = _steps(operand, like, digits) * STEP_BYTES, (unit % HALVES) * HALF * LANE_BYTES
+def _is_compact(compact: Any) -> bool:
+    if compact is None:
+        return False
+    return compact  # type: ignore[no-any-return]
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _find_panel(operand: Any, panels: int, unit: int, like: Any, digits: Any, compact: Any) -> Any:
+    steps, half = _steps(operand, like, digits), (unit % HALVES) * HALF * LANE_BYTES
+    size = steps * STEP_BYTES
     if digits is None:
+        if _is_compact(compact):
+            return panels + (unit // HALVES) * compact_panel_bytes(steps), np.int64(unit % HALVES)
         place = panels + (unit // HALVES) * size + half
         return place, place
     scales = panels + (unit // HALVES) * (SCALE_BYTES + size) + half
@@ -112,8 +130,9 @@ def _find_panel(operand: Any, panels: int, unit: int, like: Any, digits: Any) ->
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _panel(operand: Any, panels: int, unit: int, kind: Any) -> Any:
-    """Addresses of half panel number `unit`, and of its scales if it has any."""
-    return _find_panel(operand, panels, unit, kind.like, kind.digits)
+    """Addresses of half panel number `unit`, and of its scales if it has any; of a compact one of the panel that it is
+    half of, and which half."""
+    return _find_panel(operand, panels, unit, kind.like, kind.digits, kind.compact)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -171,34 +190,54 @@ def _early(many: int, whole: bool, operand: Any, kind: Any, place: Any, followin
     does not wait meanwhile, each asks for its share of the panel at `following`.
     """
     steps, groups = _steps(operand, kind.like, kind.digits), _loops(many, whole, kind.like, kind.digits)
-    size = steps * STEP_BYTES
+    header, step_bytes = (HEADER_BYTES, COMPACT_STEP_BYTES) if _is_compact(kind.compact) else (0, STEP_BYTES)
+    size = header + steps * step_bytes
     if pieces <= 2 and groups == 1:
-        ahead = min(EARLY_BYTES // STEP_BYTES, steps)
-        return place + ahead * STEP_BYTES, STEP_BYTES, steps - ahead, following - place - size
+        ahead = min(EARLY_BYTES // step_bytes, steps)
+        return place + header + ahead * step_bytes, step_bytes, steps - ahead, following - place - size
     stride = size // (pieces * groups * steps) + 1
     return following + piece * groups * steps * stride, stride, steps, 0
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _multiply_compact(
+    operand: Any, like: Any, compact: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any
+) -> bool:
+    """Whether the panel is a compact one, and has been multiplied."""
+    if compact is None:
+        return False
+    if not compact:
+        return False
+    place, half = panel
+    if whole:
+        multiply_compact_panel(operand, like, first, rows, place, early, tile)
+    else:
+        multiply_compact_half_panel(operand, like, first, rows, place, half, early, tile)
+    return True
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _multiply_piece(
-    operand: Any, like: Any, digits: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any
+    operand: Any, kind: Any, digits: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any
 ) -> None:
     place, scales = panel
     if digits is None:
+        if _multiply_compact(operand, kind.like, kind.compact, first, rows, panel, whole, early, tile):
+            return
         if whole:
-            multiply_panel(operand, like, first, rows, place, early, tile)
+            multiply_panel(operand, kind.like, first, rows, place, early, tile)
         else:
-            multiply_half_panel(operand, like, first, rows, place, early, tile)
+            multiply_half_panel(operand, kind.like, first, rows, place, early, tile)
     elif whole:
-        multiply_int8_panel(like, digits, operand.shape[1], first, rows, place, scales, early, tile)
+        multiply_int8_panel(kind.like, digits, operand.shape[1], first, rows, place, scales, early, tile)
     else:
-        multiply_int8_half_panel(like, digits, operand.shape[1], first, rows, place, scales, early, tile)
+        multiply_int8_half_panel(kind.like, digits, operand.shape[1], first, rows, place, scales, early, tile)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _multiply(operand: Any, kind: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any) -> None:
     """tile[r] = operand[first + r] . what `_panel` has found."""
-    _multiply_piece(operand, kind.like, kind.digits, first, rows, panel, whole, early, tile)
+    _multiply_piece(operand, kind, kind.digits, first, rows, panel, whole, early, tile)
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)

@@ -6,6 +6,7 @@ that the packed modules hold. loader.py uses a stack only after it has given the
 
 from __future__ import annotations
 
+import logging
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,23 +20,26 @@ from model_worker.attention import cpu
 from model_worker.batch import ForwardBatch
 from model_worker.fusion.attention import Attention, Cache
 from model_worker.fusion.cache_tile import GROUP
+from model_worker.fusion.compact import CompactPanels, compact_panels
 from model_worker.fusion.digits import MOST_INPUTS, width_of
 from model_worker.fusion.form import OtherForm, Parts
 from model_worker.fusion.kernel import BLOCK_TOKENS, Inputs, Kept, Outputs, Rotary, Work, most_turns, run_stack
 from model_worker.fusion.largest import Largest
 from model_worker.fusion.layer import Buffers
 from model_worker.fusion.plan import plan_for, units_with
-from model_worker.fusion.products import PANEL, Kind, int8_kind_for, kind_for
+from model_worker.fusion.products import PANEL, Kind, int8_kind_for, kind_for, may_be_compact
 from model_worker.fusion.screen import SCREENED_ROWS, WORTH_SCREENING, Screen
 from model_worker.fusion.softmax import LOG2_E
 from model_worker.fusion.team import Job, team
 from model_worker.fusion.tile import operand_dtype
 from model_worker.huge_pages import PagesAhead, keep_in_huge_pages
-from model_worker.kv_cache import KVCache
+from model_worker.kv_cache import KVCache, free_memory
 from model_worker.linears import PackedLinear
 
 if TYPE_CHECKING:
     from model_worker.loader import LoadedModel
+
+log = logging.getLogger(__name__)
 
 _NO_WINDOW = 1 << 40
 # Angles of positions below this are computed once and kept; beyond, they are computed anew in each pass.
@@ -43,6 +47,15 @@ _KEPT_POSITIONS = 1 << 15
 _NO_PEAKS = np.empty((0, 0), np.int32)
 WORTH_RUNNING_AHEAD = 32 << 20
 """Bytes of weights from which on a pass takes so long (a millisecond and more) that other work is done meanwhile."""
+
+COMPACT_ROWS = 6
+"""Up to so many tokens a pass reads compact weights: more of them wait for arithmetic, of which these take more."""
+WORTH_COMPACTING = 32 << 20
+"""Bytes of weights from which on they come from memory in each pass."""
+COMPACT_SHARE = 1 / 8
+"""Of free memory: what compact weights, which are a second copy, may take."""
+MOST_COMPACT = 0.8
+"""Of the bytes of weights: what the copy takes, with some exceptions."""
 
 
 class Drawn(NamedTuple):
@@ -82,6 +95,14 @@ def fused_stack(loaded: LoadedModel) -> FusedStack | None:
         return None
 
 
+class Compact(NamedTuple):
+    """The same weights in their compact form."""
+
+    matrices: list[CompactPanels]  # own the memory
+    panels: NDArray[np.int64]  # as in Weights
+    head: int
+
+
 class FusedStack:
     """Weights of a model as one compiled call takes them, and buffers that grow with the largest batch."""
 
@@ -100,6 +121,7 @@ class FusedStack:
         self._weights, self._widths = parts.weights(), parts.operand_widths()
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
         self._screen: Screen | None = None
+        self._compact: Compact | None = None
         head = parts.head.linear
         if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING and head.in_features <= MOST_INPUTS:
             # Passes give the same without it: nobody waits.
@@ -110,6 +132,7 @@ class FusedStack:
         elements = SCREENED_ROWS * width_of(self._widths[0])
         self._screen_kind = int8_kind_for(self._element, self._cores, SCREENED_ROWS, elements)
         self._room, self._kind = self._make_room(1)
+        self._may_compact = may_be_compact(self._kind) and parts.weight_bytes >= WORTH_COMPACTING
         self._angles = self._compute_angles(torch.arange(1))
         self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
 
@@ -117,6 +140,25 @@ class FusedStack:
         screen = Screen(head, self._vocab_size)
         self._weights = self._weights._replace(screen=int(screen.panels.ctypes.data), bounds=screen.bounds)
         self._screen = screen
+
+    def _make_compact(self) -> None:
+        linears = self._modules.linears
+        megabytes = sum(linear.num_bytes for linear in linears) >> 20
+        if not has_room_for_compact(self._modules.weight_bytes):
+            log.info("weights are read as they are, %d MB: memory has no room for a compact copy", megabytes)
+            return
+        made = dict(zip(linears, compact_panels([linear.panels.view(np.uint32) for linear in linears]), strict=True))
+        panels, head = self._modules.addresses(lambda linear: made[linear].panels)
+        self._compact = Compact(list(made.values()), panels, head)
+        compact = sum(matrix.num_bytes for matrix in made.values()) >> 20
+        log.info(
+            "up to %d tokens at a time read compact weights, %d MB instead of %d", COMPACT_ROWS, compact, megabytes
+        )
+
+    @property
+    def compacts(self) -> bool:
+        """Whether few tokens read compact weights from now on, for those who would measure or test it."""
+        return self._compact is not None
 
     @property
     def screens(self) -> bool:
@@ -177,6 +219,10 @@ class FusedStack:
         self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn, passes: int
     ) -> tuple[Passes, NDArray[np.float32], NDArray[np.float32]]:
         """Also the logits, and the residual of tokens whose logits count, as they will be."""
+        if self._may_compact:
+            # Not before kernels may be called. Passes give the same without it: nobody waits.
+            self._may_compact = False
+            Thread(target=self._make_compact, name="compact", daemon=True).start()
         largest, screen = Largest(self._cores, len(wanted), passes), self._screen
         greedy = 0 < len(wanted) <= SCREENED_ROWS and int(wanted.max()) < 0
         if not greedy or (screen is not None and not screen.pays()):
@@ -195,6 +241,10 @@ class FusedStack:
         )
         inputs, x = self._embedded(batch, drawn)
         buffers = self._buffers(max(batch.num_tokens, len(wanted)))
+        weights, kind = self._weights, self._kind
+        if self._compact is not None and max(batch.num_tokens, len(wanted)) <= COMPACT_ROWS:
+            weights = weights._replace(panels=self._compact.panels, head=self._compact.head)
+            kind = kind._replace(compact=True)
         kept = Kept(x, buffers.heads, copied=False)
         last_tokens = None if _every_token(batch) else batch.logit_positions.numpy()
         if last_tokens is not None:
@@ -205,13 +255,13 @@ class FusedStack:
             x=x,
             kept=kept,
             rotary=self._angles_of(batch, passes),
-            weights=self._weights,
+            weights=weights,
             cache=self._cache(batch, cache, passes),
             attention=self._attention(batch, last_tokens),
             buffers=buffers,
             outputs=outputs,
         )
-        job = team(self._cores).begin(run_stack, work, self._kind, self._screen_kind, turns=passes)
+        job = team(self._cores).begin(run_stack, work, kind, self._screen_kind, turns=passes)
         return Passes(job, outputs.tokens, screen), outputs.logits, kept.x
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
@@ -278,6 +328,8 @@ class FusedStack:
         layer, (hidden, heads, inner), operand = self._layout, self._widths, operand_dtype(self._element)
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
         kind, widest = kind_for(self._element), width_of(max(self._widths))
+        if may_be_compact(kind):
+            kind = kind._replace(compact=False)
         if self._int8:
             elements = max(at_a_time * widest, tokens * width_of(hidden))
             kind = int8_kind_for(self._element, self._cores, tokens, elements)
@@ -290,6 +342,11 @@ class FusedStack:
             inner=np.zeros((at_a_time, inner), operand),
         )
         return buffers, kind
+
+
+def has_room_for_compact(weight_bytes: int) -> bool:
+    """Whether a compact copy of so many bytes of weights is a small part of the memory that is left."""
+    return MOST_COMPACT * weight_bytes <= COMPACT_SHARE * free_memory()
 
 
 def _every_token(batch: ForwardBatch) -> bool:

@@ -38,17 +38,17 @@ def _features() -> dict[str, bool]:
     return dict(llvm.get_host_cpu_features())
 
 
-_FEATURES = _features()
-HAS_BF16_DOT: bool = _FEATURES.get("avx512bf16", False)
+FEATURES = _features()
+HAS_BF16_DOT: bool = FEATURES.get("avx512bf16", False)
 """Whether there are instructions for bfloat16."""
-_HAS_WIDE_REGISTERS: bool = _FEATURES.get("avx512f", False)
+_HAS_WIDE_REGISTERS: bool = FEATURES.get("avx512f", False)
 # Elsewhere there are 16 registers of half the width: these sums leave half of them for weights and inputs.
 _NARROW_SUMS = 4
 PIECE_ROWS = TILE_ROWS if _HAS_WIDE_REGISTERS else 4
 """Of many rows so many are multiplied at a time."""
-HAS_BYTE_DOT: bool = _FEATURES.get("avx512vnni", False)
+HAS_BYTE_DOT: bool = FEATURES.get("avx512vnni", False)
 """Whether there are instructions that multiply bytes in fours."""
-HAS_SHORT_DOT: bool = _FEATURES.get("avx2", False)
+HAS_SHORT_DOT: bool = FEATURES.get("avx2", False)
 """Whether there are instructions that multiply numbers of 16 bits in pairs."""
 STEP_BYTES = 256
 """What a panel takes for each step."""
