@@ -48,7 +48,7 @@ _NO_PEAKS = np.empty((0, 0), np.int32)
 WORTH_RUNNING_AHEAD = 32 << 20
 """Bytes of weights from which on a pass takes so long (a millisecond and more) that other work is done meanwhile."""
 
-COMPACT_ROWS = 6
+COMPACT_ROWS = 8
 """Up to so many tokens a pass reads compact weights: more of them wait for arithmetic, of which these take more."""
 WORTH_COMPACTING = 32 << 20
 """Bytes of weights from which on they come from memory in each pass."""

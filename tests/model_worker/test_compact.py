@@ -121,7 +121,7 @@ def _product(
 
 @needs_instructions
 @settings(max_examples=60, deadline=None)
-@given(SEEDS, WEIGHTS, st.integers(1, TILE_ROWS), st.integers(1, 300), st.integers(1, 200), st.data())
+@given(SEEDS, WEIGHTS, st.integers(1, stack.COMPACT_ROWS), st.integers(1, 300), st.integers(1, 200), st.data())
 def test_products_are_the_same_to_the_last_bit(
     seed: int, weights: Any, rows: int, outputs: int, inputs: int, data: st.DataObject
 ) -> None:
