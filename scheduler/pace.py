@@ -17,30 +17,47 @@ LEAST_TOKENS = 8
 """Of prompts in a step, however slow they are: they must come to an end."""
 ROWS_OF_A_PROMPT = 4
 """Rows in decode that one long prompt counts as, when time is shared out among more than one."""
+STEPS_OF_A_MEASURE = 12
+"""Beside rows in decode after which a prompt leaves out a step, unless these rows had one to themselves meanwhile."""
 _WEIGHT = 0.1
+_WEIGHT_ANEW = 0.8
+"""Of a time that was not measured for long."""
 _OUTLIER = 2.0
 """A time beyond so many times what was expected counts as that: something else had the machine."""
 
 
 class Pace:
-    """Seconds of decode steps by the number of rows (in powers of two), and seconds of a prompt's token."""
+    """Seconds of decode steps by the number of rows (in powers of two), and seconds of a prompt's token.
+
+    Both grow with contexts, and of a step that has both nobody can tell which did. So rows in decode have a step to
+    themselves now and then: were they thought faster than they are, a prompt's few tokens would seem to take what they
+    do, and get fewer with every step.
+    """
 
     def __init__(self) -> None:
         self._decode: dict[int, float] = {}
         self._token: float | None = None
+        self._mixed: dict[int, int] = {}
+        """Steps with prompts since so many rows (in powers of two) had one to themselves."""
+        self._doubtful: set[int] = set()
+        """Numbers of rows whose next step to themselves says more than those before."""
 
     def learn(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         """A step with so many rows in decode and tokens of prompts took so long."""
+        size = decoding.bit_length()
         if not prompt_tokens:
-            size = decoding.bit_length()
-            self._decode[size] = _followed(self._decode.get(size), seconds)
+            weight = _WEIGHT_ANEW if size in self._doubtful else _WEIGHT
+            self._doubtful.discard(size)
+            self._decode[size], self._mixed[size] = _followed(self._decode.get(size), seconds, weight), 0
             return
+        self._mixed[size] = self._mixed.get(size, STEPS_OF_A_MEASURE) + 1
         alone = self._alone(decoding) or 0.0
         if not decoding or alone:
             self._token = _followed(self._token, max(seconds - alone, 0.1 * seconds) / prompt_tokens)
 
     def prompt_tokens(self, decoding: int, left: Sequence[int], step_tokens: int) -> int | None:
-        """The most tokens of prompts beside so many rows in decode; None where nothing speaks for a limit.
+        """The most tokens of prompts beside so many rows in decode; None where nothing speaks for a limit, and 0 where
+        these rows are to be measured alone.
 
         `left` are the tokens that each prompt still has, of which a step may compute `step_tokens` at most.
         """
@@ -49,6 +66,11 @@ class Pace:
             return None
         if len(left) > 1 and sum(left) <= len(left) * step_tokens:
             return None
+        size = decoding.bit_length()
+        if self._mixed.get(size, STEPS_OF_A_MEASURE) >= STEPS_OF_A_MEASURE:
+            self._mixed[size] = 0  # steps are begun before the results of earlier ones come: one measure is enough
+            self._doubtful.add(size)
+            return 0
         share = max(1.0, ROWS_OF_A_PROMPT * len(left) / decoding) if len(left) > 1 else 1.0
         return max(LEAST_TOKENS, int(share * alone / self._token))
 
@@ -60,5 +82,5 @@ class Pace:
         return self._decode[min(self._decode, key=lambda known: abs(known - size))]
 
 
-def _followed(known: float | None, seen: float) -> float:
-    return seen if known is None else known + _WEIGHT * (min(seen, _OUTLIER * known) - known)
+def _followed(known: float | None, seen: float, weight: float = _WEIGHT) -> float:
+    return seen if known is None else known + weight * (min(seen, _OUTLIER * known) - known)

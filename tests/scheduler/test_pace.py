@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.pace import LEAST_TOKENS, Pace
+from scheduler.pace import LEAST_TOKENS, STEPS_OF_A_MEASURE, Pace
 from tests.scheduler.test_core import LIMITS, Yard
 
 machines = st.tuples(st.floats(1e-3, 0.05), st.floats(1e-5, 5e-3), st.floats(1e-5, 5e-3), st.integers(0, 2**32))
@@ -45,7 +45,44 @@ def test_a_long_prompt_costs_others_no_more_than_half_their_speed(
             assert seconds < 2.3 * undisturbed
         pace.learn(decoding, taken, seconds)
         left, steps = left - taken, steps + 1
-    assert steps <= 4096 // LEAST_TOKENS
+    with_prompt = 4096 // LEAST_TOKENS
+    assert steps <= with_prompt + with_prompt // STEPS_OF_A_MEASURE + 1
+
+
+@given(machines, st.integers(2, 64), st.floats(0.2, 5.0), st.integers(0, 40))
+def test_what_rows_in_decode_took_with_other_contexts_does_not_hold_a_prompt_back(
+    costs: tuple[float, float, float, int], decoding: int, wrong: float, mixed: int
+) -> None:
+    machine, pace = Machine(*costs), Pace()
+    pace.learn(0, 512, machine.seconds(0, 512))
+    alone = machine.seconds(decoding, 0)
+    for _ in range(20):
+        pace.learn(decoding, 0, wrong * alone)
+    for _ in range(mixed):
+        pace.learn(decoding, 512 - decoding, machine.seconds(decoding, 512 - decoding))
+    for _ in range(10 * STEPS_OF_A_MEASURE):
+        allowed = pace.prompt_tokens(decoding, [4096], 512)
+        assert allowed is not None
+        pace.learn(decoding, allowed, machine.seconds(decoding, allowed))
+    allowed = pace.prompt_tokens(decoding, [4096], 512) or pace.prompt_tokens(decoding, [4096], 512)
+    assert allowed is not None
+    # Of a step of 512 tokens nobody can tell what the step itself takes, so a token may be thought dearer than it is.
+    assert allowed >= 0.6 * alone / (machine.seconds(0, 512) / 512)
+    assert allowed <= max(1.5 * alone / costs[2], LEAST_TOKENS)
+
+
+def test_rows_in_decode_are_measured_alone_once_when_it_is_time() -> None:
+    pace = Pace()
+    pace.learn(0, 512, 0.512)
+    pace.learn(4, 0, 0.1)
+    for _ in range(STEPS_OF_A_MEASURE):
+        assert pace.prompt_tokens(4, [4096], 512) == 100
+        pace.learn(4, 100, 0.2)
+    # Results come a step or two later than the next ones are asked for.
+    assert pace.prompt_tokens(4, [4096], 512) == 0
+    assert pace.prompt_tokens(4, [4096], 512) == 100
+    pace.learn(4, 0, 0.15)
+    assert pace.prompt_tokens(4, [4096], 512) == 140
 
 
 @given(machines, st.integers(1, 64), st.lists(st.integers(2, 5000), min_size=2, max_size=64))
