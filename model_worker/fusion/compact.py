@@ -11,6 +11,7 @@ Knows panels as linears.py describes them. Does not know how they are multiplied
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,8 +58,15 @@ def compact_panel_bytes(steps: int) -> int:
     return HEADER_BYTES + steps * COMPACT_STEP_BYTES
 
 
-def compact_panels(matrices: Sequence[NDArray[np.uint32]]) -> list[CompactPanels]:
-    """Of words [panel, step, PANEL] each, of two bfloat16 of neighbouring inputs; side by side, in large pages."""
+def compact_panels(matrices: Sequence[NDArray[np.uint32]], most_bytes: float = math.inf) -> list[CompactPanels]:
+    """Of words [panel, step, PANEL] each, of two bfloat16 of neighbouring inputs; side by side, in large pages.
+
+    None at all, and no memory taken, where they would be more than `most_bytes`: every exception is one step more to
+    read, and weights of which many lie apart have many.
+    """
+    windows = [_windows_of(words) for words in matrices]
+    if sum(_bytes_of(*of) for of in zip(matrices, windows, strict=True)) > most_bytes:
+        return []
     sizes = [len(words) * compact_panel_bytes(words.shape[1]) for words in matrices]
     # A line of memory at a time is read, so none should be cut in two.
     room = np.empty(sum(sizes) + GROUP_BYTES, np.uint8)
@@ -66,15 +74,32 @@ def compact_panels(matrices: Sequence[NDArray[np.uint32]]) -> list[CompactPanels
     first = -room.ctypes.data % GROUP_BYTES
     begins = first + np.cumsum(sizes) - sizes
     return [
-        _compacted(words, room[begin : begin + size].reshape(len(words), -1))
-        for words, begin, size in zip(matrices, begins, sizes, strict=True)
+        _compacted(words, chosen, room[begin : begin + size].reshape(len(words), -1))
+        for words, chosen, begin, size in zip(matrices, windows, begins, sizes, strict=True)
     ]
 
 
-def _compacted(words: NDArray[np.uint32], panels: NDArray[np.uint8]) -> CompactPanels:
-    count = len(words)
-    firsts, found = np.empty(count, np.int64), np.empty(count, np.int64)
-    _choose_windows(words, firsts, found)
+class _Windows(NamedTuple):
+    """Of a matrix' panels: the exponents that the code 1 names, and how many steps are exceptions then."""
+
+    firsts: NDArray[np.int64]
+    found: NDArray[np.int64]
+
+
+def _windows_of(words: NDArray[np.uint32]) -> _Windows:
+    windows = _Windows(np.empty(len(words), np.int64), np.empty(len(words), np.int64))
+    _choose_windows(words, *windows)
+    return windows
+
+
+def _bytes_of(words: NDArray[np.uint32], windows: _Windows) -> int:
+    """What a matrix will take, exceptions and their numbers counted."""
+    exceptions, count = int(windows.found.sum()), len(words)
+    return count * compact_panel_bytes(words.shape[1]) + 4 * (exceptions + count) + 4 * _PANEL * exceptions
+
+
+def _compacted(words: NDArray[np.uint32], windows: _Windows, panels: NDArray[np.uint8]) -> CompactPanels:
+    count, (firsts, found) = len(words), windows
     numbers, kept = np.empty(int(found.sum()) + count, np.int32), np.empty((int(found.sum()), _PANEL), np.uint32)
     _write(words, firsts, panels, numbers, kept)
     before = np.cumsum(found) - found

@@ -147,7 +147,12 @@ class FusedStack:
         if not has_room_for_compact(self._modules.weight_bytes):
             log.info("weights are read as they are, %d MB: memory has no room for a compact copy", megabytes)
             return
-        made = dict(zip(linears, compact_panels([linear.panels.view(np.uint32) for linear in linears]), strict=True))
+        most_bytes = MOST_COMPACT * sum(linear.num_bytes for linear in linears)
+        matrices = compact_panels([linear.panels.view(np.uint32) for linear in linears], most_bytes)
+        if not matrices:
+            log.info("weights are read as they are, %d MB: too many lie apart for a compact copy to pay", megabytes)
+            return
+        made = dict(zip(linears, matrices, strict=True))
         panels, head = self._modules.addresses(lambda linear: made[linear].panels)
         self._compact = Compact(list(made.values()), panels, head)
         compact = sum(matrix.num_bytes for matrix in made.values()) >> 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from model_worker.fusion.compact import (
     compact_panels,
 )
 from model_worker.fusion.products import PANEL, Kind, add_product, prepare
+from model_worker.fusion.stack import FusedStack
 from model_worker.fusion.tile import TILE_ROWS
-from model_worker.linears import _panels
+from model_worker.linears import PackedLinear, _panels
 from model_worker.runner import ModelRunner
 from tests.model_worker.test_fusion import FUSED, batches, load
 
@@ -111,6 +113,15 @@ def test_those_of_models_take_three_quarters() -> None:
     assert compact.panels.ctypes.data % GROUP_BYTES == 0
 
 
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, WEIGHTS, st.integers(1, 150), st.integers(1, 40))
+def test_none_are_made_that_would_take_too_much(seed: int, weights: Any, outputs: int, inputs: int) -> None:
+    words = _panels(weights(np.random.default_rng(seed), (outputs, inputs)))
+    taken = sum(matrix.num_bytes for matrix in compact_panels([words, words]))
+    assert len(compact_panels([words, words], taken)) == 2
+    assert compact_panels([words, words], taken - 1) == []
+
+
 @njit(nogil=True)
 def _product(
     core: int, taken: Any, operand: Any, panels: int, width: int, out: Any, biases: Any, kind: Any, tile: Any
@@ -169,6 +180,22 @@ def _runner(arch: str, folder: Path, compacts: bool, monkeypatch: pytest.MonkeyP
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return runner
+
+
+@needs_instructions
+def test_weights_that_lie_far_apart_are_read_as_they_are(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load("llama", "bfloat16", tmp_path_factory.getbasetemp())
+    made = FusedStack(loaded)
+    linears = [module for module in loaded.model.modules() if isinstance(module, PackedLinear)]
+    for linear in linears:
+        linear.panels[...] = np.random.default_rng().integers(0, 1 << 32, linear.panels.shape, np.uint32)
+    with caplog.at_level(logging.INFO, "model_worker.fusion.stack"):
+        made._make_compact()
+    assert linears
+    assert not made.compacts
+    assert "lie apart" in caplog.text
 
 
 def test_a_copy_takes_a_small_part_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
