@@ -42,9 +42,11 @@ class Prepared:
         sampling = self.sampling
         # The model runs over a prompt only to continue it: the one token is dropped when it comes.
         length = 1 if self.only_scores else sampling.max_new_tokens
+        if k or length != sampling.max_new_tokens:
+            sampling = replace(sampling, seed=seed_of(sampling.seed, k), max_new_tokens=length)
         context = TextContext.from_prompt(
             self.prompt.tokens,
-            replace(sampling, seed=seed_of(sampling.seed, k), max_new_tokens=length),
+            sampling,
             request_id=self.request.request_id,
             model_name=self.request.model_name,
             cache_salt=_salt(self.request),
@@ -206,6 +208,8 @@ def _within_reach(sampling: SamplingParams, length: int | None, vocab_size: int)
     """Cuts values that mean "as many as there are" to what there is; the worker keeps them in 32 bits."""
     least = sampling.min_new_tokens if length is None else min(sampling.min_new_tokens, length)
     top_k = sampling.top_k if sampling.top_k < vocab_size else -1
+    if (length, least, top_k) == (sampling.max_new_tokens, sampling.min_new_tokens, sampling.top_k):
+        return sampling
     return replace(sampling, max_new_tokens=length, min_new_tokens=least, top_k=top_k)
 
 

@@ -42,6 +42,8 @@ def pattern_problem(patterns: Sequence[str]) -> str | None:
 
 def compiled(patterns: Sequence[str]) -> list[Any]:
     """The patterns as RE2 programs. ValueError says which one is none, and why."""
+    if not patterns:
+        return []
     options: Any = re2.Options()
     options.log_errors = False
     options.max_mem = _MEMORY
