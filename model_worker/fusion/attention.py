@@ -81,11 +81,12 @@ def _token(attention: Any, tile: Any, number: int) -> int:
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, own: Any) -> None:
+def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, first: int, own: Any) -> None:
+    """The rows of one head, which are the core's own from `first` on."""
     queries, acc, peak, totals = own[0], own[3], own[4], own[5]
-    for row in range(tile[2] * group):
-        token = _token(attention, tile, row // group)
-        query, to, sums = q[token, head * group + row % group], queries[row], acc[row]
+    for number in range(tile[2] * group):
+        row, token = first + number, _token(attention, tile, number // group)
+        query, to, sums = q[token, head * group + number % group], queries[row], acc[row]
         for d in range(len(query)):
             to[d] = query[d]
         for d in range(len(sums)):
@@ -96,12 +97,12 @@ def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, own: Any) -
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _end(out: Any, attention: Any, tile: Any, head: int, group: int, own: Any) -> None:
+def _end(out: Any, attention: Any, tile: Any, head: int, group: int, first: int, own: Any) -> None:
     acc, totals = own[3], own[5]
     width = acc.shape[1]
-    for row in range(tile[2] * group):
-        at = (head * group + row % group) * width
-        to, sums = out[_token(attention, tile, row // group), at : at + width], acc[row]
+    for number in range(tile[2] * group):
+        row, at = first + number, (head * group + number % group) * width
+        to, sums = out[_token(attention, tile, number // group), at : at + width], acc[row]
         total = np.float32(0.0)
         for lane in range(LANES):
             total += totals[row, lane]
@@ -120,7 +121,7 @@ def _next_group(index: int, offset: int, size: int) -> Any:
 def _walk(
     layer: int,
     table: Any,
-    head: int,
+    heads: Any,
     rows: Any,
     keys_walked: Any,
     positions: Any,
@@ -129,62 +130,78 @@ def _walk(
     window: int,
     own: Any,
 ) -> None:
-    """Rows first to end of a tile take the keys first to end of one sequence, a panel at a time.
+    """Rows first to end of a tile take the keys first to end of one sequence, a panel at a time, head by head: those
+    of a block lie one after the other.
 
     Blocks lie scattered in memory, so nobody else foresees what comes next: a panel's V is asked for while its K is
-    multiplied, and the next panel's K while V is.
+    multiplied, and the K that follows while V is.
 
-    `positions` are that of the first row, how many rows have the same, and by how much it grows after these.
+    `heads` are first and end of the KV heads, and how many rows each has. `positions` are that of the first row, how
+    many rows have the same, and by how much it grows after these.
     """
     queries, scores, weights, acc, peak, totals, k_groups, v_groups, k_early = own
+    first_head, end_head, head_rows = heads
     first_row, end_row = rows
     position_of_first, group, growth = positions
     count_rows, size = end_row - first_row, cache.block_size
     pieces = -(-count_rows // PIECE_ROWS)
     least, longer = count_rows // pieces, count_rows % pieces
     first_key, end = keys_walked
-    index, offset = first_key // size, first_key % size
+    panel_index, panel_offset = first_key // size, first_key % size
     for start in range(first_key, end, PANEL_KEYS):
         keys = min(PANEL_KEYS, end - start)
         count = -(-keys // GROUP)
-        for g in range(PANEL_GROUPS):
-            if g < count:
-                k_groups[g] = key_group(cache, layer, head, table[index], offset)
-                v_groups[g] = value_group(cache, layer, head, table[index], offset)
-                index, offset = _next_group(index, offset, size)
-            else:  # what lies beyond the last group is computed with it and hidden
-                k_groups[g], v_groups[g] = k_groups[count - 1], v_groups[count - 1]
-        early_index, early_offset = index, offset
-        for g in range(PANEL_GROUPS):
-            if start + PANEL_KEYS + g * GROUP < end:
-                k_early[g] = key_group(cache, layer, head, table[early_index], early_offset)
-                early_index, early_offset = _next_group(early_index, early_offset, size)
-        for piece in range(pieces):
-            at, many = first_row + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
-            score(queries, cache.like, at, many, k_groups, size, v_groups, scores)
-        for query in range(count_rows // group):
-            position = position_of_first + query * growth - start
-            visible = max(0, min(keys, position + 1))
-            hidden = min(max(0, position - window + 1), visible)
-            for row in range(first_row + query * group, first_row + (query + 1) * group):
-                shrink = soften(scores, row, hidden, visible, scale, weights, peak, totals)
-                if shrink < np.float32(1.0):
-                    sums = acc[row]
-                    for d in range(len(sums)):
-                        sums[d] *= shrink
-        for piece in range(pieces):
-            at, many = first_row + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
-            gather(weights, cache.like, at, many, count, v_groups, cache.v_dim, k_early, size, acc)
+        next_index, next_offset = panel_index, panel_offset
+        for _ in range(count):
+            next_index, next_offset = _next_group(next_index, next_offset, size)
+        for head in range(first_head, end_head):
+            index, offset = panel_index, panel_offset
+            for g in range(PANEL_GROUPS):
+                if g < count:
+                    k_groups[g] = key_group(cache, layer, head, table[index], offset)
+                    v_groups[g] = value_group(cache, layer, head, table[index], offset)
+                    index, offset = _next_group(index, offset, size)
+                else:  # what lies beyond the last group is computed with it and hidden
+                    k_groups[g], v_groups[g] = k_groups[count - 1], v_groups[count - 1]
+            another, left, index, offset = first_head, end - start - PANEL_KEYS, next_index, next_offset
+            if head + 1 < end_head:
+                another, left, index, offset = head + 1, keys, panel_index, panel_offset
+            for g in range(PANEL_GROUPS):
+                if g * GROUP < left:
+                    k_early[g] = key_group(cache, layer, another, table[index], offset)
+                    index, offset = _next_group(index, offset, size)
+            first = first_row + (head - first_head) * head_rows
+            for piece in range(pieces):
+                at, many = first + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
+                score(queries, cache.like, at, many, k_groups, size, v_groups, scores)
+            for query in range(count_rows // group):
+                position = position_of_first + query * growth - start
+                visible = max(0, min(keys, position + 1))
+                hidden = min(max(0, position - window + 1), visible)
+                for row in range(first + query * group, first + (query + 1) * group):
+                    shrink = soften(scores, row, hidden, visible, scale, weights, peak, totals)
+                    if shrink < np.float32(1.0):
+                        sums = acc[row]
+                        for d in range(len(sums)):
+                            sums[d] *= shrink
+            for piece in range(pieces):
+                at, many = first + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
+                gather(weights, cache.like, at, many, count, v_groups, cache.v_dim, k_early, size, acc)
+        panel_index, panel_offset = next_index, next_offset
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _run_tile(layer: int, turn: int, attention: Any, tile: Any, head: int, group: int, cache: Any, own: Any) -> None:
-    """All keys that any of a tile's queries sees: first those that its sequences share, then those of each."""
+def _run_tile(
+    layer: int, turn: int, attention: Any, tile: Any, first: int, end: int, group: int, cache: Any, own: Any
+) -> None:
+    """All keys that any of a tile's queries sees, of these KV heads: first those that its sequences share, then those
+    of each."""
     scale, window, tables = attention.scales[layer], attention.windows[layer], attention.tables
     rows, position, shared = tile[2] * group, tile[3] + turn, tile[5]
+    heads = first, end, rows
     if tile[4] == 0:
         keys = max(0, position - window + 1) // GROUP * GROUP, position + tile[2]
-        _walk(layer, tables[tile[0]], head, (0, rows), keys, (position, group, 1), cache, scale, window, own)
+        _walk(layer, tables[tile[0]], heads, (0, rows), keys, (position, group, 1), cache, scale, window, own)
         return
     members = attention.members[tile[0] : tile[0] + tile[4]]
     for m in range(len(members)):
@@ -192,20 +209,21 @@ def _run_tile(layer: int, turn: int, attention: Any, tile: Any, head: int, group
             shared = 0  # it does not see the beginning, so its panels begin elsewhere
     if shared > 0:
         same = (shared - 1, group, 0)
-        _walk(layer, tables[members[0, 0]], head, (0, rows), (0, shared), same, cache, scale, window, own)
+        _walk(layer, tables[members[0, 0]], heads, (0, rows), (0, shared), same, cache, scale, window, own)
     for m in range(len(members)):
         position = members[m, 2] + turn
         keys = max(shared, (position - window + 1) // GROUP * GROUP), position + 1
         of_m = m * group, (m + 1) * group
-        _walk(layer, tables[members[m, 0]], head, of_m, keys, (position, group, 1), cache, scale, window, own)
+        _walk(layer, tables[members[m, 0]], heads, of_m, keys, (position, group, 1), cache, scale, window, own)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def attention_room(q: Any, cache: Any, attention: Any) -> Any:
-    """Memory of a core's own for the widest tile."""
+    """Memory of a core's own for the widest unit."""
     group, most = q.shape[1] // cache.kv_heads, 0
-    for t in range(len(attention.tiles)):
-        most = max(most, attention.tiles[t, 2] * group)
+    for number in range(len(attention.units)):
+        tile, first, end = attention.units[number]
+        most = max(most, attention.tiles[tile, 2] * group * (end - first))
     return (
         np.empty((most, cache.k_dim), q.dtype),
         np.empty((most, PANEL_KEYS), np.float32),
@@ -226,8 +244,10 @@ def attend(layer: int, turn: int, taken: Any, q: Any, cache: Any, attention: Any
     group, last = q.shape[1] // cache.kv_heads, layer == len(attention.scales) - 1
     for number in range(taken[0], taken[0] + taken[1]):
         unit = attention.last_units[number] if last else attention.units[number]
-        tile = attention.tiles[unit[0]]
-        for head in range(unit[1], unit[2]):
-            _begin(q, attention, tile, head, group, own)
-            _run_tile(layer, turn, attention, tile, head, group, cache, own)
-            _end(out, attention, tile, head, group, own)
+        tile, first, end = attention.tiles[unit[0]], unit[1], unit[2]
+        rows = tile[2] * group
+        for head in range(first, end):
+            _begin(q, attention, tile, head, group, (head - first) * rows, own)
+        _run_tile(layer, turn, attention, tile, first, end, group, cache, own)
+        for head in range(first, end):
+            _end(out, attention, tile, head, group, (head - first) * rows, own)
