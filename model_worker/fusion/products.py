@@ -25,6 +25,7 @@ from model_worker.fusion.team import begin, take, wait, was_last
 from model_worker.fusion.tile import (
     EARLY_BYTES,
     PIECE_ROWS,
+    SHARING_PIECES,
     STEP_BYTES,
     TILE_ROWS,
     groups_of,
@@ -186,13 +187,13 @@ def _early(many: int, whole: bool, operand: Any, kind: Any, place: Any, followin
     """What to ask memory for while a piece with so `many` of the rows is multiplied, as tile.EARLY.
 
     Pieces that wait for memory ask for what is a little further on: in their panel, then in the one at `following`.
-    Where each goes through its panel more than once, and from three pieces on, most find it in a cache: so that memory
+    Where each goes through its panel more than once, and where they are many, most find it in a cache: so that memory
     does not wait meanwhile, each asks for its share of the panel at `following`.
     """
     steps, groups = _steps(operand, kind.like, kind.digits), _loops(many, whole, kind.like, kind.digits)
     header, step_bytes = (HEADER_BYTES, COMPACT_STEP_BYTES) if _is_compact(kind.compact) else (0, STEP_BYTES)
     size = header + steps * step_bytes
-    if pieces <= 2 and groups == 1:
+    if pieces < SHARING_PIECES and groups == 1:
         ahead = min(EARLY_BYTES // step_bytes, steps)
         return place + header + ahead * step_bytes, step_bytes, steps - ahead, following - place - size
     stride = size // (pieces * groups * steps) + 1

@@ -71,6 +71,9 @@ sums. (With 32 KiB many rows were a sixth slower; with 48 KiB the first level wa
 _LOCALITY = 2 if _INTO_SECOND_LEVEL else 3
 EARLY_BYTES = 16_384 if _INTO_SECOND_LEVEL else 8192 if _HAS_WIDE_REGISTERS else 1024
 """How far ahead lines of memory are asked for where one tile streams a panel by: memory is far away."""
+SHARING_PIECES = 2 if _INTO_SECOND_LEVEL else 3
+"""Of so many pieces of rows or more, which go through a panel one after the other, each asks for its share of the next
+panel. (With 32 KiB of first level, two pieces were a fifth faster for it; with 48 KiB they have not been measured.)"""
 
 
 class BFloat(ir.Type):
