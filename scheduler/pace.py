@@ -1,10 +1,11 @@
 """How many tokens of prompts a step may compute beside rows in decode, so that these keep their rhythm.
 
-A step takes as long as everything in it, and every row in decode waits for its end. So a single prompt gets as much
-of a step's time as the rows in decode need anyway: whoever reads along sees half the speed, never a standstill. Long
-ones together get the same, until there is more than one for every few rows; from there on their time grows with their
-number, because each is waited for as a row is. Several short ones are another matter: the sooner they decode beside the
-others the sooner everybody is done. Then, and where nothing decodes, steps are as large as the operator allows.
+A step takes as long as everything in it, and every row in decode waits for its end. So a single prompt gets three
+quarters of the time that the rows in decode need anyway: whoever reads along sees more than half the speed, never a
+standstill. Long ones together get the same, until there is more than one for every few rows; from there on their time
+grows with their number, because each is waited for as a row is. Several short ones are another matter: the sooner they
+decode beside the others the sooner everybody is done. Then, and where nothing decodes, steps are as large as the
+operator allows.
 
 Knows times and counts of one worker's recent steps. Does not know whose they are.
 """
@@ -15,13 +16,15 @@ from collections.abc import Sequence
 
 LEAST_TOKENS = 8
 """Of prompts in a step, however slow they are: they must come to an end."""
+SHARE = 0.75
+"""Of the time of rows in decode, for a prompt. Steps differ by a quarter: so hardly one takes 2.5 times what it did."""
 ROWS_OF_A_PROMPT = 4
 """Rows in decode that one long prompt counts as, when time is shared out among more than one."""
 STEPS_OF_A_MEASURE = 12
 """Beside rows in decode after which a prompt leaves out a step, unless these rows had one to themselves meanwhile."""
 _WEIGHT = 0.1
 _WEIGHT_ANEW = 0.8
-"""Of a time that was not measured for long."""
+"""Of a time that was not measured for long. A longer one counts for half of that: something else may have been why."""
 _OUTLIER = 2.0
 """A time beyond so many times what was expected counts as that: something else had the machine."""
 
@@ -46,9 +49,11 @@ class Pace:
         """A step with so many rows in decode and tokens of prompts took so long."""
         size = decoding.bit_length()
         if not prompt_tokens:
-            weight = _WEIGHT_ANEW if size in self._doubtful else _WEIGHT
-            self._doubtful.discard(size)
-            self._decode[size], self._mixed[size] = _followed(self._decode.get(size), seconds, weight), 0
+            known, weight = self._decode.get(size), _WEIGHT
+            if size in self._doubtful:
+                weight = _WEIGHT_ANEW if known is None or seconds < known else _WEIGHT_ANEW / 2
+                self._doubtful.remove(size)
+            self._decode[size], self._mixed[size] = _followed(known, seconds, weight), 0
             return
         self._mixed[size] = self._mixed.get(size, STEPS_OF_A_MEASURE) + 1
         alone = self._alone(decoding) or 0.0
@@ -71,7 +76,7 @@ class Pace:
             self._mixed[size] = 0  # steps are begun before the results of earlier ones come: one measure is enough
             self._doubtful.add(size)
             return 0
-        share = max(1.0, ROWS_OF_A_PROMPT * len(left) / decoding) if len(left) > 1 else 1.0
+        share = SHARE * max(1.0, ROWS_OF_A_PROMPT * len(left) / decoding) if len(left) > 1 else SHARE
         return max(LEAST_TOKENS, int(share * alone / self._token))
 
     def _alone(self, decoding: int) -> float | None:

@@ -42,7 +42,7 @@ def test_a_long_prompt_costs_others_no_more_than_half_their_speed(
         seconds = machine.seconds(decoding, taken)
         if taken > LEAST_TOKENS:
             # A first estimate counts the step's own overhead among the prompt's tokens, so it errs on the short side.
-            assert seconds < 2.3 * undisturbed
+            assert seconds < 2 * undisturbed
         pace.learn(decoding, taken, seconds)
         left, steps = left - taken, steps + 1
     with_prompt = 4096 // LEAST_TOKENS
@@ -67,8 +67,8 @@ def test_what_rows_in_decode_took_with_other_contexts_does_not_hold_a_prompt_bac
     allowed = pace.prompt_tokens(decoding, [4096], 512) or pace.prompt_tokens(decoding, [4096], 512)
     assert allowed is not None
     # Of a step of 512 tokens nobody can tell what the step itself takes, so a token may be thought dearer than it is.
-    assert allowed >= 0.6 * alone / (machine.seconds(0, 512) / 512)
-    assert allowed <= max(1.5 * alone / costs[2], LEAST_TOKENS)
+    assert allowed >= 0.45 * alone / (machine.seconds(0, 512) / 512)
+    assert allowed <= max(1.2 * alone / costs[2], LEAST_TOKENS)
 
 
 def test_rows_in_decode_are_measured_alone_once_when_it_is_time() -> None:
@@ -76,13 +76,13 @@ def test_rows_in_decode_are_measured_alone_once_when_it_is_time() -> None:
     pace.learn(0, 512, 0.512)
     pace.learn(4, 0, 0.1)
     for _ in range(STEPS_OF_A_MEASURE):
-        assert pace.prompt_tokens(4, [4096], 512) == 100
-        pace.learn(4, 100, 0.2)
+        assert pace.prompt_tokens(4, [4096], 512) == 75
+        pace.learn(4, 75, 0.175)
     # Results come a step or two later than the next ones are asked for.
     assert pace.prompt_tokens(4, [4096], 512) == 0
-    assert pace.prompt_tokens(4, [4096], 512) == 100
+    assert pace.prompt_tokens(4, [4096], 512) == 75
     pace.learn(4, 0, 0.15)
-    assert pace.prompt_tokens(4, [4096], 512) == 140
+    assert pace.prompt_tokens(4, [4096], 512) == 90
 
 
 @given(machines, st.integers(1, 64), st.lists(st.integers(2, 5000), min_size=2, max_size=64))
@@ -103,7 +103,7 @@ def test_each_of_many_long_prompts_counts_as_four_rows(decoding: int, prompts: i
     pace.learn(decoding, 0, 0.1)
     allowed = pace.prompt_tokens(decoding, [4096] * prompts, 512)
     assert allowed is not None
-    exact = 100 if prompts == 1 or 4 * prompts <= decoding else 100 * 4 * prompts / decoding
+    exact = 75 if prompts == 1 or 4 * prompts <= decoding else 75 * 4 * prompts / decoding
     assert exact - 1.001 <= allowed <= exact + 0.001
 
 
@@ -124,7 +124,7 @@ def test_one_slow_step_does_not_count_for_more_than_it_may() -> None:
     pace.learn(4, 0, 100.0)
     allowed = pace.prompt_tokens(4, [900], 512)
     assert allowed is not None
-    assert 100 <= allowed <= 120
+    assert 75 <= allowed <= 90
 
 
 class Deaf(Pace):
@@ -133,7 +133,7 @@ class Deaf(Pace):
     def __init__(self) -> None:
         super().__init__()
         super().learn(0, 64, 6.4)
-        super().learn(2, 0, 2.0)  # as long as 20 tokens of a prompt
+        super().learn(2, 0, 2.0)  # three quarters of it are 15 tokens of a prompt
 
     def learn(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         pass
@@ -154,4 +154,4 @@ def test_steps_follow_the_pace_beside_decode_only() -> None:
             yard.in_flight[0].append(step)
         yard.scheduler.step_result(yard.workers[0].run(yard.in_flight[0].popleft()))
         yard._read_news()
-    assert counts == [20] * 10
+    assert counts == [15] * 13 + [5]
