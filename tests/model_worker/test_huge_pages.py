@@ -63,6 +63,22 @@ def test_under_load_the_next_stretch_comes_and_contents_stay(monkeypatch: pytest
     assert not arrays[0].any()
 
 
+def test_pages_come_slowly_until_somebody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(huge_pages, "STRETCHES_AHEAD", 1)
+    monkeypatch.setattr("model_worker.huge_pages.time.sleep", pauses.append)
+    arrays, ahead = _ahead(1024)
+    ahead.use(3)
+    for thread in _threads("pages-ahead"):
+        thread.join()
+    assert len(pauses) == len(arrays)
+    assert min(pauses) > 0
+    ahead._used = 2  # both are wanted at once
+    ahead._provide(2)
+    assert len(pauses) == len(arrays)
+    _check(arrays, 2)
+
+
 def test_while_nothing_is_used_more_come_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huge_pages, "IDLE_SECONDS", 0.01)
     for items, used, stretches in ((1024, 3, STRETCHES_AHEAD), (192, 3, 2), (60, 3, 0)):
