@@ -29,8 +29,9 @@ STRETCHES_AHEAD = 4
 IDLE_SECONDS = 1.0
 """Without a step beginning: longer than the longest of the standard model takes (0.7 s). Beside the longer steps of
 larger models the bound on pages ahead still holds, and what comes beside them is needed soon."""
-PAUSES = 4
-"""Times as long as a page took to come: so whoever computes meanwhile loses a fifth of a core, and not a whole one."""
+PAUSES, LONGEST_PAUSE = 4, 0.1
+"""Times as long as a page took to come, in seconds at most: so whoever computes meanwhile loses a fifth of a core, and
+not a whole one."""
 
 
 def keep_in_huge_pages(arrays: Iterable[NDArray[np.generic]], *, written: bool) -> None:
@@ -98,7 +99,7 @@ class PagesAhead:
             start = part.ctypes.data // _SMALL_PAGE * _SMALL_PAGE
             _advise(start, part.ctypes.data + part.nbytes - start, _MADV_POPULATE_WRITE)
             if self._used < stretch:
-                time.sleep(PAUSES * (time.monotonic() - begun))
+                time.sleep(min(PAUSES * (time.monotonic() - begun), LONGEST_PAUSE))
 
 
 def _advise(address: int, size: int, advice: int) -> None:
