@@ -54,9 +54,9 @@ class PagesAhead:
     """Has the pages of arrays provided before they are used.
 
     Arrays begin with the same number of items, which are first used in about their order. A stretch is as many items as
-    fill a large page in the largest of the arrays. When the first item of a stretch is used, the next stretch must be
-    there; while nothing is used for a while more of them come, so that a burst of work finds them. No more memory is
-    taken than STRETCHES_AHEAD beyond what is used.
+    fill a large page in the largest of the arrays. When the first item of a stretch is used, the next stretch comes, a
+    page at a time; while nothing is used for a while more of them come, so that a burst of work finds them. No more
+    memory is taken than STRETCHES_AHEAD beyond what is used.
     """
 
     def __init__(self, arrays: Sequence[NDArray[np.generic]]) -> None:

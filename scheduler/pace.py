@@ -17,7 +17,7 @@ from collections.abc import Sequence
 LEAST_TOKENS = 8
 """Of prompts in a step, however slow they are: they must come to an end."""
 SHARE = 0.75
-"""Of the time of rows in decode, for a prompt. Steps differ by a quarter: so hardly one takes 2.5 times what it did."""
+"""Of the time of rows in decode, for a prompt. Steps differ by a quarter: so few take 2.5 times what they did."""
 ROWS_OF_A_PROMPT = 4
 """Rows in decode that one long prompt counts as, when time is shared out among more than one."""
 STEPS_OF_A_MEASURE = 12
