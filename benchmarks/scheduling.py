@@ -3,9 +3,10 @@
 The real process on its real sockets; this one plays a replica and a worker that answers at once. `--cold` makes the
 worker walk over memory before each answer, as a model's weights do, so that the scheduler finds its caches emptied.
 CPU times are the kernel's, by thread: the loop, and ZeroMQ's input and output; the least of several stretches, because
-whatever else runs on the machine adds to them. "Busy" is a worker that never waits, so that a turn of the loop may book
-more than one step; "one by one" gives a result when the replica has the news of the last, so that the process sleeps
-and wakes for each, as it does beside a model that takes its time.
+whatever else runs on the machine adds to them. "Busy" is a worker that takes no time, and gives the results of a step
+and of all its repetitions at once, so that the process has something to do; "one by one" gives a result when the
+replica has the news of the last, so that the process sleeps and wakes for each, as it does beside a model that takes
+its time.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
@@ -38,7 +40,6 @@ from interfaces import (
     decode,
     encode,
 )
-from model_worker.rows import WorkerRows
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from shared.sockets import connect_dealer
@@ -99,13 +100,12 @@ class Stage:
         self._hello = WorkerHello(
             "none", 0, 0, 0, blocks, BLOCK_SIZE, rows, MAX_MODEL_LEN, 1000, "none", "none", "none"
         )
-        self._table = WorkerRows(rows, MAX_MODEL_LEN, BLOCK_SIZE, blocks)
+        self._left: dict[int, int] = {}
         self._weights = np.ones(COLD_BYTES // 8 if cold else 0)
         self._context: zmq.Context[Any] = zmq.Context()
         self._worker = connect_dealer(self._context, run_directory.worker_endpoint, b"worker")
         self._replica = connect_dealer(self._context, run_directory.api_endpoint, b"replica")
         self._steps = 0
-        self._again: Step | None = None
         self._next_hello = 0.0
 
     def run(self, pid: int, steps: int) -> tuple[Cost, Cost]:
@@ -137,16 +137,14 @@ class Stage:
             self._replica.send(encode(Submit(handle, TextContext.from_prompt(prompt, sampling))))
         answered: set[int] = set()
         while len(answered) < self._rows:
-            self._answer()
+            self._answer(one_by_one=False)
             while self._replica.poll(0):
                 news = self._receive(self._replica)
                 answered |= set(news.handles.tolist()) if isinstance(news, Results) else set()
 
     def _until(self, steps: int, one_by_one: bool) -> None:
         while self._steps < steps:
-            self._answer()
-            while one_by_one and not isinstance(self._receive(self._replica), Results):
-                pass
+            self._answer(one_by_one)
             while self._replica.poll(0):
                 self._replica.recv()
 
@@ -156,20 +154,29 @@ class Stage:
             self._replica.send(encode(Hello("replica")))
             self._next_hello = time.monotonic() + 1.0
 
-    def _answer(self) -> None:
+    def _answer(self, one_by_one: bool) -> None:
+        """To the next step, and to its repetitions unless another step comes before."""
         self._say_hello()
-        step = self._again if self._again is not None and not self._worker.poll(0) else self._receive(self._worker)
-        assert isinstance(step, Step)
-        self._again = step.after(1)
-        self._weights.sum()
-        self._table.apply(step)
-        packed = self._table.pack(step)
-        rows = packed.rows[packed.sampling]
-        tokens = np.full(len(rows), 7, np.int32)
-        self._table.computed_step(packed, tokens)
-        result = StepResult(step.incarnation, 0, 0, step.step, rows, tokens, None, {}, device_us=1)
-        self._worker.send(encode(result))
-        self._steps += 1
+        step: Step | None = self._receive(self._worker)
+        while step is not None:
+            self._weights.sum()
+            rows = self._sampling(step)
+            tokens = np.full(len(rows), 7, np.int32)
+            result = StepResult(step.incarnation, 0, 0, step.step, rows, tokens, None, {}, device_us=1)
+            self._worker.send(encode(result))
+            self._steps += 1
+            while one_by_one and not isinstance(self._receive(self._replica), Results):
+                pass
+            step = None if one_by_one and self._worker.poll(0) else step.after(1)
+
+    def _sampling(self, step: Step) -> NDArray[np.int32]:
+        """Rows of a step whose prompts end with it, or have."""
+        self._left |= {join.row: join.prompt_len for join in step.joins}
+        if step.ntok is None:
+            return step.rows
+        for row, tokens in zip(step.rows.tolist(), step.ntok.tolist(), strict=True):
+            self._left[row] -= tokens
+        return np.array([row for row in step.rows.tolist() if self._left[row] <= 0], np.int32)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> Any:
         if not socket.poll(POLL_MS):

@@ -1,7 +1,8 @@
 """The one codec of the system: declared types to msgpack bytes and back, strictly.
 
 Messages between our processes: a dataclass decorated with `@message(tag)` is one msgpack array `[version, tag, field,
-...]`, nested dataclasses are arrays too, and numpy arrays have msgpack-numpy's form. `encode` and `decode` do these.
+...]`, and nested dataclasses are arrays too. Columns are the bytes of their numbers, other numpy arrays have
+msgpack-numpy's form. `encode` and `decode` do these.
 
 Everything else (contexts, outputs, results by request id): `msgpack_numpy_encoder` and `msgpack_numpy_decoder(type)`,
 where dataclasses are maps by field name and large arrays may travel through shared memory.
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import operator
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -26,6 +26,7 @@ from pydantic import BaseModel
 
 from interfaces.readers import Readers, wire_name
 from interfaces.record_readers import wire_fields
+from interfaces.record_writers import values_of
 from interfaces.shared_memory import Segments, SharedMemoryArray
 from interfaces.wire import F32 as F32
 from interfaces.wire import I8 as I8
@@ -64,7 +65,7 @@ __all__ = [
     "msgpack_numpy_encoder",
 ]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """First element of every message; a peer of another version is refused, because fields are positional."""
 
 SHARED_MEMORY_THRESHOLD = 24_000_000
@@ -78,7 +79,6 @@ T = TypeVar("T")
 _by_tag: dict[int, type] = {}
 _tag_of: dict[type, int] = {}
 _message_readers: dict[tuple[type[Any], bool], Reader] = {}
-_getters: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {}
 _plain_of: dict[type[Any], Callable[[Any], Any]] = {}
 
 
@@ -100,7 +100,7 @@ def encode(value: Any) -> bytes:
     tag = _tag_of.get(type(value))
     if tag is None:
         raise TypeError(f"{type(value).__name__} is not a message: decorate it with @message")
-    return _packed(_packers.message, [PROTOCOL_VERSION, tag, *_fields_getter(type(value))(value)])
+    return _packed(_packers.message, [PROTOCOL_VERSION, tag, *values_of(type(value))(value)])
 
 
 def decode(data: bytes | memoryview, *, ipc_peer: bool = False) -> Any:
@@ -200,16 +200,6 @@ def _message_reader(cls: type[Any], ipc_peer: bool) -> Reader:
     return reader
 
 
-def _fields_getter(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    getter = _getters.get(cls)
-    if getter is None:
-        names = [field.name for field in wire_fields(cls)]
-        # With one name an attrgetter gives the value itself, and not a tuple.
-        getter = operator.attrgetter(*names) if len(names) > 1 else lambda v: tuple(getattr(v, name) for name in names)
-        _getters[cls] = getter
-    return getter
-
-
 def _positional_plain(value: Any) -> Any:
     plain = _plain_of.get(type(value))
     if plain is None:
@@ -225,9 +215,9 @@ def _positional_form(cls: type[Any]) -> Callable[[Any], Any]:
         return _other
     wire_type: type[Any] | None = getattr(cls, "wire_type", None)
     if wire_type is not None:
-        getter = _fields_getter(wire_type)
-        return lambda value: getter(value.to_wire())
-    return _fields_getter(cls)
+        values = values_of(wire_type)
+        return lambda value: values(value.to_wire())
+    return values_of(cls)
 
 
 def _other(value: Any) -> Any:

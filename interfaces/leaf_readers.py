@@ -14,6 +14,7 @@ class _NoType:
 
 
 _exact_types: WeakKeyDictionary[Reader, type] = WeakKeyDictionary()
+_of_values: WeakKeyDictionary[Reader, Reader] = WeakKeyDictionary()
 
 
 def exact_type(reader: Reader) -> type:
@@ -64,7 +65,13 @@ def or_none(reader: Reader) -> Reader:
         return None if value is None else reader(value)
 
     _exact_types[read] = exact_type(reader)
+    _of_values[read] = reader
     return read
+
+
+def of_values(reader: Reader) -> Reader | None:
+    """Where `reader` takes None as it is: what it makes of all else."""
+    return _of_values.get(reader)
 
 
 def text(cls: type[str]) -> Reader:

@@ -113,7 +113,7 @@ class Finish:
 
 
 @message(5)
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Results:
     """All news of one step for one replica, as columns: entry i is a token of `handles[i]`.
 
@@ -359,7 +359,7 @@ class Join:
 
 
 @message(17)
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """One forward pass on one worker. Order of effects: `drop`, `joins`, `new_blocks`, then the forward over `rows`.
 
@@ -391,7 +391,7 @@ class Step:
 
 
 @message(18)
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """Answer to a Step: `tokens[i]` was sampled for `rows[i]`; rows in mid-prefill are absent, in the step's order
     otherwise.

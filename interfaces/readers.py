@@ -39,6 +39,8 @@ from interfaces.wire import (
     Reader,
     Triples,
     WireError,
+    bare_column_reader,
+    bare_triples_reader,
     column_reader,
     is_array_form,
     kind_of,
@@ -46,7 +48,6 @@ from interfaces.wire import (
     read_array,
     read_placeholder,
     read_shareable,
-    triples_reader,
 )
 
 _DEEPEST = 64
@@ -96,12 +97,14 @@ class Readers:
             match mark:
                 case InProcess():
                     return nothing
+                case Column() if self.positional:
+                    return bare_column_reader(np.dtype(mark.dtype))
                 case Column():
                     return column_reader(np.dtype(mark.dtype), self.copy, self.ipc_peer)
                 case Matrix():
                     return matrix_reader(np.dtype(mark.dtype), self.copy, self.ipc_peer)
-                case Triples():
-                    return triples_reader(self.copy, self.ipc_peer)
+                case Triples() if self.positional:
+                    return bare_triples_reader()
         return self.reader(arguments[0])
 
     def _container(self, kind: Any, arguments: tuple[Any, ...]) -> Reader | None:
@@ -243,6 +246,8 @@ class Readers:
         def read(value: Any) -> Any:
             if type(value) is not dict:
                 raise WireError(f"expected a map, got {kind_of(value)}")
+            if not value:
+                return value
             return {within(" key", read_key, k): within(f"[{k!r}]", read_element, v) for k, v in value.items()}
 
         return read

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from interfaces.leaf_readers import exact_type, within
+from interfaces.leaf_readers import exact_type, of_values, within
 from interfaces.wire import Reader, WireError, kind_of
 
 BUILD_ERRORS = (ValueError, TypeError, AssertionError, OverflowError, RuntimeError)
@@ -39,8 +39,10 @@ def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
         f"    [{', '.join(items)}] = value",
         "    try:",
     ]
-    for item in items:
-        code += [f"        if type({item}) is not type_{item}:", f"            {item} = read_{item}({item})"]
+    for item, field in zip(items, fields, strict=True):
+        unless_none = "" if of_values(readers[field.name]) is None else f"{item} is not None and "
+        code.append(f"        if {unless_none}type({item}) is not type_{item}:")
+        code.append(f"            {item} = read_{item}({item})")
     code += [
         f"        return cls({', '.join(given)})",
         "    except WireError as error:",
@@ -60,7 +62,8 @@ def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
 
     known: dict[str, Any] = {"cls": cls, "where": where, "WireError": WireError, "BUILD_ERRORS": BUILD_ERRORS}
     for item, field in zip(items, fields, strict=True):
-        known |= {f"read_{item}": readers[field.name], f"type_{item}": exact_type(readers[field.name])}
+        reader = readers[field.name]
+        known |= {f"read_{item}": of_values(reader) or reader, f"type_{item}": exact_type(reader)}
     exec("\n".join(code), known)
     made: Reader = known["read"]
     return made

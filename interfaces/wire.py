@@ -1,9 +1,9 @@
 """The vocabulary of the wire: its error, the annotations of fields, and the forms an array can have.
 
-An array is a map, in one of three spellings: msgpack-numpy's (`nd`, `type`, `kind`, `shape`, `data` as bytes keys),
-which messages use; `__np__` with `data`, `shape`, `dtype`, which `msgpack_numpy_encoder` writes; and `__shm__`, which
-names a segment of shared memory. Every spelling can be read everywhere, except that `__shm__` must be allowed. Knows no
-dataclass and no message.
+A column of a message, whose element type is declared, is the bytes of its numbers. Any other array is a map, in one of
+three spellings: msgpack-numpy's (`nd`, `type`, `kind`, `shape`, `data` as bytes keys), which messages use; `__np__`
+with `data`, `shape`, `dtype`, which `msgpack_numpy_encoder` writes; and `__shm__`, which names a segment of shared
+memory. Every spelling can be read everywhere, except that `__shm__` must be allowed. Knows no dataclass and no message.
 
 Reading msgpack-numpy's form is done here and not by its own decoder, because that one unpickles object arrays.
 """
@@ -108,7 +108,7 @@ def message_form(array: NDArray[Any]) -> dict[bytes, Any]:
         b"type": spelled,
         b"kind": b"",
         b"shape": array.shape,
-        b"data": _bytes(array),
+        b"data": bytes_of(array),
     }
 
 
@@ -116,7 +116,7 @@ def inline_form(array: NDArray[Any]) -> dict[str, Any]:
     check_dtype(array.dtype)
     # A name like "float32" says nothing of the byte order.
     native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-    return {"__np__": True, "data": _bytes(native), "shape": native.shape, "dtype": native.dtype.name}
+    return {"__np__": True, "data": bytes_of(native), "shape": native.shape, "dtype": native.dtype.name}
 
 
 def shared_form(array: SharedMemoryArray) -> dict[str, Any]:
@@ -165,41 +165,44 @@ def read_placeholder(form: Any, ipc_peer: bool) -> SharedMemoryArray:
         raise WireError(str(error)) from None
 
 
+def wire_dtype(element: np.dtype[Any]) -> np.dtype[Any]:
+    """Of a column's numbers on the wire: least significant byte first."""
+    return np.dtype(element.str.replace(">", "<"))
+
+
 def column_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
-    """Reads one-dimensional arrays of one element type; messages are made of them, so the plain case comes first."""
-    spelled, size = dtype.str, dtype.itemsize
+    """Reads one-dimensional arrays of one element type."""
 
     def read(form: Any) -> NDArray[Any]:
-        if not copy and type(form) is dict and form.get(b"type") == spelled and form.get(b"nd") is True:
-            data, shape = form.get(b"data"), form.get(b"shape")
-            count = shape[0] if type(shape) is list and len(shape) == 1 else None
-            if type(data) is bytes and type(count) is int and count * size == len(data):
-                return np.frombuffer(data, dtype)
-        if type(form) is not dict:
-            raise WireError(f"expected an array of {dtype}, got {kind_of(form)}")
         array = read_array(form, copy, ipc_peer)
-        if array.dtype != dtype:
-            raise WireError(f"expected an array of {dtype}, got {array.dtype}")
-        if array.ndim != 1:
-            raise WireError(f"array of shape {array.shape} has the wrong shape")
+        if array.dtype != dtype or array.ndim != 1:
+            raise WireError(f"expected a column of {dtype}, got {array.dtype} of shape {array.shape}")
         return array
 
     return read
 
 
-def triples_reader(copy: bool, ipc_peer: bool) -> Reader:
-    int32, triple_bytes = np.dtype(np.int32), 12
-    spelled = int32.str
+def bare_column_reader(element: np.dtype[Any]) -> Reader:
+    """Reads the bytes of numbers: a read-only view."""
+    dtype, size = wire_dtype(element), element.itemsize
 
-    def read(form: Any) -> NDArray[Any]:
-        if not copy and type(form) is dict and form.get(b"type") == spelled and form.get(b"nd") is True:
-            data = form.get(b"data")
-            if type(data) is bytes and form.get(b"shape") == [len(data) / triple_bytes, 3]:
-                return np.frombuffer(data, int32).reshape(-1, 3)
-        array = read_array(form, copy, ipc_peer)
-        if array.dtype != np.int32 or array.ndim != 2 or array.shape[1] != 3:
-            raise WireError(f"expected an array of int32 triples, got {array.dtype} of shape {array.shape}")
-        return array
+    def read(data: Any) -> NDArray[Any]:
+        if type(data) is not bytes or len(data) % size:
+            raise WireError(f"expected the bytes of a column of {element}, got {kind_of(data)}")
+        return np.frombuffer(data, dtype)
+
+    return read
+
+
+def bare_triples_reader() -> Reader:
+    read_column = bare_column_reader(np.dtype(np.int32))
+
+    def read(data: Any) -> NDArray[Any]:
+        numbers = read_column(data)
+        if len(numbers) % 3:
+            raise WireError(f"expected triples of int32, got {len(numbers)} numbers")
+        triples: NDArray[Any] = numbers.reshape(-1, 3)
+        return triples
 
     return read
 
@@ -214,7 +217,7 @@ def matrix_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
     return read
 
 
-def _bytes(array: NDArray[Any]) -> Any:
+def bytes_of(array: NDArray[Any]) -> Any:
     # Large contiguous arrays are packed from where they are, without a copy in between.
     if array.nbytes > 65536 and array.flags.c_contiguous:
         return array.data

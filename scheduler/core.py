@@ -236,7 +236,8 @@ class Scheduler:
         if len(new.rows):
             runs = {row: (int(worker.rows.generation[row]), run) for row, run in new.forced.items()}
             self._book(worker, new)
-            self._book_forced(worker, runs)
+            if runs:
+                self._book_forced(worker, runs)
         for row, text in new.failed.items():
             sequence = worker.rows.sequences[row]
             if sequence is not None:
@@ -246,8 +247,8 @@ class Scheduler:
 
     def take_results(self) -> list[tuple[bytes, Results]]:
         """Messages for the replicas that are still there."""
-        news = [(self.replicas.identity_of(number), results) for number, results in self.outbox.take()]
-        return [(identity, results) for identity, results in news if identity is not None]
+        identity_of = self.replicas.identity_of
+        return [(identity, results) for number, results in self.outbox.take() if (identity := identity_of(number))]
 
     def status(self) -> Status:
         workers = [worker.status() for worker in self.workers.values()]
@@ -393,14 +394,13 @@ class Scheduler:
             if sequence.queued_us >= 0:
                 self._tell_placed(sequence, int(table.replica[sequence.row]))
         self.replays.heard(table, rows, new.logprobs)
-        length = table.length[rows] + 1
-        table.length[rows] = length
         if lineup is not None:
             lineup.tokens -= 1
         if again is not None and again.replica is not None:
             self.outbox.tokens_for(again.replica, again.handles, new.tokens, again.active, new.logprobs)
             return
-        finished = np.where(length >= table.limit[rows], _LENGTH, _ACTIVE)
+        lengths = np.array([len(sequence.tokens) for sequence in sequences if sequence is not None])
+        finished = np.where(lengths >= table.limit[rows], _LENGTH, _ACTIVE)
         finished[table.hits_stop(rows, new.tokens)] = _STOP
         self.outbox.tokens(table.replica[rows], table.handle[rows], new.tokens, finished, new.logprobs)
         ended = finished != _ACTIVE

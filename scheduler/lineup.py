@@ -44,15 +44,16 @@ class Lineup:
         steps = int((limit - table.known[rows]).min())
         if steps < 1 or table.any_reports:
             return None
-        first = int(replicas[0])
+        first, sequences = int(replicas[0]), [table.sequences[row] for row in rows.tolist()]
+        lengths = np.array([len(sequence.tokens) for sequence in sequences if sequence is not None])
         return cls(
             changes=table.changes,
             rows=rows,
             generations=table.generation[rows],
             capacity=table.num_blocks[rows] * block_size,
             steps=steps,
-            tokens=int((limit - table.length[rows]).min()) - 1,
-            sequences=[table.sequences[row] for row in rows.tolist()],
+            tokens=int((limit - lengths).min()) - 1,
+            sequences=sequences,
             stops=frozenset(table.stop_ids[rows].ravel().tolist()),
             handles=table.handle[rows],
             replica=first if (replicas == first).all() else None,

@@ -32,7 +32,7 @@ from scheduler.core import Scheduler
 from scheduler.process_watch import ProcessWatch
 from shared.curve import bind_secure
 from shared.endpoints import RunDirectory, is_local_worker
-from shared.sockets import bind_router, receive_from, send_to
+from shared.sockets import bind_router, readable, receive_from, send_to
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class Loop:
         self._workers = bind_router(self._context, run_directory.worker_endpoint)
         self._guard = bind_secure(self._workers, worker_endpoint, Path(curve_keys)) if worker_endpoint else None
         self._poller = zmq.Poller()
-        self._poller.register(self._api, zmq.POLLIN)
         self._poller.register(self._workers, zmq.POLLIN)
+        self._poller.register(self._api, zmq.POLLIN)
         self._watch = ProcessWatch(self._poller, run_directory.stack_file)
         self._worker_identity: dict[int, bytes] = {}
         self._worker_heard: dict[int, float] = {}
@@ -92,18 +92,26 @@ class Loop:
 
     def _receive(self) -> None:
         wait_ms = int(max(0.0, self._next_status - time.monotonic()) * 1000) + 1
-        ready = dict(self._poller.poll(wait_ms))
-        for socket, handle in ((self._workers, self._from_worker), (self._api, self._from_api)):
-            if socket not in ready:
-                continue
-            for _ in range(MESSAGES_PER_TURN):
-                received = receive_from(socket)
-                if received is None:
-                    break
-                self._guarded(handle, *received)
+        ended = []
+        for one, _ in self._poller.poll(wait_ms):
+            if one is self._workers:
+                # Most steps have one result. Asking for a second one takes longer than the next poll, which tells.
+                self._take(self._workers, self._from_worker, max(1, len(self.scheduler.workers)))
+            elif one is self._api:
+                self._take(self._api, self._from_api, MESSAGES_PER_TURN)
+            else:
+                ended.append(one)
         # After the messages: what a worker has said before its end counts.
-        for index, epoch in self._watch.ended(ready):
+        for index, epoch in self._watch.ended(ended):
             self._lose(index, epoch, "died")
+
+    def _take(self, socket: zmq.Socket[bytes], handle: Any, most: int) -> None:
+        """What a poll has found, and what else is there: so many messages at most."""
+        for i in range(most):
+            received = receive_from(socket) if i == 0 or readable(socket) else None
+            if received is None:
+                return
+            self._guarded(handle, *received)
 
     def _guarded(self, handle: Any, identity: bytes, frames: list[bytes]) -> None:
         """No message, however wrong, ends this process."""

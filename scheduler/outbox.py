@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,53 +12,65 @@ from interfaces import Finish, RequestError, Results
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 
-# A message may carry reports alone.
-_NO_ENTRY = np.empty(0, np.int32)
-_NO_CODE = np.empty(0, np.int8)
+_NO_TOKEN = np.array([-1], np.int32)
 
-_Number = TypeVar("_Number", bound=np.generic)
+
+class _Part(NamedTuple):
+    """Tokens of some requests, one each."""
+
+    handles: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    finished: NDArray[np.int8]
+    logprobs: NDArray[np.float32] | None
 
 
 @dataclass(slots=True)
-class _Columns:
-    handles: list[NDArray[np.int32]] = field(default_factory=list)
-    tokens: list[NDArray[np.int32]] = field(default_factory=list)
-    finished: list[NDArray[np.int8]] = field(default_factory=list)
-    logprobs: list[NDArray[np.float32] | None] = field(default_factory=list)
+class _News:
+    """What one replica is to be told. Most of it few steps have."""
+
+    parts: list[_Part] = field(default_factory=list)
     reports: list[LogprobReports] = field(default_factory=list)
     hidden: list[HiddenStates] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
 
-    def add(
-        self,
-        handles: NDArray[np.int32],
-        tokens: NDArray[np.int32],
-        finished: NDArray[np.int8],
-        logprobs: NDArray[np.float32] | None,
-    ) -> None:
-        self.handles.append(handles)
-        self.tokens.append(tokens)
-        self.finished.append(finished)
-        self.logprobs.append(logprobs)
+    def results(self, incarnation: int) -> Results:
+        return Results(
+            incarnation,
+            *self._columns(),
+            cached=self.cached,
+            errors=self.errors,
+            queued=self.queued,
+            reports=LogprobReports.joined(self.reports) if self.reports else None,
+            hidden=HiddenStates.joined(self.hidden) if self.hidden else None,
+        )
 
-    @property
-    def any_logprobs(self) -> bool:
-        return any(part is not None for part in self.logprobs)
+    def _columns(self) -> _Part:
+        """Of all parts; log-probabilities are zero for entries that have none."""
+        if len(self.parts) == 1:
+            return self.parts[0]
+        if not self.parts:
+            return _NOTHING
+        handles, tokens, finished, logprobs = zip(*self.parts, strict=True)
+        joined = np.concatenate(handles), np.concatenate(tokens), np.concatenate(finished)
+        if all(part is None for part in logprobs):
+            return _Part(*joined, None)
+        entries = zip(tokens, logprobs, strict=True)
+        filled = [np.zeros(len(of), np.float32) if part is None else part for of, part in entries]
+        return _Part(*joined, np.concatenate(filled))
 
-    def all_logprobs(self) -> NDArray[np.float32]:
-        """Zero for entries that have none."""
-        parts = zip(self.handles, self.logprobs, strict=True)
-        return np.concatenate([np.zeros(len(h), np.float32) if part is None else part for h, part in parts])
+
+# A message may carry reports alone.
+_NOTHING = _Part(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int8), None)
 
 
 class Outbox:
-    """Columns of `Results` by replica number."""
+    """News by replica number."""
 
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
-        self._columns: dict[int, _Columns] = {}
+        self._news: dict[int, _News] = {}
 
     def tokens(
         self,
@@ -76,7 +88,7 @@ class Outbox:
         for replica in np.unique(replicas).tolist():
             mine = replicas == replica
             part = None if logprobs is None else logprobs[mine]
-            self._of(replica).add(handles[mine], tokens[mine], finished[mine], part)
+            self._of(replica).parts.append(_Part(handles[mine], tokens[mine], finished[mine], part))
 
     def tokens_for(
         self,
@@ -87,7 +99,7 @@ class Outbox:
         logprobs: NDArray[np.float32] | None,
     ) -> None:
         """The same where all of them are this replica's."""
-        self._of(replica).add(handles, tokens, finished, logprobs)
+        self._of(replica).parts.append(_Part(handles, tokens, finished, logprobs))
 
     def reports(self, replicas: NDArray[np.int32], reports: LogprobReports) -> None:
         """Log-probabilities of tokens, by handle; `replicas[i]` wants entry i."""
@@ -104,17 +116,17 @@ class Outbox:
 
         Comes before the token itself.
         """
-        columns = self._of(replica)
-        columns.queued[handle] = queued_us
+        news = self._of(replica)
+        news.queued[handle] = queued_us
         if cached:
-            columns.cached[handle] = cached
+            news.cached[handle] = cached
 
     def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
         """A request ends without a token."""
-        columns = self._of(replica)
-        columns.add(np.array([handle], np.int32), np.array([-1], np.int32), np.array([code], np.int8), None)
+        news = self._of(replica)
+        news.parts.append(_Part(np.array([handle], np.int32), _NO_TOKEN, np.array([code], np.int8), None))
         if error is not None:
-            columns.errors[handle] = error
+            news.errors[handle] = error
 
     def fail(self, replica: int, handle: int, error: RequestError) -> None:
         """A request fails for a reason of its own."""
@@ -122,32 +134,12 @@ class Outbox:
 
     def take(self) -> list[tuple[int, Results]]:
         """What is to be sent now, by replica number; the outbox is empty afterwards."""
-        ready = [(replica, self._results(columns)) for replica, columns in self._columns.items()]
-        self._columns = {}
+        ready = [(replica, news.results(self._incarnation)) for replica, news in self._news.items()]
+        self._news.clear()
         return ready
 
-    def _of(self, replica: int) -> _Columns:
-        columns = self._columns.get(replica)
-        if columns is None:
-            columns = self._columns[replica] = _Columns()
-        return columns
-
-    def _results(self, columns: _Columns) -> Results:
-        return Results(
-            incarnation=self._incarnation,
-            handles=_joined(columns.handles, _NO_ENTRY),
-            tokens=_joined(columns.tokens, _NO_ENTRY),
-            finished=_joined(columns.finished, _NO_CODE),
-            logprobs=columns.all_logprobs() if columns.any_logprobs else None,
-            cached=columns.cached,
-            errors=columns.errors,
-            queued=columns.queued,
-            reports=LogprobReports.joined(columns.reports) if columns.reports else None,
-            hidden=HiddenStates.joined(columns.hidden) if columns.hidden else None,
-        )
-
-
-def _joined(parts: list[NDArray[_Number]], empty: NDArray[_Number]) -> NDArray[_Number]:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else empty
+    def _of(self, replica: int) -> _News:
+        news = self._news.get(replica)
+        if news is None:
+            news = self._news[replica] = _News()
+        return news

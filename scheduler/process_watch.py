@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class _Condemned:
 
 
 class ProcessWatch:
-    """Descriptors are registered with `poller`; what it returns is to be shown to `ended`."""
+    """Descriptors are registered with `poller`; those that it says are ready are to be shown to `ended`."""
 
     def __init__(self, poller: zmq.Poller, stack_file: Callable[[int], Path]) -> None:
         self._poller = poller
@@ -61,7 +61,7 @@ class ProcessWatch:
         self._poller.register(sentinel, zmq.POLLIN)
         return True
 
-    def ended(self, ready: dict[object, int]) -> list[tuple[int, int]]:
+    def ended(self, ready: Sequence[object]) -> list[tuple[int, int]]:
         """Index and epoch of each process that is among `ready`; it is not watched any more."""
         found = [self._by_sentinel[key] for key in ready if isinstance(key, int) and key in self._by_sentinel]
         for process in found:

@@ -1,8 +1,8 @@
 """The running sequences of one worker as columns, one element a row, so that a decode step is a few numpy operations.
 
 Invariants for a row in use: `computed` tokens have their K/V computed or in flight; `known` tokens will be known to
-the worker once the steps in flight are done; `length` tokens are known here. `computed < known` whenever there is
-something left to run.
+the worker once the steps in flight are done; those that are known here the sequence has. `computed < known` whenever
+there is something left to run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class RowTable:
         self.in_use = np.zeros(max_rows, bool)
         self.computed = np.zeros(max_rows, np.int32)
         self.known = np.zeros(max_rows, np.int32)
-        self.length = np.zeros(max_rows, np.int32)
         self.limit = np.zeros(max_rows, np.int32)
         self.order = np.zeros(max_rows, np.int64)
         self.num_blocks = np.zeros(max_rows, np.int32)
@@ -79,7 +78,7 @@ class RowTable:
         self.in_use[row] = True
         self.generation[row] += 1
         self.computed[row] = cached
-        self.known[row] = self.length[row] = len(sequence.tokens)
+        self.known[row] = len(sequence.tokens)
         self.limit[row] = limit
         self.order[row] = sequence.order
         self.num_blocks[row] = len(sequence.blocks)

@@ -55,7 +55,7 @@ class StepInFlight:
     repeating: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewTokens:
     """Tokens and reports of one step for the rows that still have the owner they were computed for.
 
@@ -122,7 +122,7 @@ class Worker:
     def remove(self, row: int) -> Sequence:
         """Takes a sequence off the worker and keeps its full blocks findable."""
         # K and V of its last token may be for a repeated step to write, which will not come.
-        self._register(row, int(min(self.rows.computed[row], self.rows.length[row] - 1)))
+        self._register(row, min(int(self.rows.computed[row]), len(self._sequence(row).tokens) - 1))
         sequence = self.rows.give_back(row)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
@@ -167,9 +167,10 @@ class Worker:
         self._fly(sampling, generations, reporting, tokens, decoding, rows, owners)
         self.lineup = Lineup.of(table, rows, self.block_size) if ntok is None and len(sampling) == len(rows) else None
         for row in rows[ntok > 1].tolist() if ntok is not None else ():
-            self._sequence(row).chunks += 1
+            sequence = self._sequence(row)
+            sequence.chunks += 1
             # Whoever comes next may share these blocks: its step runs after this one.
-            self._register(row, int(min(table.computed[row], table.length[row])))
+            self._register(row, min(int(table.computed[row]), len(sequence.tokens)))
 
     def repeat(self) -> NDArray[np.int32] | None:
         """Books one more step of the rows of the last one, if that is what comes next; returns them."""

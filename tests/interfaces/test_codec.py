@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -267,7 +268,7 @@ def test_random_bytes_are_refused(wire: bytes) -> None:
         ([PROTOCOL_VERSION, [], "x"], "unknown message tag"),
         ([PROTOCOL_VERSION, 1], "Hello"),
         ([PROTOCOL_VERSION, 1, 7], r"Hello\.replica: expected str, got int"),
-        ([PROTOCOL_VERSION, 3, [1, 2]], r"Cancel\.handles: expected an array of int32"),
+        ([PROTOCOL_VERSION, 3, [1, 2]], r"Cancel\.handles: expected the bytes of a column of int32, got list"),
         ("text", "a message is an array"),
     ],
 )
@@ -276,10 +277,23 @@ def test_errors_name_what_is_wrong(parts: object, complaint: str) -> None:
         decode(msgpack.packb(parts))
 
 
-def array_form(**changes: object) -> bytes:
-    form = {b"nd": True, b"type": "<i4", b"kind": b"", b"shape": (2,), b"data": b"12345678"}
-    form |= {name.encode(): value for name, value in changes.items()}
-    return bytes(msgpack.packb([PROTOCOL_VERSION, 3, form]))
+PLACEHOLDER = SharedMemoryArray(f"{PREFIX}1-2-3-{'0' * 16}", (1000, 1000), "<f4")
+
+
+def submit_with(pixel_values: Shareable) -> Submit:
+    image = ImageMetadata(start_idx=0, end_idx=3, pixel_values=pixel_values, image_hash=5)
+    return Submit(1, TextAndVisionContext.from_prompt([9] * 3, SamplingParams(), vision_token_ids=[9], images=[image]))
+
+
+def pixels_in_form(**changes: object) -> bytes:
+    """A message with an image whose array is spelled like that."""
+    parts = msgpack.unpackb(encode(submit_with(np.zeros(2, np.float32))), strict_map_key=False)
+    form = {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": (2,), b"data": bytes(8)}
+    (path,) = [i for i, part in enumerate(parts[3]) if type(part) is list and part and type(part[0]) is list]
+    (place,) = [i for i, part in enumerate(parts[3][path][0]) if type(part) is dict]
+    assert parts[3][path][0][place] == form | {b"shape": [2]}
+    parts[3][path][0][place] = form | {name.encode(): value for name, value in changes.items()}
+    return bytes(msgpack.packb(parts))
 
 
 @pytest.mark.parametrize(
@@ -287,30 +301,61 @@ def array_form(**changes: object) -> bytes:
     [
         {"type": "|O"},
         {"type": "<U4"},
-        {"type": [["a", "<i4"]]},
+        {"type": [["a", "<f4"]]},
         {"type": "nonsense"},
         {"kind": b"O", "type": "|O", "data": b"\x80\x04N."},
         {"shape": (3,)},
         {"shape": (-1,)},
         {"shape": (2**62, 2**62)},
-        {"shape": (1, 2)},
         {"nd": False},
-        {"type": "<i8", "shape": (1,)},
+        {"type": "<f8"},
         {"data": "text"},
     ],
 )
 def test_arrays_of_other_kinds_and_shapes_are_refused(changes: dict[str, object]) -> None:
-    assert isinstance(decode(array_form()), Cancel)
-    with pytest.raises(WireError):
-        decode(array_form(**changes))
+    assert isinstance(decode(pixels_in_form()), Submit)
+    with pytest.raises(WireError, match=r"Submit\.context"):
+        decode(pixels_in_form(**changes))
 
 
-PLACEHOLDER = SharedMemoryArray(f"{PREFIX}1-2-3-{'0' * 16}", (1000, 1000), "<f4")
+@pytest.mark.parametrize("column", [b"", b"\1\0\0\0", b"\1\0\0\0\xff\xff\xff\xff"])
+def test_columns_are_the_bytes_of_their_numbers(column: bytes) -> None:
+    expected = [int.from_bytes(column[i : i + 4], "little", signed=True) for i in range(0, len(column), 4)]
+    assert decode(msgpack.packb([PROTOCOL_VERSION, 3, column])).handles.tolist() == expected
 
 
-def submit_with(pixel_values: Shareable) -> Submit:
-    image = ImageMetadata(start_idx=0, end_idx=3, pixel_values=pixel_values, image_hash=5)
-    return Submit(1, TextAndVisionContext.from_prompt([9] * 3, SamplingParams(), vision_token_ids=[9], images=[image]))
+@pytest.mark.parametrize("numbers", [np.arange(100_000, dtype=np.int32), np.arange(200_000, dtype=np.int32)[::2]])
+def test_large_columns_survive_too(numbers: np.ndarray) -> None:
+    assert_same(Cancel(numbers), decode(encode(Cancel(numbers))))
+
+
+@pytest.mark.parametrize("column", [b"\1\0\0", "1234", None, [1], {b"nd": True}])
+def test_what_is_no_column_is_refused(column: object) -> None:
+    with pytest.raises(WireError, match=r"Cancel\.handles: expected the bytes of a column of int32"):
+        decode(msgpack.packb([PROTOCOL_VERSION, 3, column]))
+
+
+def test_triples_come_in_threes() -> None:
+    nothing = np.empty(0, np.int32)
+    parts = msgpack.unpackb(encode(Step(1, 2, 3, nothing, None, np.array([[4, 5, 6]], np.int32), nothing, [])))
+    place = parts.index(bytes([4, 0, 0, 0, 5, 0, 0, 0, 6, 0, 0, 0]))
+    parts[place] += bytes(4)
+    with pytest.raises(WireError, match=r"Step\.new_blocks: expected triples of int32, got 4 numbers"):
+        decode(msgpack.packb(parts))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (np.zeros(2, np.int64), "an array of int64 and shape"),
+        (np.zeros((2, 1), np.int32), r"an array of int32 and shape \(2, 1\)"),
+        (np.zeros(2, ">i4"), "an array of >i4 and shape"),
+        ([1, 2], "list has no place on the wire where an array is declared"),
+    ],
+)
+def test_what_is_declared_as_a_column_must_be_one(wrong: Any, complaint: str) -> None:
+    with pytest.raises(TypeError, match=complaint):
+        encode(Cancel(wrong))
 
 
 def test_arrays_in_shared_memory_are_passed_on_unopened_and_only_from_this_host() -> None:

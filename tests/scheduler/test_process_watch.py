@@ -33,7 +33,7 @@ class Watched:
         self.watch = ProcessWatch(self.poller, lambda index: folder / f"{index}.stack")
 
     def ended(self, seconds: float = 0.0) -> list[tuple[int, int]]:
-        return self.watch.ended(dict(self.poller.poll(int(seconds * 1000))))
+        return self.watch.ended([one for one, _ in self.poller.poll(int(seconds * 1000))])
 
 
 @contextmanager
