@@ -7,6 +7,9 @@ Scheduler <-> worker: `Step`, `Retire` one way, `WorkerHello`, `StepResult`, `Wo
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
 otherwise.
+
+What comes with each step is not frozen, because Python takes five times as long to make frozen objects; nobody changes
+it all the same.
 """
 
 from __future__ import annotations

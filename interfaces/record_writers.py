@@ -49,7 +49,8 @@ def _array_writer(element: np.dtype[Any], row: tuple[int, ...]) -> Callable[[Any
     dtype, dimensions = wire_dtype(element), 1 + len(row)
 
     def write(array: Any) -> Any:
-        if type(array) is np.ndarray and array.dtype is dtype and array.ndim == dimensions:
+        # Most are columns, of numbers of this machine's order.
+        if type(array) is np.ndarray and array.dtype is dtype and array.ndim == dimensions == 1:
             return bytes_of(array)
         if array is None:
             return None

@@ -95,7 +95,7 @@ class Loop:
         ended = []
         for one, _ in self._poller.poll(wait_ms):
             if one is self._workers:
-                # Most steps have one result. Asking for a second one takes longer than the next poll, which tells.
+                # One from each, as a rule. Asking for more costs nearly what the next poll does, which tells.
                 self._take(self._workers, self._from_worker, max(1, len(self.scheduler.workers)))
             elif one is self._api:
                 self._take(self._api, self._from_api, MESSAGES_PER_TURN)

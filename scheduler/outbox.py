@@ -24,6 +24,10 @@ class _Part(NamedTuple):
     logprobs: NDArray[np.float32] | None
 
 
+# A message may carry reports alone.
+_NOTHING = _Part(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int8), None)
+
+
 @dataclass(slots=True)
 class _News:
     """What one replica is to be told. Most of it few steps have."""
@@ -59,10 +63,6 @@ class _News:
         entries = zip(tokens, logprobs, strict=True)
         filled = [np.zeros(len(of), np.float32) if part is None else part for of, part in entries]
         return _Part(*joined, np.concatenate(filled))
-
-
-# A message may carry reports alone.
-_NOTHING = _Part(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int8), None)
 
 
 class Outbox:

@@ -358,6 +358,12 @@ def test_what_is_declared_as_a_column_must_be_one(wrong: Any, complaint: str) ->
         encode(Cancel(wrong))
 
 
+def test_what_is_declared_as_triples_must_be_triples() -> None:
+    nothing = np.empty(0, np.int32)
+    with pytest.raises(TypeError, match=r"an array of int32 and shape \(3, 4\)"):
+        encode(Step(1, 2, 3, nothing, None, np.zeros((3, 4), np.int32), nothing, []))
+
+
 def test_arrays_in_shared_memory_are_passed_on_unopened_and_only_from_this_host() -> None:
     wire = encode(submit_with(PLACEHOLDER))
     assert len(wire) < 1000
