@@ -50,6 +50,7 @@ STRETCH_STEPS = 50
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 100_000
 POLL_MS = 30_000
+SETTLED_MS = 100
 COLD_BYTES = 64 * 2**20
 """More than the caches of common CPUs."""
 
@@ -111,7 +112,10 @@ class Stage:
     def run(self, pid: int, steps: int) -> tuple[Cost, Cost]:
         try:
             self._start()
-            return self._least(pid, steps, one_by_one=False), self._least(pid, steps, one_by_one=True)
+            busy = self._least(pid, steps, one_by_one=False)
+            while self._replica.poll(SETTLED_MS):  # or the news of these steps would pass for those of the next
+                self._replica.recv()
+            return busy, self._least(pid, steps, one_by_one=True)
         finally:
             self._context.destroy(linger=0)
 

@@ -50,16 +50,16 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(
-    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, folder: Path = ROOT
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of `command`, with its output in `log`; at the end SIGTERM, then what is left is killed.
+    """The process of `command` in `folder`, with its output in `log`; at the end SIGTERM, then what is left is killed.
 
     `environment` is laid over this process's own.
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -95,8 +95,7 @@ class Loop:
         ended = []
         for one, _ in self._poller.poll(wait_ms):
             if one is self._workers:
-                # One from each, as a rule. Asking for more costs nearly what the next poll does, which tells.
-                self._take(self._workers, self._from_worker, max(1, len(self.scheduler.workers)))
+                self._take(self._workers, self._from_worker, MESSAGES_PER_TURN)
             elif one is self._api:
                 self._take(self._api, self._from_api, MESSAGES_PER_TURN)
             else:
