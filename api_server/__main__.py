@@ -107,8 +107,9 @@ async def _serve(
     engine = EngineClient(run_directory.api_endpoint, role)
     engine.start()
     server = ServerState(settings, tokenizer, engine)
+    application = create(server)
     config = uvicorn.Config(
-        create(server),
+        application,
         http="httptools",
         loop="none",
         lifespan="off",
@@ -139,6 +140,7 @@ async def _serve(
     finally:
         warming.cancel()
         await server.constraints.close()
+        application.metrics.write()
         engine.close()
         tokenizer.close()
 

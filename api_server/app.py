@@ -65,14 +65,15 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
     metrics = Metrics(server.model_name, generation_paths(routes))
     server.observers.append(metrics)
     described = [*routes, metrics_route(metrics)]
-    return Application(server, [*described, *openapi.routes(described, release())])
+    return Application(server, [*described, *openapi.routes(described, release())], metrics)
 
 
 class Application:
     """The outermost ASGI callable: gives each request its id, and an answer whatever happens."""
 
-    def __init__(self, server: ServerState, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, server: ServerState, routes: Sequence[BaseRoute], metrics: Metrics) -> None:
         self.server = server
+        self.metrics = metrics
         self.routes = list(routes)
         self._router = Router(self.routes, redirect_slashes=False)
 

@@ -7,10 +7,9 @@ traceback and rendered as INTERNAL). It knows no dialect and no model.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -167,9 +166,17 @@ class Endpoint:
             failure = error
         except ClientGone:
             return
-        async with _until_client_leaves(call, receive, send) as guarded_send:
+        client = _Client(receive, send)
+        try:
             response = self._fail(failure, call) if failure else await self._respond(call)
-            await response(scope, receive, guarded_send)
+            await response(scope, receive, client.send)
+        except asyncio.CancelledError:
+            if not client.gone:
+                raise
+            client.task.uncancel()
+            log.info("client went away: request %s on %s is cancelled", call.request_id, call.path)
+        finally:
+            client.watcher.cancel()
 
     async def _respond(self, call: Call) -> Response:
         try:
@@ -212,33 +219,25 @@ async def _read_body(receive: Receive) -> bytes:
     return b"".join(chunks)
 
 
-@contextlib.asynccontextmanager
-async def _until_client_leaves(call: Call, receive: Receive, send: Send) -> AsyncIterator[Send]:
-    """Cancels the block when the client closes the connection before the whole response has been sent."""
-    task = asyncio.current_task()
-    assert task is not None
-    complete = gone = False
+class _Client:
+    """Cancels the current task when the client closes the connection before the whole response has been sent."""
 
-    def guarded_send(message: Message) -> Awaitable[None]:
-        nonlocal complete
-        complete = message["type"] == "http.response.body" and not message.get("more_body", False)
-        return send(message)
+    def __init__(self, receive: Receive, send: Send) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.task = task
+        self.gone = False
+        self._complete = False
+        self._receive, self._send = receive, send
+        self.watcher = asyncio.create_task(self._watch())
 
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
+    def send(self, message: Message) -> Awaitable[None]:
+        self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+        return self._send(message)
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
             pass
-        if not complete:
-            gone = True
-            task.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield guarded_send
-    except asyncio.CancelledError:
-        if not gone:
-            raise
-        task.uncancel()
-        log.info("client went away: request %s on %s is cancelled", call.request_id, call.path)
-    finally:
-        watcher.cancel()
+        if not self._complete:
+            self.gone = True
+            self.task.cancel()

@@ -8,12 +8,13 @@ them are in `metrics_aliases.py`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -37,6 +38,9 @@ SECONDS = tuple(round(base * 10.0**power, 6) for power in range(-3, 3) for base 
 TOKEN_SECONDS = tuple(round(base * 10.0**power, 7) for power in range(-4, 1) for base in (1, 2, 3.5, 6))
 """Bounds of the time of one token: 0.1 ms to 6 s."""
 
+WRITE_SECONDS = 0.1
+"""That figures are gathered before they are written where other replicas read them."""
+
 LENGTHS = tuple(float(1 << power) for power in range(21))
 
 
@@ -59,42 +63,72 @@ _OUTCOME_OF_KIND = {
 }
 
 
-class _BatchedHistogram(Histogram):
-    """A histogram that takes a request's observations in one go: one write per bucket hit instead of two a token."""
+class _Tally:
+    """A shared counter, and what is still to be added to it."""
 
-    def add(self, counts: Iterable[tuple[int, int]], total: float) -> None:
-        """`counts` are pairs (bucket index, observations), `total` the sum of what was observed."""
-        self._sum.inc(total)
-        for bucket, count in counts:
-            self._buckets[bucket].inc(count)
+    __slots__ = ("_counter", "amount")
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self.amount = 0
+
+    def write(self) -> None:
+        if self.amount:
+            self._counter.inc(self.amount)
+            self.amount = 0
+
+
+class _TalliedHistogram(Histogram):
+    """A histogram that takes many observations in one go: a write per bucket that was hit, and one for the sum."""
+
+    def tallied(self) -> Self:
+        """Itself, ready for `note`."""
+        self._counts = [0] * len(self._upper_bounds)
+        self._total = 0.0
+        return self
+
+    def note(self, value: float, count: int = 1) -> None:
+        """`count` observations of `value`, for the next `write`."""
+        self._counts[bisect_left(self._upper_bounds, value)] += count
+        self._total += value * count
+
+    def write(self) -> None:
+        for bucket, count in enumerate(self._counts):
+            if count:
+                self._buckets[bucket].inc(count)
+                self._counts[bucket] = 0
+        if self._total:
+            self._sum.inc(self._total)
+            self._total = 0.0
 
 
 class Metrics:
     """The counters of this replica (an `Observer`), and the exposition for all replicas.
 
-    What happens per token is added up in plain numbers and written into the shared counters when some request ends, or
-    at a scrape. `directory` is where replicas keep their counters; PROMETHEUS_MULTIPROC_DIR must name it before
-    prometheus_client is imported. None counts in this process only. `routes` are the paths that generate: errors of
-    others are not counted.
+    What happens is added up in plain numbers, which `write` adds to the shared counters: a tenth of a second after the
+    first of them, at a scrape, and when the server ends. PROMETHEUS_MULTIPROC_DIR names where replicas keep their
+    counters, from before prometheus_client is imported; without it this process counts alone. `routes` are the paths
+    that generate: errors of others are not counted.
     """
 
     def __init__(self, model_name: str, routes: Collection[str]) -> None:
         self._model_name = model_name
         self._directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         self._routes = frozenset(routes)
-        self._gaps = [0] * (len(TOKEN_SECONDS) + 1)
-        self._gap_seconds = 0.0
-        self._prompt = self._generated = 0
         self._own = own = CollectorRegistry()
         self._requests = Counter(
             "tokenyard_requests", "Answers that ended, and requests that failed", ["route", "outcome"], registry=own
         )
         self._received = Counter("tokenyard_requests_received", "Requests for generation", ["route"], registry=own)
-        self._prompt_tokens = Counter("tokenyard_prompt_tokens", "Prompt tokens submitted", registry=own)
-        self._generation_tokens = Counter("tokenyard_generation_tokens", "Tokens generated", registry=own)
-        self._cached_tokens = Counter(
-            "tokenyard_cached_prompt_tokens", "Prompt tokens that came from the prefix cache", registry=own
+        self._ended_by: dict[tuple[str, str], _Tally] = {}
+        self._received_by: dict[str, _Tally] = {}
+        self._prompt_tokens = _Tally(Counter("tokenyard_prompt_tokens", "Prompt tokens submitted", registry=own))
+        self._generation_tokens = _Tally(Counter("tokenyard_generation_tokens", "Tokens generated", registry=own))
+        self._cached_tokens = _Tally(
+            Counter("tokenyard_cached_prompt_tokens", "Prompt tokens that came from the prefix cache", registry=own)
         )
+        self._totals = (self._prompt_tokens, self._generation_tokens, self._cached_tokens)
+        self._histograms: list[_TalliedHistogram] = []
         self._validation = self._histogram("request_validation_seconds", "Arrival to submission", SECONDS)
         self._wait = self._histogram(
             "request_wait_seconds", "Submission to the first token: queue and prefill", SECONDS
@@ -108,74 +142,86 @@ class Metrics:
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the last token of an answer", SECONDS)
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt length of an answer", LENGTHS)
         self._generation_length = self._histogram("request_generation_tokens", "Length of an answer", LENGTHS)
+        self._due: asyncio.TimerHandle | None = None
 
-    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> _BatchedHistogram:
-        return _BatchedHistogram("tokenyard_" + name, documentation, buckets=buckets, registry=self._own)
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> _TalliedHistogram:
+        made = _TalliedHistogram("tokenyard_" + name, documentation, buckets=buckets, registry=self._own).tallied()
+        self._histograms.append(made)
+        return made
 
     def exposition(self, status: Status | None) -> bytes:
         """The text that GET /metrics answers."""
-        self._flush()
+        self.write()
         return generate_latest(_Everything(self._families(), _scheduler_facts(status), self._model_name))
 
     def received(self, path: str) -> None:
-        self._received.labels(path).inc()
+        tally = self._received_by.get(path)
+        if tally is None:
+            tally = self._received_by[path] = _Tally(self._received.labels(path))
+        tally.amount += 1
+        self._write_soon()
 
     def started(self, choice: Choice) -> None:
-        self._prompt += choice.prompt_tokens
+        self._prompt_tokens.amount += choice.prompt_tokens
 
     def tokens(self, choice: Choice, count: int, since_last: float) -> None:
-        self._generated += count
+        self._generation_tokens.amount += count
         if choice.completion_tokens:  # else these are the first ones: their wait is the TTFT
-            self._gaps[bisect_left(TOKEN_SECONDS, since_last / count)] += count
-            self._gap_seconds += since_last
+            self._itl.note(since_last / count, count)
+        self._write_soon()
 
     def finished(self, choice: Choice) -> None:
         aborted = choice.finish is not None and choice.finish.kind == "cancelled"
         self._count(choice.request.request_path, Outcome.CANCELLED if aborted else Outcome.OK)
-        self._write_times(choice)
-        self._write_lengths(choice)
+        self._note_times(choice)
+        self._note_lengths(choice)
 
     def abandoned(self, choice: Choice) -> None:
         self._count(choice.request.request_path, Outcome.CANCELLED)
-        self._write_lengths(choice)
+        self._note_lengths(choice)
 
     def failed(self, path: str, error: RequestFailed) -> None:
         if path in self._routes:
             self._count(path, _OUTCOME_OF_KIND.get(error.kind, Outcome.INVALID))
 
-    def _count(self, path: str, outcome: str) -> None:
-        self._requests.labels(path, outcome).inc()
-        self._flush()
+    def write(self) -> None:
+        """What was added up goes into the shared counters."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        for tally in (*self._received_by.values(), *self._ended_by.values(), *self._totals):
+            tally.write()
+        for histogram in self._histograms:
+            histogram.write()
 
-    def _write_times(self, choice: Choice) -> None:
+    def _write_soon(self) -> None:
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_later(WRITE_SECONDS, self.write)
+
+    def _count(self, path: str, outcome: str) -> None:
+        tally = self._ended_by.get((path, outcome))
+        if tally is None:
+            tally = self._ended_by[path, outcome] = _Tally(self._requests.labels(path, outcome))
+        tally.amount += 1
+        self._write_soon()
+
+    def _note_times(self, choice: Choice) -> None:
         received, first, last = choice.request.received, choice.first_token, choice.last_token
-        self._validation.observe(choice.submitted - received)
+        self._validation.note(choice.submitted - received)
         if choice.queued is not None:
-            self._queue.observe(choice.queued)
+            self._queue.note(choice.queued)
         if first is None or last is None:
             return
-        self._wait.observe(first - choice.submitted)
-        self._ttft.observe(first - received)
-        self._e2e.observe(last - received)
+        self._wait.note(first - choice.submitted)
+        self._ttft.note(first - received)
+        self._e2e.note(last - received)
         if choice.completion_tokens > 1:
-            self._tpot.observe((last - first) / (choice.completion_tokens - 1))
+            self._tpot.note((last - first) / (choice.completion_tokens - 1))
 
-    def _write_lengths(self, choice: Choice) -> None:
-        self._prompt_length.observe(choice.prompt_tokens)
-        self._generation_length.observe(choice.completion_tokens)
-        if choice.cached_tokens:
-            self._cached_tokens.inc(choice.cached_tokens)
-
-    def _flush(self) -> None:
-        if self._prompt:
-            self._prompt_tokens.inc(self._prompt)
-        if self._generated:
-            self._generation_tokens.inc(self._generated)
-        if self._gap_seconds:
-            self._itl.add(((i, n) for i, n in enumerate(self._gaps) if n), self._gap_seconds)
-            self._gaps = [0] * len(self._gaps)
-        self._prompt = self._generated = 0
-        self._gap_seconds = 0.0
+    def _note_lengths(self, choice: Choice) -> None:
+        self._prompt_length.note(choice.prompt_tokens)
+        self._generation_length.note(choice.completion_tokens)
+        self._cached_tokens.amount += choice.cached_tokens
 
     def _families(self) -> Iterable[Metric]:
         if self._directory is None:

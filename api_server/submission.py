@@ -69,13 +69,14 @@ class Submission:
 
     __slots__ = (
         "_announced",
+        "_context",
         "_error",
+        "_gathered",
         "_reports",
         "_submitted",
         "_terms",
         "_unread",
         "_wants_logprobs",
-        "context",
         "handle",
         "hidden",
         "inbox",
@@ -87,8 +88,9 @@ class Submission:
         self.handle = handle
         self._terms = terms
         self._submitted = time.monotonic()
-        self.context = context
-        """Has every token received, read or not: a restarted scheduler is told all of it."""
+        self._context = context
+        self._gathered: list[int] = []
+        """Tokens that the context is still to be given: all at once, which costs as much as one."""
         self.inbox = inbox
         self.queued: float | None = None
         """Seconds that it waited in the scheduler; None while it waits, or if it never ran."""
@@ -100,6 +102,14 @@ class Submission:
         self._unread: int | None = None
         """Tokens that have arrived since some were taken; None before the first."""
         self._error: RequestError | None = None
+
+    @property
+    def context(self) -> TextContext:
+        """Has every token received, read or not: a restarted scheduler is told all of it."""
+        if self._gathered:
+            self._context.receive_tokens(self._gathered)
+            self._gathered = []
+        return self._context
 
     @property
     def message(self) -> Submit:
@@ -117,15 +127,21 @@ class Submission:
     def add(self, token: int, logprob: float | None) -> None:
         """A token has arrived (-1: none, other news)."""
         if token >= 0:
-            report = self._reports.pop(len(self.context.tokens), None) if self._reports else None
-            if report is None and logprob is not None and self._wants_logprobs:
-                report = LogProbabilities([logprob], [{}])
-            self.context.receive_token(token, report)
+            if self._wants_logprobs or self._reports:
+                self._add_reported(token, logprob)
+            else:
+                self._gathered.append(token)
             if self._unread is not None:
                 self._unread += 1
                 if self._unread < self.inbox.at_a_time:
                     return
         self.announce()
+
+    def _add_reported(self, token: int, logprob: float | None) -> None:
+        report = self._reports.pop(len(self.context.tokens), None)
+        if report is None and logprob is not None and self._wants_logprobs:
+            report = LogProbabilities([logprob], [{}])
+        self.context.receive_token(token, report)
 
     def report(self, position: int, report: LogProbabilities) -> None:
         """Log-probabilities of a token of the prompt, or of a generated one, which follows."""

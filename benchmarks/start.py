@@ -2,8 +2,8 @@
 
 Starts the server, asks for one token of a prompt as soon as a port answers, stops it, and does that again. A time is
 from the supervisor's command to the end of the first answer; CPU seconds are by role, until then. `--cold` gives each
-start an empty folder for compiled kernels. `--beside` names another checkout, which starts in turns with this one. Nothing else
-may run.
+start an empty folder for compiled kernels. `--beside` names another checkout, which starts in turns with this one.
+Nothing else may run.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import statistics
-import sys
 import tempfile
 import time
 import urllib.error

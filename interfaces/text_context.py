@@ -8,6 +8,7 @@ the generated tokens. Knows neither models nor text.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -200,6 +201,10 @@ class TextContext(IndexFace, EqualByValue):
         """A token that was sampled and judged elsewhere follows; who judged it also says when the text has ended."""
         self.tokens.advance_with_token(token)
         self._store(log_probabilities)
+
+    def receive_tokens(self, tokens: Sequence[int]) -> None:
+        """Likewise for several, without log probabilities."""
+        self.tokens.advance_with_tokens(tokens)
 
     def receive_prompt_report(self, position: int, report: LogProbabilities) -> None:
         """Log-probabilities of the prompt's token at `position`; one that is known already is ignored."""

@@ -11,6 +11,7 @@ least one token is active. Knows numbers only: no status, no EOS, no request.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeAlias, overload
 
@@ -232,6 +233,23 @@ class TokenBuffer:
         self.array[length] = token
         self._start = length
         self._end = self._length = length + 1
+        self._offset = 0
+
+    def advance_with_tokens(self, tokens: Sequence[int]) -> None:
+        """`advance_with_token` for one after the other, at the price of one."""
+        if len(tokens) == 1:
+            self.advance_with_token(tokens[0])
+            return
+        if self._end != self._length:
+            raise ValueError("a chunk is being processed: no token can follow before advance_chunk")
+        if not tokens:
+            return
+        length = self._length + len(tokens)
+        if length > len(self.array):
+            self._grow(length)
+        self.array[self._length : length] = tokens
+        self._start = length - 1
+        self._end = self._length = length
         self._offset = 0
 
     def append_active(self, token: int) -> None:

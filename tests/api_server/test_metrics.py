@@ -183,31 +183,45 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
 
 
 REPLICA = """
-import sys
+import asyncio, sys
 from types import SimpleNamespace
-from api_server.metrics import Metrics
-metrics = Metrics("m", ["/generate"])
-request = SimpleNamespace(request_path="/generate", received=1.0)
-for i in range(int(sys.argv[1])):
-    choice = SimpleNamespace(request=request, prompt_tokens=3, completion_tokens=0, cached_tokens=1,
-                             submitted=1.5, first_token=2.0, last_token=4.0, queued=0.125, finish=None)
-    metrics.received("/generate")
-    metrics.started(choice)
-    metrics.tokens(choice, 1, 0.5)
-    choice.completion_tokens = 3
-    metrics.tokens(choice, 2, 2.0)
-    metrics.finished(choice)
-sys.stdout.write(metrics.exposition(None).decode())
+from api_server.metrics import WRITE_SECONDS, Metrics
+
+async def serve(count, is_scraped):
+    metrics = Metrics("m", ["/generate"])
+    request = SimpleNamespace(request_path="/generate", received=1.0)
+    for i in range(count):
+        choice = SimpleNamespace(request=request, prompt_tokens=3, completion_tokens=0, cached_tokens=1,
+                                 submitted=1.5, first_token=2.0, last_token=4.0, queued=0.125, finish=None)
+        metrics.received("/generate")
+        metrics.started(choice)
+        metrics.tokens(choice, 1, 0.5)
+        choice.completion_tokens = 3
+        metrics.tokens(choice, 2, 2.0)
+        metrics.finished(choice)
+    if is_scraped:
+        sys.stdout.write(metrics.exposition(None).decode())
+    else:
+        await asyncio.sleep(5 * WRITE_SECONDS)
+
+asyncio.run(serve(int(sys.argv[1]), sys.argv[2] == "scraped"))
 """
 
 
 def test_any_replica_answers_for_all(tmp_path: Path) -> None:
     environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    for count, expected in ((2, 2), (5, 7)):  # the second process counts for the first, which has ended
+    # The second process counts for the first, which has ended and never was asked; the third for all.
+    for count, expected, how in ((2, None, "left alone"), (5, 7, "scraped"), (1, 8, "scraped")):
         done = subprocess.run(
-            [sys.executable, "-c", REPLICA, str(count)], env=environment, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", REPLICA, str(count), how],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0, done.stderr
+        if expected is None:
+            continue
         found = parse(done.stdout)
         assert value(found, "tokenyard_requests_total", route="/generate", outcome="ok") == expected
         assert value(found, "tokenyard_generation_tokens_total") == 3 * expected

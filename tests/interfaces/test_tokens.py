@@ -33,7 +33,7 @@ class Walk(RuleBasedStateMachine):
     def active(self) -> list[int]:
         return self.tokens[self.start + self.offset : self.end]
 
-    def expect(self, allowed: bool, method: str, *arguments: int) -> bool:
+    def expect(self, allowed: bool, method: str, *arguments: object) -> bool:
         if allowed:
             getattr(self.buffer, method)(*arguments)
         else:
@@ -45,6 +45,12 @@ class Walk(RuleBasedStateMachine):
     def advance(self, new: int) -> None:
         if self.expect(self.end == len(self.tokens), "advance_with_token", new):
             self.tokens.append(new)
+            self.start, self.end, self.offset = len(self.tokens) - 1, len(self.tokens), 0
+
+    @rule(new=st.lists(token, max_size=9))
+    def advance_by_several(self, new: list[int]) -> None:
+        if self.expect(self.end == len(self.tokens), "advance_with_tokens", new) and new:
+            self.tokens += new
             self.start, self.end, self.offset = len(self.tokens) - 1, len(self.tokens), 0
 
     @rule(new=token)
