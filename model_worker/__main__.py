@@ -113,7 +113,6 @@ def build(
     masks = Masks(nursery, settings.max_running, loaded.vocab_size)
     if loaded.unproven is None:
         _warm_up(sampler, loaded)
-    masks.start()
     hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
     identity, pick, ahead = WorkerIdentity(index, epoch), runner.pick, loaded.device.type == "cuda"
     begin_pick = runner.begin_pick if runner.runs_ahead else None

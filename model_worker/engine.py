@@ -155,6 +155,11 @@ class Engine:
         """From the next step on, as with `begin_pick` from the beginning. No step may be under way."""
         self._begin_pick, self.ahead = begin_pick, True
 
+    def rest(self) -> None:
+        """Nothing is to be computed now: a good moment to begin with what takes seconds and may be wanted later."""
+        if self._masks is not None:
+            self._masks.start()
+
     def step(self, step: Step) -> StepResult:
         """Runs a step. Raises StepError when the step does not fit the rows; nothing else is expected to fail."""
         self._follow(step.incarnation)

@@ -259,16 +259,20 @@ def prove(
         packed = pack_linears(model, lambda done, total: progress("pack weights", done, total), said)
         size = _parameters(model)[1] + sum(linear.num_bytes for linear in packed)
         loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded))
-    self_check.check_paged(loaded, tokens, expected)
     if device.type == "cuda":
+        self_check.check_paged(loaded, tokens, expected)
         return replace(loaded, backend=_cuda_backend(loaded, tokens, expected))
 
     def proves_itself() -> bool:
         return loaded.stack is None or not self_check.stack_differs(loaded, tokens, expected)
 
-    if quantization == "none" and deferred(loaded.dtype):
-        return replace(loaded, stack=None, unproven=Unproven(loaded.stack, proves_itself))
-    return loaded if proves_itself() else replace(loaded, stack=None)
+    awaited = quantization == "none" and deferred(loaded.dtype)
+    if loaded.stack is not None and not awaited and proves_itself():
+        return loaded
+    # The modules serve, at least for now.
+    modules = replace(loaded, stack=None, unproven=Unproven(loaded.stack, proves_itself) if awaited else None)
+    self_check.check_paged(modules, tokens, expected)
+    return modules
 
 
 def _cuda_backend(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> str:

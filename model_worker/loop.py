@@ -61,6 +61,7 @@ class Loop:
 
     def run(self) -> None:
         next_hello = 0.0
+        rested_from = time.monotonic() + HELLO_SECONDS  # somebody may have waited for this worker's first answer
         try:
             while not self._stopping:
                 now = time.monotonic()
@@ -72,6 +73,8 @@ class Loop:
                     drafted, accepted = self._engine.drafted, self._engine.accepted
                     self._send(encode(replace(self._hello, drafted=drafted, accepted=accepted)))
                     next_hello = now + HELLO_SECONDS
+                    if now >= rested_from and not self._flights:
+                        self._engine.rest()
                 # What was begun is waited for when there is nothing more to begin, which the answer to the last step's
                 # result brings, if anything does.
                 waiting = PATIENCE_MS if self._left == 1 else int((next_hello - now) * 1000) + 1

@@ -165,7 +165,7 @@ class Masks:
 
 
 def nursery(model: str, max_rows: int) -> Nursery:
-    """What the processes of a Hugging Face directory or hub name come from. `start` it early: it takes seconds."""
+    """What the processes of a Hugging Face directory or hub name come from. Its start takes seconds."""
     return Nursery(["-m", "model_worker.mask_process", "--model", model, "--rows", str(max_rows)])
 
 

@@ -87,7 +87,7 @@ class Masks:
         self._joins: list[int] = []
 
     def start(self) -> None:
-        """Begins to load the tokens, beside the worker."""
+        """Begins to load the tokens, which takes seconds of another core; the first row begins it, too. Idempotent."""
         self._nursery.start()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import zmq
 from interfaces import Step, StepResult, WorkerGoodbye, WorkerHello, decode, encode
 from model_worker.engine import Engine, Flight
 from model_worker.kernels import Compilation
-from model_worker.loop import Loop
+from model_worker.loop import HELLO_SECONDS, Loop
 from shared.sockets import bind_router, receive_from
 
 NOTHING = np.empty(0, np.int32)
@@ -30,6 +30,10 @@ class Device:
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.go = threading.Event()
+        self.rested = threading.Event()
+
+    def rest(self) -> None:
+        self.rested.set()
 
     def begin(self, step: Step) -> Flight:
         assert self.go.wait(10)
@@ -103,6 +107,20 @@ def test_a_step_begins_before_the_last_one_is_read(scheduler: Scheduler) -> None
         *("begin 1", "begin 2", "read 1", "begin 3", "read 2", "begin 4", "read 3"),
         *("begin 5", "read 5"),
     ]
+
+
+def test_what_may_be_wanted_later_waits_until_nobody_waits(scheduler: Scheduler) -> None:
+    device = Device()
+    loop, thread = started(device, scheduler)
+    assert not device.rested.is_set()  # who waited for this worker is served first
+    scheduler.send(1)
+    assert not device.rested.wait(1.5 * HELLO_SECONDS)  # the step is under way
+    device.go.set()
+    assert device.rested.wait(10)
+    assert device.heard == ["begin 1", "read 1"]
+    loop.stop()
+    scheduler.next(WorkerGoodbye)
+    thread.join(10)
 
 
 def test_a_step_is_repeated_until_the_next_one_comes(scheduler: Scheduler) -> None:
