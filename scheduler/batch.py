@@ -34,8 +34,9 @@ def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, pree
     ntok: NDArray[np.int32] | None = None
     joins: list[Join] = []
     again = 0
-    rows = worker.repeat()
-    if rows is None:
+    # Not in the first step after a change: requests often come together, and the next ones would wait for more.
+    repeated = worker.repeat(repeats)
+    if repeated is None:
         rows = _with_blocks(worker, preempted)
         if not len(rows):
             return None
@@ -46,8 +47,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, pree
         joins = [_join(worker, sequence) for sequence in worker.joined]
         worker.sent(rows, ntok)
     else:
-        # Not in the first step after a change: requests often come together, and the next ones would wait for more.
-        again = worker.go_on(repeats)
+        rows, again = repeated
     drop, blocks = worker.take_changes()
     return Step(
         incarnation=incarnation,

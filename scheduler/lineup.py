@@ -19,7 +19,8 @@ from scheduler.sequence import Sequence
 class Lineup:
     """`steps` more steps may repeat it, and `tokens` more results cannot end a row by its limit.
 
-    `capacity` is the tokens that each row has blocks for, `stops` the stop ids of any row; `replica` is the one that
+    `capacity` is the tokens that each row has blocks for, `room` how many more each may get before one of them needs
+    another block (below zero: one needs it now), `stops` the stop ids of any row; `replica` is the one that
     all rows are for, or None. `free` says that no row has a grammar, which may give it more tokens than it samples.
     """
 
@@ -27,6 +28,7 @@ class Lineup:
     rows: NDArray[np.int32]
     generations: NDArray[np.int64]
     capacity: NDArray[np.int32]
+    room: int
     steps: int
     tokens: int
     sequences: list[Sequence | None]
@@ -40,17 +42,19 @@ class Lineup:
     @classmethod
     def of(cls, table: RowTable, rows: NDArray[np.int32], block_size: int) -> Lineup | None:
         """After a step of these rows was booked as sent, in which each got one token and sampled."""
-        limit, replicas = table.limit[rows], table.replica[rows]
-        steps = int((limit - table.known[rows]).min())
+        limit, replicas, known = table.limit[rows], table.replica[rows], table.known[rows]
+        steps = int((limit - known).min())
         if steps < 1 or table.any_reports:
             return None
         first, sequences = int(replicas[0]), [table.sequences[row] for row in rows.tolist()]
+        capacity = table.num_blocks[rows] * block_size
         lengths = np.array([len(sequence.tokens) for sequence in sequences if sequence is not None])
         return cls(
             changes=table.changes,
             rows=rows,
             generations=table.generation[rows],
-            capacity=table.num_blocks[rows] * block_size,
+            capacity=capacity,
+            room=int((capacity - known).min()),
             steps=steps,
             tokens=int((limit - lengths).min()) - 1,
             sequences=sequences,

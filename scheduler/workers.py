@@ -172,39 +172,27 @@ class Worker:
             # Whoever comes next may share these blocks: its step runs after this one.
             self._register(row, min(int(table.computed[row]), len(sequence.tokens)))
 
-    def repeat(self) -> NDArray[np.int32] | None:
-        """Books one more step of the rows of the last one, if that is what comes next; returns them."""
-        lineup, table = self.lineup, self.rows
-        if lineup is None or lineup.changes != table.changes or lineup.steps < 1:
-            return None
-        rows = lineup.rows
-        known = table.known[rows]
-        if not self._grown(lineup, known):
-            return None
-        lineup.steps -= 1
-        table.computed[rows], table.known[rows] = known, known + 1
-        self.steps += 1
-        self._fly(rows, lineup.generations, {}, len(rows), len(rows), rows, lineup.generations)
-        return rows
+    def repeat(self, most: int) -> tuple[NDArray[np.int32], int] | None:
+        """Books one more step of the rows of the last one, if that is what comes next; None if it is not.
 
-    def go_on(self, most: int) -> int:
-        """Books that the step just booked is done again, and returns how often: `most` times at most.
-
-        Never up to the end of a row, because whoever ends the repetitions must find it with something left to compute.
+        Returns the rows, and how often that step is done again: `most` times at most, and never up to the end of a row,
+        because whoever ends the repetitions must find it with something left to compute.
         """
         lineup, table = self.lineup, self.rows
-        if most == 0 or lineup is None or not lineup.free:
-            return 0
-        repeats = min(most, lineup.steps // 2, self.block_size)
-        rows = lineup.rows
-        known = table.known[rows]
-        if repeats < 1 or not self._grown(lineup, known + (repeats - 1)):
-            return 0
-        lineup.steps -= repeats
-        table.computed[rows], table.known[rows] = known + (repeats - 1), known + repeats
-        self.steps += repeats
-        self.in_flight[-1].repeats = repeats
-        return repeats
+        if lineup is None or lineup.changes != table.changes or lineup.steps < 1 or not self._has_room(lineup, 0):
+            return None
+        again = min(most, (lineup.steps - 1) // 2, self.block_size) if lineup.free else 0
+        if again and not self._has_room(lineup, again):
+            again = 0
+        rows, steps = lineup.rows, 1 + again
+        known = table.known[rows] + steps
+        table.computed[rows], table.known[rows] = known - 1, known
+        lineup.steps -= steps
+        lineup.room -= steps
+        self.steps += 1
+        self._fly(rows, lineup.generations, {}, len(rows), len(rows), rows, lineup.generations, again)
+        self.steps += again
+        return rows, again
 
     def take_changes(self) -> tuple[list[int], list[tuple[int, int, int]]]:
         """What the worker is to drop, and its new blocks, which it is told of with the step just booked."""
@@ -212,18 +200,20 @@ class Worker:
         self.dropped, self.joined, self.new_blocks = [], [], []
         return dropped, blocks
 
-    def _grown(self, lineup: Lineup, tokens: NDArray[np.int32]) -> bool:
-        """Gives the rows blocks for so many tokens, at most one more each; False when there are not enough."""
-        crossing = np.flatnonzero(tokens > lineup.capacity)
-        if not len(crossing):
+    def _has_room(self, lineup: Lineup, further: int) -> bool:
+        """Whether each row has blocks for its tokens and so many further ones, after giving one to those that lack it;
+        False when there are not enough."""
+        if further <= lineup.room:
             return True
+        known = self.rows.known[lineup.rows]
+        crossing = np.flatnonzero(known + further > lineup.capacity)
         if len(crossing) > self.pool.available:
             return False
-        rows = lineup.rows
-        for place in crossing[np.argsort(self.rows.order[rows[crossing]])].tolist():
-            self.grow(int(rows[place]))
+        for place in crossing[np.argsort(self.rows.order[lineup.rows[crossing]])].tolist():
+            self.grow(int(lineup.rows[place]))
             lineup.capacity[place] += self.block_size
         lineup.changes = self.rows.changes
+        lineup.room = int((lineup.capacity - known).min())
         return True
 
     def _fly(
@@ -235,10 +225,11 @@ class Worker:
         decoding: int,
         computing: NDArray[np.int32],
         owners: NDArray[np.int64],
+        repeats: int = 0,
     ) -> None:
         now = time.monotonic()
         self.in_flight.append(
-            StepInFlight(self.steps, rows, generations, reporting, tokens, decoding, computing, owners, now)
+            StepInFlight(self.steps, rows, generations, reporting, tokens, decoding, computing, owners, now, repeats)
         )
 
     def received(self, result: StepResult) -> NewTokens:

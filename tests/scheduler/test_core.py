@@ -473,9 +473,9 @@ def test_steps_that_repeat_the_last_one_are_those_that_would_be_found_anew(
                 steps.extend(encode(step) for _, step in new)
                 return new
 
-            def counted(worker: Worker) -> Any:
+            def counted(worker: Worker, most: int) -> Any:
                 nonlocal repeated
-                found = repeat(worker)
+                found = repeat(worker, most)
                 repeated += found is not None
                 return found
 
