@@ -139,10 +139,12 @@ async def _serve(
         await web.serve(sockets=[listener])
     finally:
         warming.cancel()
-        await server.constraints.close()
-        application.metrics.write()
-        engine.close()
-        tokenizer.close()
+        try:
+            await server.constraints.close()
+        finally:
+            application.metrics.write()  # also of those that were cancelled meanwhile
+            engine.close()
+            tokenizer.close()
 
 
 if __name__ == "__main__":

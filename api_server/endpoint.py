@@ -167,6 +167,8 @@ class Endpoint:
         except ClientGone:
             return
         client = _Client(receive, send)
+        # Not the client's own: a task that was cancelled keeps its frames, which would keep the task.
+        watcher = asyncio.create_task(client.watch())
         try:
             response = self._fail(failure, call) if failure else await self._respond(call)
             await response(scope, receive, client.send)
@@ -176,7 +178,7 @@ class Endpoint:
             client.task.uncancel()
             log.info("client went away: request %s on %s is cancelled", call.request_id, call.path)
         finally:
-            client.watcher.cancel()
+            watcher.cancel()
 
     async def _respond(self, call: Call) -> Response:
         try:
@@ -229,13 +231,12 @@ class _Client:
         self.gone = False
         self._complete = False
         self._receive, self._send = receive, send
-        self.watcher = asyncio.create_task(self._watch())
 
     def send(self, message: Message) -> Awaitable[None]:
         self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)
         return self._send(message)
 
-    async def _watch(self) -> None:
+    async def watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self._complete:

@@ -242,8 +242,9 @@ class EngineClient:
         """It has ended: what it had in shared memory goes. False when that was so before."""
         if self._open.pop(submission.handle, None) is None:
             return False
+        context = submission.context  # with all its tokens: from now on it may be somebody else's
         if self._segments is not None:
-            submission.context.unshare_arrays(self._segments)
+            context.unshare_arrays(self._segments)
         return True
 
     def _new_handle(self) -> int:

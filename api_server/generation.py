@@ -168,6 +168,7 @@ class Generation:
     def _drop(self, submission: Submission) -> None:
         """Nothing more of this submission is wanted."""
         del self._running[submission]
+        self._inbox.discard(submission)  # reading them would take tokens from whoever goes on with its context
         self._server.engine.cancel([submission])
         if self._resume is not None:
             self._resume.drop(submission)

@@ -163,6 +163,7 @@ class Metrics:
 
     def started(self, choice: Choice) -> None:
         self._prompt_tokens.amount += choice.prompt_tokens
+        self._write_soon()
 
     def tokens(self, choice: Choice, count: int, since_last: float) -> None:
         self._generation_tokens.amount += count

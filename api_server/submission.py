@@ -58,6 +58,11 @@ class Inbox:
         submission = self._ready.popleft()
         return submission, submission.take()
 
+    def discard(self, submission: Submission) -> None:
+        """Its news are not wanted any more."""
+        if submission in self._ready:
+            self._ready.remove(submission)
+
     def arrival(self) -> asyncio.Future[None]:
         """Done when the next news come; one coroutine waits at a time."""
         self._waiter = self._loop.create_future()

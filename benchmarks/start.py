@@ -13,6 +13,8 @@ import contextlib
 import json
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -29,7 +31,7 @@ from benchmarks.processes import OTHER, ROLES, CpuTimes
 
 POLL_S = 0.02
 LIMIT_S = 300.0
-PROMPT_TOKENS = 128
+PROMPT = list(range(100, 228))
 SUMMARY = re.compile(r"^ +(\S+) +(start python .*\| ready .*)$", re.MULTILINE)
 """The line with which the supervisor says how long each phase of a process took."""
 
@@ -41,6 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cold", action="store_true", help="without kernels kept from an earlier start")
     parser.add_argument("--beside", type=Path, help="folder of another checkout, whose starts take turns with ours")
     options = parser.parse_args(argv)
+    try:
+        _measure(options)
+    except server.ServerError as error:
+        sys.exit(str(error))
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> None:
     checkouts = {"ours": server.ROOT} | ({"beside": options.beside.resolve()} if options.beside else {})
     if not options.cold:
         for root in checkouts.values():
@@ -57,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, all_of_it in starts.items():
         middle = sorted(all_of_it, key=lambda one: one.seconds)[len(all_of_it) // 2]
         console.print(f"{name}, the start in the middle:\n{middle.phases}", highlight=False)
-    return 0
 
 
 @dataclass(frozen=True)
@@ -77,19 +86,21 @@ def start(root: Path, model: str, kernels: str | None = None) -> Start:
         log = Path(folder) / "server.log"
         begun = time.monotonic()
         with server.running(server.serve_command(port, [model]), log, environment, root) as process:
-            _first_token(f"http://127.0.0.1:{port}", model, begun + LIMIT_S, log)
+            _first_token(f"http://127.0.0.1:{port}", model, begun + LIMIT_S, process, log)
             seconds, cpu = time.monotonic() - begun, CpuTimes.of(process.pid).since(CpuTimes({}))
         phases = "\n".join(f"  {name}: {line}" for name, line in SUMMARY.findall(log.read_text(errors="replace")))
     return Start(seconds, cpu, phases)
 
 
-def _first_token(url: str, model: str, deadline: float, log: Path) -> None:
-    body = {"model": Path(model).name, "prompt": list(range(1000, 1000 + PROMPT_TOKENS)), "max_tokens": 1}
+def _first_token(url: str, model: str, deadline: float, process: subprocess.Popen[bytes], log: Path) -> None:
+    body = {"model": Path(model).name, "prompt": PROMPT, "max_tokens": 1, "stream": False}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise server.ServerError(f"the server ended with exit code {process.returncode}{server.end_of(log)}")
         try:
             with opener.open(request, timeout=LIMIT_S) as response:
                 response.read()

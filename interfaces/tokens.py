@@ -242,7 +242,7 @@ class TokenBuffer:
             return
         if self._end != self._length:
             raise ValueError("a chunk is being processed: no token can follow before advance_chunk")
-        if not tokens:
+        if not len(tokens):
             return
         length = self._length + len(tokens)
         if length > len(self.array):

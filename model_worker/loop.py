@@ -24,6 +24,8 @@ from shared.sockets import connect_dealer, same_host
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 1.0
+RESTLESS_SECONDS = 10.0
+"""After which what the engine does at rest is done all the same: later somebody would wait for it."""
 LAST_WORDS_MS = 1000
 PATIENCE_MS = 2
 
@@ -61,7 +63,8 @@ class Loop:
 
     def run(self) -> None:
         next_hello = 0.0
-        rested_from = time.monotonic() + HELLO_SECONDS  # somebody may have waited for this worker's first answer
+        # Not at once: somebody may have waited for this worker's first answer.
+        began, rested = time.monotonic(), False
         try:
             while not self._stopping:
                 now = time.monotonic()
@@ -73,7 +76,9 @@ class Loop:
                     drafted, accepted = self._engine.drafted, self._engine.accepted
                     self._send(encode(replace(self._hello, drafted=drafted, accepted=accepted)))
                     next_hello = now + HELLO_SECONDS
-                    if now >= rested_from and not self._flights:
+                    idle = not self._flights and now >= began + HELLO_SECONDS
+                    if not rested and (idle or now >= began + RESTLESS_SECONDS):
+                        rested = True
                         self._engine.rest()
                 # What was begun is waited for when there is nothing more to begin, which the answer to the last step's
                 # result brings, if anything does.

@@ -87,7 +87,7 @@ class Masks:
         self._joins: list[int] = []
 
     def start(self) -> None:
-        """Begins to load the tokens, which takes seconds of another core; the first row begins it, too. Idempotent."""
+        """Begins to load the tokens, which takes seconds of another core. The first row does so, too."""
         self._nursery.start()
 
     def close(self) -> None:

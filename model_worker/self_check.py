@@ -41,10 +41,15 @@ def tokens(config: PreTrainedConfig, device: torch.device) -> Tensor:
     return ordinary[: 2 * PROBE_TOKENS].view(2, PROBE_TOKENS).to(device)
 
 
-def eager_logits(model: PreTrainedModel, tokens: Tensor, first_position: int = 0) -> Tensor:
-    """Logits [2, n, vocab] as transformers computes them. Leaves the model with eager attention."""
+def eager_logits(model: PreTrainedModel, tokens: Tensor, first_position: int | None = None) -> Tensor:
+    """Logits [2, n, vocab] as transformers computes them. Leaves the model with eager attention.
+
+    Without a first position the model counts by itself: one that does so in its own way is to be found out.
+    """
     model.set_attn_implementation("eager")
-    positions = first_position + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    positions = None
+    if first_position is not None:
+        positions = first_position + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     return logits
 

@@ -1,7 +1,7 @@
 """How many tokens of prompts a step may compute beside rows in decode, so that these keep their rhythm.
 
 A step takes as long as everything in it, and every row in decode waits for its end. So a single prompt gets three
-quarters of the time that the rows in decode need anyway: whoever reads along sees more than half the speed, never a
+fifths of the time that the rows in decode need anyway: whoever reads along sees more than half the speed, never a
 standstill. Long ones together get the same, until there is more than one for every few rows; from there on their time
 grows with their number, because each is waited for as a row is. Several short ones are another matter: the sooner they
 decode beside the others the sooner everybody is done. Then, and where nothing decodes, steps are as large as the
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 LEAST_TOKENS = 8
 """Of prompts in a step, however slow they are: they must come to an end."""
-SHARE = 0.75
+SHARE = 0.6
 """Of the time of rows in decode, for a prompt. Steps differ by a quarter: so few take 2.5 times what they did."""
 ROWS_OF_A_PROMPT = 4
 """Rows in decode that one long prompt counts as, when time is shared out among more than one."""

@@ -126,6 +126,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": ("bert", {**SMALL, "is_decoder": False}, "attends to more or less than a causal window"),
     "bart decoder": ("bart", {**SEQ2SEQ, "is_decoder": True}, "its forward pass takes no position_ids"),
     "whisper decoder": ("whisper", {**SEQ2SEQ, "is_decoder": True}, "takes no logits_to_keep and no position_ids"),
+    "roberta": ("roberta", {**SMALL, "is_decoder": True, "pad_token_id": 1}, "gives other logits"),
     "doge": ("doge", {**SMALL, "num_experts": 2, "is_moe": False}, "adds something of its own to its mask"),
     "diffllama": ("diffllama", SMALL, "runs more than once per token"),
 }

@@ -30,10 +30,10 @@ class Device:
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.go = threading.Event()
-        self.rested = threading.Event()
+        self.rested = threading.Semaphore(0)
 
     def rest(self) -> None:
-        self.rested.set()
+        self.rested.release()
 
     def begin(self, step: Step) -> Flight:
         assert self.go.wait(10)
@@ -112,14 +112,31 @@ def test_a_step_begins_before_the_last_one_is_read(scheduler: Scheduler) -> None
 def test_what_may_be_wanted_later_waits_until_nobody_waits(scheduler: Scheduler) -> None:
     device = Device()
     loop, thread = started(device, scheduler)
-    assert not device.rested.is_set()  # who waited for this worker is served first
     scheduler.send(1)
-    assert not device.rested.wait(1.5 * HELLO_SECONDS)  # the step is under way
+    assert not device.rested.acquire(timeout=1.5 * HELLO_SECONDS)  # the step is under way
     device.go.set()
-    assert device.rested.wait(10)
+    assert device.rested.acquire(timeout=10)
     assert device.heard == ["begin 1", "read 1"]
+    assert not device.rested.acquire(timeout=2.5 * HELLO_SECONDS)  # once is enough
     loop.stop()
     scheduler.next(WorkerGoodbye)
+    thread.join(10)
+
+
+def test_who_never_rests_does_it_all_the_same(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model_worker.loop.RESTLESS_SECONDS", 1.5)
+    device = Device()
+    device.go.set()
+    began = time.monotonic()
+    loop, thread = started(device, scheduler)
+    scheduler.send(10, repeats=10**7)
+    rested = False
+    while not rested and time.monotonic() < began + 10:
+        scheduler.next(StepResult)
+        rested = device.rested.acquire(blocking=False)
+    assert rested
+    assert time.monotonic() >= began + 1.5  # a step was under way all the time
+    loop.stop()
     thread.join(10)
 
 
