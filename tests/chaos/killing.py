@@ -112,7 +112,7 @@ def fuzz(options: argparse.Namespace) -> dict[str, object]:
     asked = requests(STREAMS)
     with Server(options.model, FLAGS, options.folder / "fuzz.log") as server:
         undisturbed = run(server, asked)
-        directory, before = run_directory(server), {child.pid for child in server.children()}
+        directory, before = run_directory(server), set(server.processes())
         throwers = [
             threading.Thread(
                 target=throw, args=(f"ipc://{directory}/{name}.sock", options.frames // 2, options.seed + i)
@@ -127,7 +127,7 @@ def fuzz(options: argparse.Namespace) -> dict[str, object]:
                 noise(directory / f"{name}.sock", 100, options.random.getrandbits(32))
             answers = run(server, asked)
             heard.append((answers, compare(asked, undisturbed, answers)))
-        after = {child.pid for child in server.children()}
+        after = set(server.processes())
         blocks = _used_blocks_at_rest(server)
     lost = [text for _, outcome in heard for text in outcome.lost]
     changed = [text for _, outcome in heard for text in outcome.changed]

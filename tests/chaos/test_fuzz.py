@@ -17,7 +17,7 @@ def test_hostile_frames_end_no_process_and_no_request(
     server: Server, asked: list[Request], undisturbed: list[Heard]
 ) -> None:
     seed = secrets.randbits(32)
-    directory, before = run_directory(server), {child.pid for child in server.children()}
+    directory, before = run_directory(server), server.processes()
 
     def attack(_: Server) -> None:
         throwers = [
@@ -33,4 +33,4 @@ def test_hostile_frames_end_no_process_and_no_request(
 
     outcome = compare(asked, undisturbed, run(server, asked, attack, after=0.1))
     assert outcome.clean, f"seed {seed}: {outcome}\n{server.log.read_text()[-3000:]}"
-    assert {child.pid for child in server.children()} == before, f"seed {seed}\n{server.log.read_text()[-3000:]}"
+    assert server.processes() == before, f"seed {seed}\n{server.log.read_text()[-3000:]}"

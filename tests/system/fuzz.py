@@ -26,19 +26,16 @@ class Unharmed:
     _before: tuple[Any, ...] = field(default=())
 
     def __enter__(self) -> None:
-        self._before = (self._processes(), self._answer())
+        self._before = (self.server.processes(), self._answer())
         self._memory = self._resident()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             return
         self.server.wait_for("all blocks being free", 20, lambda: self._used() == 0)
-        assert (self._processes(), self._answer()) == self._before
+        assert (self.server.processes(), self._answer()) == self._before
         growth = {pid: bytes_now - self._memory[pid] for pid, bytes_now in self._resident().items()}
         assert max(growth.values()) < _GROWTH, growth
-
-    def _processes(self) -> list[int]:
-        return sorted(child.pid for child in self.server.children())
 
     def _answer(self) -> list[int]:
         body = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 20}}

@@ -89,6 +89,18 @@ class Server:
         except psutil.NoSuchProcess:
             return []
 
+    def processes(self) -> list[int]:
+        """Their pids, once each worker has begun what it begins when nobody waits."""
+        self.wait_for(
+            "the start of mask processes",
+            20,
+            lambda: self._count("model_worker.mask_process") >= self._count("model_worker"),
+        )
+        return sorted(child.pid for child in self.children())
+
+    def _count(self, module: str) -> int:
+        return sum(f"-m {module} " in _command_line(child) for child in self.children())
+
     def child(self, module: str, nth: int = 0) -> psutil.Process:
         """The nth child whose command line names the module."""
         found = [c for c in self.children() if f"-m {module} " in _command_line(c)]
