@@ -112,6 +112,21 @@ async def test_an_inbox_may_wait_for_several_tokens_but_never_with_the_first_or_
     assert read() == [16]
 
 
+async def test_news_that_nobody_wants_are_left_to_who_goes_on_with_the_context() -> None:
+    inbox = Inbox()
+    context = asking("r", sampling(20))
+    first = Submission(1, context, inbox, Terms())
+    first.add(7, None)
+    inbox.discard(first)
+    inbox.discard(first)
+    assert inbox.taken() is None
+    second = Submission(2, first.context, inbox, Terms())
+    second.add(8, None)
+    found = inbox.taken()
+    assert found is not None
+    assert (found[0], output_of(found[1]).tokens) == (second, [7, 8])
+
+
 async def test_one_inbox_serves_many_submissions(engine: EngineClient) -> None:
     inbox = Inbox()
     open_ = {engine.submit(asking(str(i), sampling(3 + i)), inbox=inbox): 3 + i for i in range(10)}
