@@ -179,10 +179,10 @@ class Worker:
         because whoever ends the repetitions must find it with something left to compute.
         """
         lineup, table = self.lineup, self.rows
-        if lineup is None or lineup.changes != table.changes or lineup.steps < 1 or not self._has_room(lineup, 0):
+        if lineup is None or lineup.changes != table.changes or lineup.steps < 1 or not self._make_room(lineup, 0):
             return None
         again = min(most, (lineup.steps - 1) // 2, self.block_size) if lineup.free else 0
-        if again and not self._has_room(lineup, again):
+        if again and not self._make_room(lineup, again):
             again = 0
         rows, steps = lineup.rows, 1 + again
         known = table.known[rows] + steps
@@ -200,8 +200,8 @@ class Worker:
         self.dropped, self.joined, self.new_blocks = [], [], []
         return dropped, blocks
 
-    def _has_room(self, lineup: Lineup, further: int) -> bool:
-        """Whether each row has blocks for its tokens and so many further ones, after giving one to those that lack it;
+    def _make_room(self, lineup: Lineup, further: int) -> bool:
+        """Gives each row blocks for its tokens and so many further ones, at most one more each;
         False when there are not enough."""
         if further <= lineup.room:
             return True
