@@ -384,23 +384,25 @@ class Scheduler:
         self.outbox.hidden(table.replica[rows], hidden.owned_by(table.handle[rows]))
 
     def _book(self, worker: Worker, new: NewTokens) -> None:
-        table, rows, lineup = worker.rows, new.rows, worker.lineup
+        table, rows = worker.rows, new.rows
         tokens = new.tokens.tolist()
-        again = lineup if lineup is not None and lineup.books(table, rows, tokens) else None
+        again = new.lineup if new.lineup is not None and new.lineup.outlives(tokens) else None
         sequences = [table.sequences[row] for row in rows.tolist()] if again is None else again.sequences
+        lengths = []
         for sequence, token in zip(sequences, tokens, strict=True):
             assert sequence is not None
-            sequence.context.tokens.advance_with_token(token)
+            known = sequence.context.tokens
+            known.advance_with_token(token)
+            lengths.append(len(known))
             if sequence.queued_us >= 0:
                 self._tell_placed(sequence, int(table.replica[sequence.row]))
         self.replays.heard(table, rows, new.logprobs)
-        if lineup is not None:
-            lineup.tokens -= 1
+        if worker.lineup is not None:
+            worker.lineup.tokens -= 1
         if again is not None and again.replica is not None:
             self.outbox.tokens_for(again.replica, again.handles, new.tokens, again.active, new.logprobs)
             return
-        lengths = np.array([len(sequence.tokens) for sequence in sequences if sequence is not None])
-        finished = np.where(lengths >= table.limit[rows], _LENGTH, _ACTIVE)
+        finished = np.where(np.array(lengths) >= table.limit[rows], _LENGTH, _ACTIVE)
         finished[table.hits_stop(rows, new.tokens)] = _STOP
         self.outbox.tokens(table.replica[rows], table.handle[rows], new.tokens, finished, new.logprobs)
         ended = finished != _ACTIVE

@@ -70,6 +70,6 @@ class Lineup:
         """Whether these are its rows, and whose they were."""
         return self.changes == table.changes and rows.tobytes() == self.row_bytes
 
-    def books(self, table: RowTable, rows: NDArray[np.int32], tokens: list[int]) -> bool:
-        """Whether these tokens are for this line-up, and can end no row."""
-        return self.tokens > 0 and self.holds(table, rows) and self.stops.isdisjoint(tokens)
+    def outlives(self, tokens: list[int]) -> bool:
+        """Whether these tokens, one of each row, end none of them."""
+        return self.tokens > 0 and self.stops.isdisjoint(tokens)

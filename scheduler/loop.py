@@ -95,29 +95,29 @@ class Loop:
         ended = []
         for one, _ in self._poller.poll(wait_ms):
             if one is self._workers:
-                self._take(self._workers, self._from_worker, MESSAGES_PER_TURN)
+                self._take(self._workers, self._from_worker)
             elif one is self._api:
-                self._take(self._api, self._from_api, MESSAGES_PER_TURN)
+                self._take(self._api, self._from_api)
             else:
                 ended.append(one)
         # After the messages: what a worker has said before its end counts.
         for index, epoch in self._watch.ended(ended):
             self._lose(index, epoch, "died")
 
-    def _take(self, socket: zmq.Socket[bytes], handle: Any, most: int) -> None:
-        """What a poll has found, and what else is there: so many messages at most."""
-        for i in range(most):
+    def _take(self, socket: zmq.Socket[bytes], handle: Any) -> None:
+        """What a poll has found, and what else is there."""
+        for i in range(MESSAGES_PER_TURN):
             received = receive_from(socket) if i == 0 or readable(socket) else None
             if received is None:
                 return
-            self._guarded(handle, *received)
+            self._guarded(handle, *received, socket is self._api)
 
-    def _guarded(self, handle: Any, identity: bytes, frames: list[bytes]) -> None:
+    def _guarded(self, handle: Any, identity: bytes, frames: list[bytes], ipc_peer: bool) -> None:
         """No message, however wrong, ends this process."""
         try:
             if len(frames) != 1:
                 raise WireError(f"{len(frames)} frames where one was expected")
-            handle(identity, decode(frames[0], ipc_peer=handle == self._from_api))
+            handle(identity, decode(frames[0], ipc_peer=ipc_peer))
         except WireError as error:
             log.warning("dropped a message from %r: %s", identity, error)
         except Exception:

@@ -29,40 +29,14 @@ _NOTHING = _Part(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.in
 
 
 @dataclass(slots=True)
-class _News:
-    """What one replica is to be told. Most of it few steps have."""
+class _Notes:
+    """What few steps have to tell beside tokens."""
 
-    parts: list[_Part] = field(default_factory=list)
     reports: list[LogprobReports] = field(default_factory=list)
     hidden: list[HiddenStates] = field(default_factory=list)
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
-
-    def results(self, incarnation: int) -> Results:
-        return Results(
-            incarnation,
-            *self._columns(),
-            cached=self.cached,
-            errors=self.errors,
-            queued=self.queued,
-            reports=LogprobReports.joined(self.reports) if self.reports else None,
-            hidden=HiddenStates.joined(self.hidden) if self.hidden else None,
-        )
-
-    def _columns(self) -> _Part:
-        """Of all parts; log-probabilities are zero for entries that have none."""
-        if len(self.parts) == 1:
-            return self.parts[0]
-        if not self.parts:
-            return _NOTHING
-        handles, tokens, finished, logprobs = zip(*self.parts, strict=True)
-        joined = np.concatenate(handles), np.concatenate(tokens), np.concatenate(finished)
-        if all(part is None for part in logprobs):
-            return _Part(*joined, None)
-        entries = zip(tokens, logprobs, strict=True)
-        filled = [np.zeros(len(of), np.float32) if part is None else part for of, part in entries]
-        return _Part(*joined, np.concatenate(filled))
 
 
 class Outbox:
@@ -70,7 +44,8 @@ class Outbox:
 
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
-        self._news: dict[int, _News] = {}
+        self._parts: dict[int, list[_Part]] = {}
+        self._notes: dict[int, _Notes] = {}
 
     def tokens(
         self,
@@ -88,7 +63,7 @@ class Outbox:
         for replica in np.unique(replicas).tolist():
             mine = replicas == replica
             part = None if logprobs is None else logprobs[mine]
-            self._of(replica).parts.append(_Part(handles[mine], tokens[mine], finished[mine], part))
+            self._add(replica, _Part(handles[mine], tokens[mine], finished[mine], part))
 
     def tokens_for(
         self,
@@ -99,34 +74,33 @@ class Outbox:
         logprobs: NDArray[np.float32] | None,
     ) -> None:
         """The same where all of them are this replica's."""
-        self._of(replica).parts.append(_Part(handles, tokens, finished, logprobs))
+        self._add(replica, _Part(handles, tokens, finished, logprobs))
 
     def reports(self, replicas: NDArray[np.int32], reports: LogprobReports) -> None:
         """Log-probabilities of tokens, by handle; `replicas[i]` wants entry i."""
         for replica in np.unique(replicas).tolist():
-            self._of(replica).reports.append(reports.select(replicas == replica))
+            self._noted(replica).reports.append(reports.select(replicas == replica))
 
     def hidden(self, replicas: NDArray[np.int32], hidden: HiddenStates) -> None:
         """Hidden states of tokens, by handle; `replicas[i]` wants entry i."""
         for replica in np.unique(replicas).tolist():
-            self._of(replica).hidden.append(hidden.select(replicas == replica))
+            self._noted(replica).hidden.append(hidden.select(replicas == replica))
 
     def placed(self, replica: int, handle: int, cached: int, queued_us: int) -> None:
         """Tells with a request's first token how many prompt tokens came from the prefix cache, and how long it waited.
 
         Comes before the token itself.
         """
-        news = self._of(replica)
-        news.queued[handle] = queued_us
+        notes = self._noted(replica)
+        notes.queued[handle] = queued_us
         if cached:
-            news.cached[handle] = cached
+            notes.cached[handle] = cached
 
     def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
         """A request ends without a token."""
-        news = self._of(replica)
-        news.parts.append(_Part(np.array([handle], np.int32), _NO_TOKEN, np.array([code], np.int8), None))
+        self._add(replica, _Part(np.array([handle], np.int32), _NO_TOKEN, np.array([code], np.int8), None))
         if error is not None:
-            news.errors[handle] = error
+            self._noted(replica).errors[handle] = error
 
     def fail(self, replica: int, handle: int, error: RequestError) -> None:
         """A request fails for a reason of its own."""
@@ -134,12 +108,47 @@ class Outbox:
 
     def take(self) -> list[tuple[int, Results]]:
         """What is to be sent now, by replica number; the outbox is empty afterwards."""
-        ready = [(replica, news.results(self._incarnation)) for replica, news in self._news.items()]
-        self._news.clear()
+        ready = [(replica, self._results(replica, parts)) for replica, parts in self._parts.items()]
+        self._parts.clear()
+        self._notes.clear()
         return ready
 
-    def _of(self, replica: int) -> _News:
-        news = self._news.get(replica)
-        if news is None:
-            news = self._news[replica] = _News()
-        return news
+    def _results(self, replica: int, parts: list[_Part]) -> Results:
+        columns, notes = _joined(parts), self._notes.get(replica)
+        if notes is None:
+            return Results(self._incarnation, *columns)
+        return Results(
+            self._incarnation,
+            *columns,
+            cached=notes.cached,
+            errors=notes.errors,
+            queued=notes.queued,
+            reports=LogprobReports.joined(notes.reports) if notes.reports else None,
+            hidden=HiddenStates.joined(notes.hidden) if notes.hidden else None,
+        )
+
+    def _add(self, replica: int, part: _Part) -> None:
+        parts = self._parts.get(replica)
+        if parts is None:
+            self._parts[replica] = [part]
+        else:
+            parts.append(part)
+
+    def _noted(self, replica: int) -> _Notes:
+        self._parts.setdefault(replica, [])  # notes may be all that there is to tell
+        return self._notes.setdefault(replica, _Notes())
+
+
+def _joined(parts: list[_Part]) -> _Part:
+    """One of all; log-probabilities are zero for entries that have none."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return _NOTHING
+    handles, tokens, finished, logprobs = zip(*parts, strict=True)
+    joined = np.concatenate(handles), np.concatenate(tokens), np.concatenate(finished)
+    if all(part is None for part in logprobs):
+        return _Part(*joined, None)
+    entries = zip(tokens, logprobs, strict=True)
+    filled = [np.zeros(len(of), np.float32) if part is None else part for of, part in entries]
+    return _Part(*joined, np.concatenate(filled))

@@ -60,11 +60,13 @@ class NewTokens:
     """Tokens and reports of one step for the rows that still have the owner they were computed for.
 
     `forced` are the tokens that follow those of some rows at once; `failed` says of rows why they alone failed.
+    `lineup` is the one whose rows these are, if there is one.
     """
 
     rows: NDArray[np.int32]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
+    lineup: Lineup | None = None
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
     forced: dict[int, NDArray[np.int32]] = field(default_factory=dict)
@@ -163,9 +165,10 @@ class Worker:
             reporting = dict(zip(asking.tolist(), table.generation[asking].tolist(), strict=True))
         tokens, decoding = (len(rows), len(rows)) if ntok is None else (int(ntok.sum()), int((ntok == 1).sum()))
         owners = table.generation[rows]
-        generations = owners[at_the_end]
+        decode = ntok is None and len(sampling) == len(rows)
+        lineup = self.lineup = Lineup.of(table, rows, self.block_size) if decode else None
+        generations = owners[at_the_end] if lineup is None else lineup.generations
         self._fly(sampling, generations, reporting, tokens, decoding, rows, owners)
-        self.lineup = Lineup.of(table, rows, self.block_size) if ntok is None and len(sampling) == len(rows) else None
         for row in rows[ntok > 1].tolist() if ntok is not None else ():
             sequence = self._sequence(row)
             sequence.chunks += 1
@@ -247,7 +250,7 @@ class Worker:
         rows, tokens, logprobs = result.rows, result.tokens, result.logprobs
         lineup = self.lineup
         if lineup is None or step.generations is not lineup.generations or not lineup.holds(self.rows, rows):
-            generations = step.generations
+            lineup, generations = None, step.generations
             if len(rows) != len(step.rows):
                 generations = generations[np.isin(step.rows, rows)]
             current = self.rows.generation[rows] == generations
@@ -256,7 +259,7 @@ class Worker:
                 logprobs = None if logprobs is None else logprobs[current]
         forced = {} if result.forced is None else self._jump(result.forced, rows)
         failed = self._failed(result, step) if result.errors else {}
-        return NewTokens(rows, tokens, logprobs, reports, hidden, forced, failed)
+        return NewTokens(rows, tokens, logprobs, lineup, reports, hidden, forced, failed)
 
     def _answered(self, result: StepResult) -> StepInFlight:
         """The step in flight that has this result."""
