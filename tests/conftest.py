@@ -20,6 +20,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores it for what it runs in the background, and the servers of the tests would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # The same under nohup, which supervisors respect.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 hypothesis.settings.register_profile("house", deadline=None)
 hypothesis.settings.load_profile("house")
 
