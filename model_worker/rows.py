@@ -171,9 +171,8 @@ class WorkerRows:
     def read_step(self, packed: PackedStep, tokens: NDArray[np.int32], number: int, which: int = 0) -> None:
         """The tokens of one of those steps; rows that have gone to another sequence stay as they are."""
         rows = packed.rows[packed.sampling]
-        for row, position, token in zip(rows.tolist(), packed.positions.tolist(), tokens.tolist(), strict=True):
-            if self._since[row] < number:
-                self._tokens[row, position + which] = token
+        own = self._since[rows] < number
+        self._tokens[rows[own], packed.positions[own] + which] = tokens[own]
 
     def read_last(self, packed: PackedStep, number: int) -> None:
         """Those tokens were the last of the steps begun together; rows that have gone on stay as they are."""

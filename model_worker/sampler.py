@@ -72,8 +72,6 @@ class Sampled:
         tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None = None, reports: LogprobReports | None = None
     ) -> Sampled:
         """From tokens that are -1 where a row is bad."""
-        if min(tokens.tolist(), default=0) >= 0:
-            return Sampled(tokens.astype(np.int32), logprobs, None, reports)
         bad = tokens < 0
         return Sampled(np.where(bad, 0, tokens).astype(np.int32), logprobs, bad if bad.any() else None, reports)
 

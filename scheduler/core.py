@@ -388,12 +388,9 @@ class Scheduler:
         tokens = new.tokens.tolist()
         again = new.lineup if new.lineup is not None and new.lineup.outlives(tokens) else None
         sequences = [table.sequences[row] for row in rows.tolist()] if again is None else again.sequences
-        lengths = []
         for sequence, token in zip(sequences, tokens, strict=True):
             assert sequence is not None
-            known = sequence.context.tokens
-            known.advance_with_token(token)
-            lengths.append(len(known))
+            sequence.context.tokens.advance_with_token(token)
             if sequence.queued_us >= 0:
                 self._tell_placed(sequence, int(table.replica[sequence.row]))
         self.replays.heard(table, rows, new.logprobs)
@@ -402,7 +399,8 @@ class Scheduler:
         if again is not None and again.replica is not None:
             self.outbox.tokens_for(again.replica, again.handles, new.tokens, again.active, new.logprobs)
             return
-        finished = np.where(np.array(lengths) >= table.limit[rows], _LENGTH, _ACTIVE)
+        lengths = np.array([len(sequence.tokens) for sequence in sequences if sequence is not None])
+        finished = np.where(lengths >= table.limit[rows], _LENGTH, _ACTIVE)
         finished[table.hits_stop(rows, new.tokens)] = _STOP
         self.outbox.tokens(table.replica[rows], table.handle[rows], new.tokens, finished, new.logprobs)
         ended = finished != _ACTIVE
