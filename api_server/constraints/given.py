@@ -5,12 +5,13 @@ Knows that there may be only one and how its value becomes text. What the text m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
 
 from api_server.errors import invalid, unsupported
+from api_server.refusals import check
 from interfaces.constraint import Constraint, ConstraintKind
 
 ANY_OBJECT = '{"type":"object"}'
@@ -46,33 +47,75 @@ def made(field: str, kind: ConstraintKind, value: Any) -> Constraint:
     return Constraint(kind, text, field=field)
 
 
+_PLACES: Mapping[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("value", "schema"),
+    "json": ("value", "schema"),
+    "regex": ("value", "pattern"),
+    "json_schema": ("json_schema", "value", "schema"),
+}
+"""Types of a response format, and where the form itself may stand: in `json_schema` or, in the Responses API, `schema`
+for OpenAI's clients; in `value` for those of TGI and huggingface_hub; in `schema` or `pattern` for those of llama.cpp
+and Together."""
+_ANNOTATIONS = frozenset({"type", "name", "description", "strict"})
+_ASKING = frozenset({place for places in _PLACES.values() for place in places} | {"regex", "grammar", "ebnf", "choice"})
+"""Names that ask for a form: one that the type does not have is refused, and not left out in silence."""
+
+
 def response_format(value: Any, field: str = "response_format") -> Constraint | None:
-    """OpenAI's forms of it, and the flat form of the Responses API. Raises RequestFailed."""
+    """OpenAI's forms of it, the flat form of the Responses API, TGI's and llama.cpp's. Raises RequestFailed."""
     if value is None:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise invalid(f"{field} must be an object with a type", field)
-    match value["type"]:
+    kind = value["type"]
+    if kind == "structural_tag":
+        return made(field, ConstraintKind.STRUCTURAL_TAG, value)
+    if kind not in _PLACES:
+        known = f"{', '.join(_PLACES)} or structural_tag"
+        raise invalid(f"{field}.type must be {known}, got {kind!r:.100}", field)
+    place, form = _placed(value, kind, field)
+    match kind:
         case "text":
             return None
-        case "json_object":
+        case "json_object" if form is None or form == {}:
             return Constraint(ConstraintKind.JSON_SCHEMA, ANY_OBJECT, field=field)
-        case "json_schema":
-            return _named_schema(value, field)
-        case "structural_tag":
-            return made(field, ConstraintKind.STRUCTURAL_TAG, value)
-    known = "text, json_object, json_schema or structural_tag"
-    raise invalid(f"{field}.type must be {known}, got {value['type']!r:.100}", field)
+        case "json_schema" if place != "schema":
+            return made(field, ConstraintKind.JSON_SCHEMA, _schema_in(form, f"{field}.{place}"))
+        case "regex":
+            if not isinstance(form, str):
+                raise invalid(f"{field}.{place} must be a pattern, a text, got {form!r:.100}", field)
+            return made(field, ConstraintKind.REGEX, form)
+    if not isinstance(form, dict | str) or (isinstance(form, str) and place != "value"):
+        raise invalid(f"{field}.{place} must be a JSON schema (an object), got {form!r:.100}", field)
+    return made(field, ConstraintKind.JSON_SCHEMA, form)
 
 
-def _named_schema(value: dict[str, Any], field: str) -> Constraint:
-    wrapper = value.get("json_schema", value)
+def _placed(value: dict[str, Any], kind: str, field: str) -> tuple[str, Any]:
+    """Where the form stands, and what it is. Raises RequestFailed for what asks for a form and is not the type's."""
+    given = {name: part for name, part in value.items() if part is not None}
+    places = _PLACES[kind]
+    for name in given:
+        if name in _ASKING and name not in places:
+            raise invalid(
+                f"{field}.{name} does not belong to type {kind}, and would not be enforced", f"{field}.{name}"
+            )
+    found = [name for name in places if name in given]
+    if len(found) > 1:
+        raise invalid(f"{field}.{found[0]} and {field}.{found[1]} exclude each other: give one of them", field)
+    check({f"{field}.{name}": part for name, part in given.items() if name not in _ANNOTATIONS | _ASKING}, {}, ())
+    place = found[0] if found else next(iter(places), "")
+    return place, given.get(place)
+
+
+def _schema_in(wrapper: Any, path: str) -> Any:
+    """The schema of `{"name": ..., "schema": ...}`."""
     if not isinstance(wrapper, dict):
-        raise invalid(f"{field}.json_schema must be an object with a schema", field)
-    schema = wrapper.get("schema")
-    if not isinstance(schema, dict):
-        raise invalid(f"{field}.json_schema.schema must be a JSON schema (an object)", field)
-    return made(field, ConstraintKind.JSON_SCHEMA, schema)
+        raise invalid(f"{path} must be an object with a schema", path)
+    if not isinstance(wrapper.get("schema"), dict):
+        raise invalid(f"{path}.schema must be a JSON schema (an object)", path)
+    check({f"{path}.{name}": part for name, part in wrapper.items() if name not in _ANNOTATIONS | {"schema"}}, {}, ())
+    return wrapper["schema"]
 
 
 _GUIDED = {
@@ -137,11 +180,18 @@ def of_tgi(grammar: Any) -> Constraint | None:
     )
 
 
+_CHANGING = frozenset({"disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"})
+"""Further members of `structured_outputs` that would change the form."""
+
+
 def _structured(value: Any) -> list[Entry]:
     if value is None:
         return []
     if not isinstance(value, dict):
         raise invalid("structured_outputs must be an object", "structured_outputs")
+    for name in _CHANGING:
+        if value.get(name) not in (None, False):
+            raise unsupported(f"structured_outputs.{name}", "another form of JSON")
     entries: list[Entry] = [(f"structured_outputs.{name}", kind, value.get(name)) for name, kind in _STRUCTURED.items()]
     if value.get("json_object"):
         entries.append(("structured_outputs.json_object", ConstraintKind.JSON_SCHEMA, ANY_OBJECT))

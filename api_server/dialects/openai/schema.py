@@ -62,7 +62,8 @@ class TextBody(Body):
     cache_salt: str | None = Field(None, description="Share cached prompts only with requests of the same salt")
     user: str | None = Field(None, description="Accepted, without effect")
     response_format: dict[str, Any] | None = Field(
-        None, description="The form of the answer: type json_schema, json_object, structural_tag or text"
+        None,
+        description="The form of the answer: json_schema, json_object, structural_tag or text; TGI's json or regex",
     )
     structured_outputs: dict[str, Any] | None = Field(
         None, description="The same in vLLM's words: one of json, regex, choice, grammar, structural_tag, json_object"

@@ -80,6 +80,70 @@ def test_a_format_of_text_is_none() -> None:
     assert of_openai_body({"response_format": {"type": "text"}}) is None
 
 
+JSON_FORM = Constraint(ConstraintKind.JSON_SCHEMA, made("x", ConstraintKind.JSON_SCHEMA, SCHEMA).source, field="f")
+ANY_JSON = Constraint(ConstraintKind.JSON_SCHEMA, '{"type":"object"}', field="f")
+PATTERN = Constraint(ConstraintKind.REGEX, "[ab]+", field="f")
+NAMED = {"name": "n", "schema": SCHEMA, "strict": False, "description": None}
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"type": "json_object"}, ANY_JSON),
+        ({"type": "json_object", "value": None, "schema": None}, ANY_JSON),
+        ({"type": "json_object", "schema": {}}, ANY_JSON),
+        ({"type": "json_object", "value": SCHEMA}, JSON_FORM),
+        ({"type": "json_object", "schema": SCHEMA, "value": None}, JSON_FORM),
+        ({"type": "json", "value": SCHEMA}, JSON_FORM),
+        ({"type": "json", "value": JSON_FORM.source}, JSON_FORM),
+        ({"type": "json", "schema": SCHEMA}, JSON_FORM),
+        ({"type": "json_schema", "value": NAMED}, JSON_FORM),
+        ({"type": "json_schema", "json_schema": NAMED, "value": None}, JSON_FORM),
+        ({"type": "json_schema", "json_schema": None, **NAMED}, JSON_FORM),
+        ({"type": "regex", "value": "[ab]+"}, PATTERN),
+        ({"type": "regex", "pattern": "[ab]+"}, PATTERN),
+        ({"type": "text", "value": None}, None),
+    ],
+)
+def test_a_form_is_found_wherever_its_clients_put_it(form: Any, expected: Constraint | None) -> None:
+    assert response_format(form, "f") == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "path"),
+    [
+        ({"type": "text", "value": SCHEMA}, "f.value"),
+        ({"type": "text", "schema": SCHEMA}, "f.schema"),
+        ({"type": "json_object", "json_schema": NAMED}, "f.json_schema"),
+        ({"type": "json_object", "pattern": "a"}, "f.pattern"),
+        ({"type": "json_object", "grammar": "root ::= x"}, "f.grammar"),
+        ({"type": "json_schema", "json_schema": NAMED, "regex": "a"}, "f.regex"),
+        ({"type": "json_schema", "json_schema": NAMED, "value": NAMED}, "f.value"),
+        ({"type": "json_schema", "json_schema": SCHEMA}, "f.json_schema.schema"),
+        ({"type": "json_schema", "value": {"name": "n"}}, "f.value.schema"),
+        ({"type": "json_schema"}, "f.json_schema"),
+        ({"type": "json"}, "f.value"),
+        ({"type": "json", "value": 1}, "f.value"),
+        ({"type": "json_object", "schema": "x"}, "f.schema"),
+        ({"type": "regex", "schema": SCHEMA}, "f.schema"),
+        ({"type": "regex", "value": SCHEMA}, "f.value"),
+        ({"type": "regex", "value": ""}, "f"),
+        ({"type": "grammar", "grammar": "root ::= x"}, "f.type"),
+    ],
+)
+def test_what_asks_for_a_form_and_is_not_enforced_is_refused_by_its_path(form: Any, path: str) -> None:
+    with pytest.raises(RequestFailed) as failed:
+        response_format(form, "f")
+    assert path in failed.value.message
+
+
+def test_further_members_of_structured_outputs_are_not_ignored() -> None:
+    harmless = {"regex": "a", "whitespace_pattern": None, "disable_any_whitespace": False}
+    assert of_openai_body({"structured_outputs": harmless}) is not None
+    with pytest.raises(RequestFailed, match=r"structured_outputs\.whitespace_pattern"):
+        of_openai_body({"structured_outputs": harmless | {"whitespace_pattern": " "}})
+
+
 def test_tgi_grammars() -> None:
     assert of_tgi(None) is None
     expected = made("grammar", ConstraintKind.JSON_SCHEMA, SCHEMA)
