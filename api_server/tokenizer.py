@@ -25,6 +25,7 @@ from api_server.detokenizer import Detokenizer, Vocabulary
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SamplingParamsGenerationConfigDefaults
+from shared.resources import usable_cores
 
 log = logging.getLogger("tokenyard")
 
@@ -65,7 +66,7 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._vocabulary = Vocabulary(self._backend)
-        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "tokenizer")
+        self._pool = ThreadPoolExecutor(min(THREADS, usable_cores()), "tokenizer")
         self._jobs = 0
         self.eos_token_ids = _eos_ids(tokenizer, generation_config)
         self.defaults = _defaults(generation_config, self.eos_token_ids)

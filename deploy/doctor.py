@@ -23,6 +23,7 @@ from rich.table import Table
 from deploy import machine
 from deploy.run_directory import parent_directory
 from shared.kernel_cache import kernel_cache_directory
+from shared.resources import core_room, memory_room, visible_cores
 
 _OLDEST_PYTHON = (3, 11)
 _GIB = 2**30
@@ -148,14 +149,18 @@ def check_cpu() -> Finding:
 
 
 def check_cores() -> Finding:
-    usable, visible = machine.usable_cores(), machine.visible_cores()
-    fact = f"{usable} usable" + (f" of {visible} visible (container quota)" if usable < visible else "")
-    return judge("cores", usable >= 2, fact, "give the server two cores or more: API and model share this one")
+    room = core_room()
+    fact = f"{room.amount:.0f} usable" + (
+        f" of {visible_cores()} visible (quota of {room.group})" if room.group else ""
+    )
+    return judge("cores", room.amount >= 2, fact, "give the server two cores or more: API and model share this one")
 
 
 def check_memory() -> Finding:
-    size = machine.available_memory() / _GIB
-    return judge("memory", size >= 2, f"{size:.1f} GiB available", "free some: a small model needs 2 GiB")
+    room = memory_room()
+    size = room.amount / _GIB
+    fact = f"{size:.1f} GiB available" + (f" (limit of {room.group})" if room.group else "")
+    return judge("memory", size >= 2, fact, "free some, or raise the limit: a small model needs 2 GiB")
 
 
 def check_shared_memory() -> Finding:

@@ -1,4 +1,4 @@
-"""Facts about the machine, found without torch: GPUs, cores, memory, cache folders, ports."""
+"""Facts about the machine, found without torch: GPUs, processor, cache folders, ports."""
 
 from __future__ import annotations
 
@@ -56,26 +56,6 @@ def _gpus_listed(visible: str) -> int:
             break
         count += 1
     return min(count, _gpus_installed()) if re.fullmatch(r"[0-9, ]+", visible) else count
-
-
-def visible_cores() -> int:
-    """Cores that libraries see when they size their thread pools."""
-    return len(os.sched_getaffinity(0))
-
-
-def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores this process may really use: what is visible, cut by a container's quota."""
-    try:
-        quota, period = quota_file.read_text().split()
-        return max(1, min(visible_cores(), round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        return visible_cores()
-
-
-def available_memory() -> int:
-    """Bytes that can be taken without swapping, as the kernel estimates it."""
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
 
 
 def cpu_features() -> frozenset[str]:

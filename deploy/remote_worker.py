@@ -10,13 +10,13 @@ import sys
 import time
 from pathlib import Path
 
-from deploy import machine
 from deploy.child import ChildSpec
 from deploy.run_directory import parent_directory, private_run_directory
 from deploy.serve import common_environment, cpu_share, resolve_devices, resolve_model, sweep_shared_memory
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
 from shared import curve
+from shared.resources import usable_cores, visible_cores
 from shared.settings import Settings, SettingsError
 
 
@@ -46,7 +46,7 @@ def work(settings: Settings, endpoint: str, index: int) -> int:
         directory.settings_file.write_text(settings.to_json())
         environment = common_environment(directory)
         if settings.devices == "cpu":
-            environment |= cpu_share(1, machine.usable_cores(), machine.visible_cores())
+            environment |= cpu_share(1, usable_cores(), visible_cores())
         argv = [sys.executable, "-m", "model_worker", "--run-dir", str(directory.path), "--index", str(index)]
         spec = ChildSpec(
             f"model_worker:{index}",

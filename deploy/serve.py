@@ -29,6 +29,7 @@ from deploy.timeline import Timeline
 from shared.access_keys import with_digests
 from shared.endpoints import RunDirectory
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
+from shared.resources import usable_cores, visible_cores
 from shared.settings import ENV_PREFIX, FIELDS, Settings, SettingsError
 
 EMBEDDED_NAME = "tokenyard-demo"
@@ -190,7 +191,7 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
     """The processes of one server, in the order of their dependence: stopping goes backwards."""
     devices = settings.devices.split(",")
     common = common_environment(directory)
-    worker = {**common, **cpu_share(devices.count("cpu"), machine.usable_cores(), machine.visible_cores())}
+    worker = {**common, **cpu_share(devices.count("cpu"), usable_cores(), visible_cores())}
     return [
         ChildSpec("scheduler", _module("scheduler", directory), common, stop_seconds=_SECONDS_TO_STOP),
         *(

@@ -6,8 +6,6 @@ reads the blocks (attention/ does).
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from model_worker.batch import ForwardBatch
+from shared.resources import free_memory
 
 GIB = 1 << 30
 # On a CPU the KV cache shares memory with everything else on the machine, so the default leaves most of it alone.
@@ -103,36 +102,3 @@ def default_kv_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     return min(int(free_memory() * CPU_SHARE), CPU_LIMIT)
-
-
-def free_memory() -> int:
-    """Bytes that this process may still take: the machine's available memory, or the container's if that is less."""
-    limits = [_meminfo_available(), *_cgroup_free()]
-    return max(0, min(limits))
-
-
-def _meminfo_available() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_free() -> Sequence[int]:
-    """Room under the container's memory limit, if there is one (cgroup v2, then v1)."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            return [_read_int(limit) - _read_int(used)]
-        except (OSError, ValueError):  # ValueError: the limit reads "max"
-            continue
-    return []
-
-
-def _read_int(path: str) -> int:
-    with open(path, encoding="ascii") as file:
-        return int(file.read())

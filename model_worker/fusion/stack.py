@@ -33,8 +33,9 @@ from model_worker.fusion.softmax import LOG2_E
 from model_worker.fusion.team import Job, team
 from model_worker.fusion.tile import operand_dtype
 from model_worker.huge_pages import PagesAhead, keep_in_huge_pages
-from model_worker.kv_cache import KVCache, free_memory
+from model_worker.kv_cache import KVCache
 from model_worker.linears import PackedLinear
+from shared.resources import free_memory
 
 if TYPE_CHECKING:
     from model_worker.loader import LoadedModel

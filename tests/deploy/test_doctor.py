@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from deploy import doctor, machine
 from deploy.doctor import Verdict
+from shared.resources import Room
 
 
 def free_port() -> int:
@@ -76,8 +78,16 @@ def test_cpu_features(flags: set[str], verdict: Verdict, words: str, monkeypatch
 
 @pytest.mark.parametrize(("usable", "verdict"), [(1, Verdict.WARN), (2, Verdict.OK)])
 def test_cores_within_a_quota(usable: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "usable_cores", lambda: usable)
-    monkeypatch.setattr(machine, "visible_cores", lambda: 8)
+    monkeypatch.setattr(doctor, "core_room", lambda: Room(usable, Path("/sys/fs/cgroup/yard")))
+    monkeypatch.setattr(doctor, "visible_cores", lambda: 8)
     finding = doctor.check_cores()
     assert finding.verdict is verdict
-    assert finding.fact == f"{usable} usable of 8 visible (container quota)"
+    assert finding.fact == f"{usable} usable of 8 visible (quota of /sys/fs/cgroup/yard)"
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(1 << 30, Verdict.WARN), (3 << 30, Verdict.OK)])
+def test_memory_within_a_limit(size: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_room", lambda: Room(size, Path("/sys/fs/cgroup/yard")))
+    finding = doctor.check_memory()
+    assert finding.verdict is verdict
+    assert finding.fact == f"{size >> 30}.0 GiB available (limit of /sys/fs/cgroup/yard)"

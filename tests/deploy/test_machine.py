@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
@@ -46,18 +45,7 @@ def test_visible_devices_are_counted_as_cuda_does(visible: str, count: int, monk
     assert devices == [f"cuda:{index}" for index in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("content", "cores"), [("max 100000", None), ("100000 100000", 1), ("1000 100000", 1), ("x", None)]
-)
-def test_a_containers_quota_limits_the_cores(tmp_path: Path, content: str, cores: int | None) -> None:
-    file = tmp_path / "cpu.max"
-    file.write_text(content + "\n")
-    assert machine.usable_cores(file) == (cores or machine.visible_cores())
-    assert machine.usable_cores(tmp_path / "absent") == machine.visible_cores()
-
-
-def test_memory_and_features_are_those_of_this_machine() -> None:
-    assert 0 < machine.available_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def test_features_are_those_of_this_machine() -> None:
     assert machine.cpu_features()
 
 
