@@ -29,7 +29,7 @@ test: $(TEST_INSTALLED)  ## run every test (ARGS adds pytest arguments)
 	$(BIN)/python -m pytest $(ARGS)
 
 fuzz: $(TEST_INSTALLED)  ## the tests that send strange requests, at length (about an hour)
-	TOKENYARD_FUZZ=2000 $(BIN)/python -m pytest --timeout 7200 tests/system/test_contract.py tests/system/test_malformed.py $(ARGS)
+	TOKENYARD_TEST_FUZZ=2000 $(BIN)/python -m pytest --timeout 7200 tests/system/test_contract.py tests/system/test_malformed.py $(ARGS)
 
 lint: $(TEST_INSTALLED)  ## style, types and the import rule
 	$(BIN)/ruff check .

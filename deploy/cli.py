@@ -17,9 +17,20 @@ import setproctitle
 from deploy.chat import chat
 from deploy.doctor import doctor
 from deploy.run_directory import parent_directory
-from deploy.serve import CONFIG_VARIABLE, serve
+from deploy.serve import serve
 from shared.access_keys import with_digests
-from shared.settings import ENV_PREFIX, KINDS, SECRETS, Resolved, Settings, SettingsError, resolve
+from shared.settings import (
+    CONFIG_VARIABLE,
+    ENV_PREFIX,
+    GUARDS,
+    KINDS,
+    SECRETS,
+    Resolved,
+    Settings,
+    SettingsError,
+    config_file,
+    resolve,
+)
 
 _USAGE_ERROR = 2
 _KEY_VARIABLE = ENV_PREFIX + "API_KEY"
@@ -176,8 +187,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
-    config = getattr(arguments, "config", None) or os.environ.get(CONFIG_VARIABLE) or None
-    resolved = resolve(flags, os.environ, None if config is None else Path(config))
+    resolved = resolve(flags, os.environ, getattr(arguments, "config", None) or config_file())
     if "print_settings" in arguments:
         print(settings_as_toml(resolved))
         return 0
@@ -198,7 +208,8 @@ def settings_as_toml(resolved: Resolved) -> str:
     hidden = with_digests(dataclasses.replace(resolved.settings, api_key_file=""))
     values = dataclasses.asdict(resolved.settings) | {name: getattr(hidden, name) for name in SECRETS}
     lines = [
-        (f"{name} = {_toml(value)}" if value is not None else f"# {name} =", name) for name, value in values.items()
+        (f"# {name} =" if value is None or (value == "" and name in GUARDS) else f"{name} = {_toml(value)}", name)
+        for name, value in values.items()
     ]
     width = max(len(line) for line, _ in lines)
     return "\n".join(f"{line:{width}}  # {resolved.sources[name]}" for line, name in lines)

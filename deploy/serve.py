@@ -30,14 +30,10 @@ from shared.access_keys import with_digests
 from shared.endpoints import RunDirectory
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
 from shared.resources import usable_cores, visible_cores
-from shared.settings import ENV_PREFIX, FIELDS, Settings, SettingsError
+from shared.settings import Settings, SettingsError
 
 EMBEDDED_NAME = "tokenyard-demo"
-WATERMARK_VARIABLE = ENV_PREFIX + "SHM_WATERMARK"
-"""Read by interfaces/shared_memory.py in each process."""
-
 SHARED_MEMORY = Path("/dev/shm")
-CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 _OPEN_FILES_WANTED = 65536
@@ -69,8 +65,6 @@ def _supervise(settings: Settings, directory: RunDirectory) -> int:
     )
     sweep_shared_memory()
     timeline.output(f"tokenyard: {settings.model} as {settings.public_model_name!r} on {settings.devices}")
-    for name in unknown_variables(os.environ):
-        timeline.say("WARNING", f"environment variable {name} is no setting and is ignored")
     try:
         return Supervisor(child_specs(settings, directory), timeline).run()
     finally:
@@ -256,12 +250,6 @@ def cpu_share(workers: int, usable: int, visible: int, environ: Mapping[str, str
     if share == visible or "OMP_NUM_THREADS" in environ:
         return {}
     return {"OMP_NUM_THREADS": str(share), "NUMBA_NUM_THREADS": str(share)}
-
-
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables that look like settings and are none: a misspelt one would else be ignored in silence."""
-    known = {CONFIG_VARIABLE, WATERMARK_VARIABLE, *(ENV_PREFIX + name.upper() for name in FIELDS)}
-    return sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
 
 
 def _raise_open_files_limit() -> None:

@@ -7,6 +7,7 @@ once and writes the result into the run directory; every process reads that file
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
 import re
@@ -21,6 +22,16 @@ from typing import Any
 from shared.fetch_hosts import FetchHosts
 
 ENV_PREFIX = "TOKENYARD_"
+CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+_OTHER_VARIABLES = frozenset(
+    {CONFIG_VARIABLE, *(ENV_PREFIX + name for name in ("SHM_WATERMARK", "SUPERVISOR_PID", "STATUS_FD", "FORKS"))}
+)
+"""Variables of ours that are no settings: one of interfaces/shared_memory.py, and those of a supervisor's children."""
+_OTHER_PREFIXES = (ENV_PREFIX + "TEST_", ENV_PREFIX + "BENCH_")
+"""Of variables that tests and benchmarks read."""
+_SERVICE = re.compile(r"(TOKENYARD(?:_\w+)?)_SERVICE_HOST", re.ASCII)
+_OF_SERVICES = r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+"""What Kubernetes puts into every container for a service, after the service's name."""
 
 
 class SettingsError(ValueError):
@@ -244,12 +255,19 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, c
         ("command line", dict(flags)),
     ):
         for name, value in layer.items():
+            _check_not_empty(name, value, source)
             values[name], sources[name] = value, source
     try:
         return Resolved(Settings(**values), sources)
     except SettingsError as error:
         name = str(error).split(" ", 1)[0]
         raise SettingsError(f"{error} (from {sources.get(name, 'unknown')})") from None
+
+
+def _check_not_empty(name: str, value: Any, source: str) -> None:
+    """What guards a server and was given as nothing (a secret that is not set, say) was meant to be something."""
+    if name in GUARDS and not value.strip():
+        raise SettingsError(f"{name} is empty (from {source}); give it a value, or leave the setting out")
 
 
 def parse_memory(text: str) -> int | None:
@@ -263,9 +281,45 @@ def parse_memory(text: str) -> int | None:
     return size
 
 
+def config_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The file that the environment names. SettingsError when it names none, although it has the variable."""
+    path = environ.get(CONFIG_VARIABLE)
+    if path == "":
+        raise SettingsError(f"{CONFIG_VARIABLE} is empty; name a file, or unset it")
+    return None if path is None else Path(path)
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    found = {name: environ[ENV_PREFIX + name.upper()] for name in FIELDS if ENV_PREFIX + name.upper() in environ}
+    ours = {name: text for name, text in environ.items() if name not in _of_kubernetes(environ)}
+    for name in sorted(ours):
+        _check_variable(name)
+    found = {name: ours[ENV_PREFIX + name.upper()] for name in FIELDS if ENV_PREFIX + name.upper() in ours}
     return {name: _parse(name, text) for name, text in found.items()}
+
+
+def _check_variable(name: str) -> None:
+    """A misspelt variable is an error as a misspelt flag is: ignoring it could leave a server without its keys."""
+    spelt = name.upper().replace("-", "_")
+    known = {ENV_PREFIX + field.upper() for field in FIELDS} | _OTHER_VARIABLES
+    if not spelt.startswith(ENV_PREFIX) or name in known or name.startswith(_OTHER_PREFIXES):
+        return
+    nearest = difflib.get_close_matches(spelt, sorted(known), 1, 0)[0]
+    raise SettingsError(
+        f"environment variable {name} is no setting; the nearest one is {nearest}: rename it, or unset it"
+    )
+
+
+def _of_kubernetes(environ: Mapping[str, str]) -> set[str]:
+    """Variables that stand for a service whose name is ours or begins with it. TOKENYARD_PORT can be among them."""
+    services = "|".join(found[1] for name in environ if (found := _SERVICE.fullmatch(name)))
+    if not services:
+        return set()
+    made = re.compile(f"({services}){_OF_SERVICES}", re.ASCII)
+    return {
+        name
+        for name, text in environ.items()
+        if made.fullmatch(name) and (not name.endswith("_PORT") or name.endswith("_SERVICE_PORT") or "://" in text)
+    }
 
 
 def _from_toml(path: Path | None) -> dict[str, Any]:
@@ -331,5 +385,7 @@ FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Settings))
 _HINTS: dict[str, Any] = typing.get_type_hints(Settings)
 SECRETS = frozenset(f.name for f in dataclasses.fields(Settings) if f.metadata["secret"])
 """Settings that are keys to something: never shown."""
+GUARDS = frozenset(f.name for f in dataclasses.fields(Settings) if f.metadata["group"] == "access" and f.default == "")
+"""Settings that say who may do what: none of them can be given as nothing."""
 KINDS: Mapping[str, type] = {name: _types(name)[0] for name in FIELDS}
 """What a setting is when it is given: bool, int or str."""

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.cli import main, settings_as_toml
-from shared.settings import FIELDS, KINDS, Settings, resolve
+from shared.settings import FIELDS, GUARDS, KINDS, Settings, resolve
 from tests.shared.test_settings import layers
 
 
@@ -87,7 +87,7 @@ def test_printed_settings_are_a_config_file(tmp_path_factory: pytest.TempPathFac
 def test_any_setting_can_be_typed_as_a_flag(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([name for name in FIELDS if name not in ("model", "served_model_name")]))
     value = data.draw(layers.map(lambda layer: layer.get(name, getattr(Settings(), name))))
-    if value is None:
+    if value is None or (value == "" and name in GUARDS):
         return
     flag = f"--{name.replace('_', '-')}"
     # A value that begins with a dash could be another flag, but for the sign.
@@ -110,6 +110,7 @@ def test_any_setting_can_be_typed_as_a_flag(data: st.DataObject) -> None:
         (["--config", "/no/such/file.toml"], "config file /no/such/file.toml cannot be read"),
         (["./no/such/model"], "model './no/such/model' is neither a folder here nor a hub name"),
         (["--prot", "80"], "unrecognized arguments: --prot"),
+        (["--api-key", ""], "api_key is empty (from command line)"),
     ],
 )
 def test_a_mistake_is_explained_without_a_traceback(argv: list[str], message: str) -> None:
@@ -117,6 +118,18 @@ def test_a_mistake_is_explained_without_a_traceback(argv: list[str], message: st
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["TOKENYARD_APIKEY", "tokenyard_api_key", "TOKENYARD_CONFIG", "TOKENYARD_API_KEY_FILE"]
+)
+@pytest.mark.parametrize("command", [["serve"], ["worker", "tcp://127.0.0.1:1", "--index", "1"]])
+def test_a_variable_that_says_nothing_keeps_the_server_from_starting(name: str, command: list[str]) -> None:
+    if command[0] == "worker" and name == "TOKENYARD_CONFIG":
+        pytest.skip("a worker reads no file")
+    result = run(*command, env={name: ""})
+    assert result.returncode == 2
+    assert name.removeprefix("TOKENYARD_").lower() in result.stderr.lower()
 
 
 def test_version() -> None:

@@ -24,9 +24,7 @@ from deploy.serve import (
     resolve_devices,
     resolve_model,
     sweep_shared_memory,
-    unknown_variables,
 )
-from interfaces.shared_memory import WATERMARK_VARIABLES
 from shared.endpoints import RunDirectory
 from shared.settings import Settings, SettingsError
 from tests.deploy.stage import is_alive, wait_until_dead
@@ -118,12 +116,6 @@ def test_kernels_are_kept_in_the_users_cache_or_for_this_run(tmp_path: Path) -> 
     blocked.touch()
     environment = common_environment(run, {"XDG_CACHE_HOME": str(blocked)})
     assert environment["NUMBA_CACHE_DIR"] == f"{run.path}/numba"
-
-
-def test_misspelt_variables_are_found() -> None:
-    environ = {"TOKENYARD_PROT": "80", "TOKENYARD_PORT": "80", "TOKENYARD_CONFIG": "x", "HOME": "/"}
-    environ[WATERMARK_VARIABLES[0]] = "0.5"
-    assert unknown_variables(environ) == ["TOKENYARD_PROT"]
 
 
 def test_arrays_of_killed_processes_are_swept() -> None:

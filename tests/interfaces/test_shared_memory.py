@@ -33,7 +33,7 @@ from interfaces.shared_memory import (
     sweep,
 )
 
-LONG = "TOKENYARD_LONG_TESTS" in os.environ
+LONG = "TOKENYARD_TEST_LONG" in os.environ
 """Images of the usual size; takes minutes."""
 ARRAYS = 10_000
 ROUNDS = 200 if LONG else 20

@@ -11,18 +11,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interfaces.shared_memory import WATERMARK_VARIABLES
+from shared.liveness import SUPERVISOR_PID
+from shared.phases import STATUS_FD
 from shared.settings import (
     DTYPES,
     FIELDS,
+    GUARDS,
     KINDS,
     LOG_LEVELS,
     QUANTIZATIONS,
     SECRETS,
     Settings,
     SettingsError,
+    config_file,
     parse_memory,
     resolve,
 )
+from shared.successors import FORKS
 
 devices = st.one_of(
     st.just("auto"),
@@ -57,13 +63,12 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "log_level": st.sampled_from(LOG_LEVELS),
 }
 digests = st.binary(min_size=32, max_size=32).map(lambda digest: f"sha256:{digest.hex()}")
-values |= {name: st.lists(digests, max_size=3).map(",".join) for name in SECRETS}
-values |= {name: st.text("abc/-", max_size=9) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
-values["worker_endpoint"] = st.sampled_from(["", "tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://[::1]:5600"])
-values["fetch_hosts"] = st.sampled_from(["", "docs.example.com, *.example.org", "10.0.0.0/8,::1,wiki"])
-values["curve_keys"] = st.text("abc/-", max_size=9)
+values |= {name: st.lists(digests, min_size=1, max_size=3).map(",".join) for name in SECRETS}
+values |= {name: st.text("abc/-", min_size=1, max_size=9) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+values["worker_endpoint"] = st.sampled_from(["tcp://0.0.0.0:5600", "tcp://*:5600", "tcp://[::1]:5600"])
+values["fetch_hosts"] = st.sampled_from(["docs.example.com, *.example.org", "10.0.0.0/8,::1,wiki"])
+values["curve_keys"] = st.text("abc/-", min_size=1, max_size=9)
 # A file of keys is read where it is named: tests/shared/test_access_keys.py.
-values["api_key_file"] = st.just("")
 layers = st.fixed_dictionaries({}, optional=values)
 
 
@@ -76,7 +81,7 @@ def as_toml(layer: dict[str, Any]) -> str:
 
 
 def test_the_strategies_cover_every_setting() -> None:
-    assert set(values) == set(FIELDS)
+    assert set(values) == set(FIELDS) - {"api_key_file"}
 
 
 @given(flags=layers, environment=layers, file=layers)
@@ -158,6 +163,76 @@ def test_a_bad_variable_is_named(name: str, text: str, wanted: str) -> None:
 def test_a_bad_value_from_the_environment_says_so() -> None:
     with pytest.raises(SettingsError, match=r"port must be 1 to 65535, got 99999 \(from environment\)"):
         resolve({}, {"TOKENYARD_PORT": "99999"})
+
+
+@pytest.mark.parametrize("name", sorted(GUARDS))
+@pytest.mark.parametrize("text", ["", " "])
+def test_a_guard_that_is_given_as_nothing_is_refused_whichever_way_it_comes(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(f'{name} = "{text}"')
+    ways: list[tuple[dict[str, str], dict[str, str], Path | None, str]] = [
+        ({name: text}, {}, None, "command line"),
+        ({}, {f"TOKENYARD_{name.upper()}": text}, None, "environment"),
+        ({}, {}, file, f"file {file}"),
+    ]
+    for flags, environ, config, source in ways:
+        with pytest.raises(SettingsError) as failure:
+            resolve(flags, environ, config)
+        assert str(failure.value) == f"{name} is empty (from {source}); give it a value, or leave the setting out"
+
+
+def test_guards_are_all_that_say_who_may_do_what() -> None:
+    assert {"api_key", "api_key_file", "admin_api_key", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"} <= GUARDS
+    assert {"curve_keys", "worker_endpoint", "fetch_hosts"} <= GUARDS
+    assert not GUARDS & {"model", "served_model_name", "logit_processors"}
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("TOKENYARD_APIKEY", "TOKENYARD_API_KEY"),
+        ("TOKENYARD_API_KEYS", "TOKENYARD_API_KEY"),
+        ("TOKENYARD_ADMIN_KEY", "TOKENYARD_ADMIN_API_KEY"),
+        ("TOKENYARD_SSL_CERT", "TOKENYARD_SSL_CERTFILE"),
+        ("TOKENYARD_PROT", "TOKENYARD_PORT"),
+        ("tokenyard_api_key", "TOKENYARD_API_KEY"),
+        ("Tokenyard_Port", "TOKENYARD_PORT"),
+        ("TOKENYARD-API-KEY", "TOKENYARD_API_KEY"),
+        ("TOKENYARD_CONFIGURATION", "TOKENYARD_CONFIG"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_with_the_nearest_right_one(name: str, nearest: str) -> None:
+    with pytest.raises(SettingsError, match=f"variable {name} is no setting; the nearest one is {nearest}:") as failure:
+        resolve({}, {name: "a-secret"})
+    assert "a-secret" not in str(failure.value)
+
+
+def test_variables_that_are_ours_but_no_settings_are_left_alone() -> None:
+    others = ["TOKENYARD_CONFIG", "TOKENYARD_SHM_WATERMARK", "TOKENYARD_TEST_FUZZ", "TOKENYARD_BENCH_JOBS"]
+    environ = dict.fromkeys(
+        [*others, SUPERVISOR_PID, STATUS_FD, FORKS, *WATERMARK_VARIABLES, "PATH", "XTOKENYARD_A"], "1"
+    )
+    assert resolve({}, environ).settings == Settings()
+
+
+@pytest.mark.parametrize("service", ["TOKENYARD", "TOKENYARD_CHAT"])
+def test_what_kubernetes_says_of_a_service_is_no_setting(service: str) -> None:
+    environ = {f"{service}_SERVICE_HOST": "10.0.0.7", f"{service}_SERVICE_PORT": "80"}
+    environ |= {f"{service}_SERVICE_PORT_HTTP": "80", f"{service}_PORT": "tcp://10.0.0.7:80"}
+    environ |= {f"{service}_PORT_80_TCP": "tcp://10.0.0.7:80", f"{service}_PORT_80_TCP_ADDR": "10.0.0.7"}
+    assert resolve({}, environ).settings == Settings()
+    assert resolve({}, environ | {"TOKENYARD_PORT": "9000"}).settings.port == 9000
+    with pytest.raises(SettingsError, match="TOKENYARD_API_KEI is no setting"):
+        resolve({}, environ | {"TOKENYARD_API_KEI": "x"})
+
+
+def test_an_empty_name_of_the_file_is_no_file() -> None:
+    assert config_file({}) is None
+    assert config_file({"TOKENYARD_CONFIG": "my.toml"}) == Path("my.toml")
+    with pytest.raises(SettingsError, match="TOKENYARD_CONFIG is empty"):
+        config_file({"TOKENYARD_CONFIG": ""})
 
 
 @pytest.mark.parametrize("text", ["1", "true", "TRUE"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.system.server import Server
 
-LONG = int(os.environ.get("TOKENYARD_FUZZ", "0"))
+LONG = int(os.environ.get("TOKENYARD_TEST_FUZZ", "0"))
 """Requests for each route in the long form (`make fuzz`); 0: the short one."""
 
 PAUSES = ("/pause_generation",)

@@ -1,4 +1,4 @@
-"""lm-eval itself asks for log-likelihoods, if it is at hand: TOKENYARD_LM_EVAL is the path of its `lm_eval` command.
+"""lm-eval itself asks for log-likelihoods, if it is here: TOKENYARD_TEST_LM_EVAL is the path of its `lm_eval` command.
 
 It has a hundred dependencies of its own, so our environment does not have it. What it sends is tested without it in
 `test_dialects.py`.
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.system.server import Server
 
-COMMAND = os.environ.get("TOKENYARD_LM_EVAL", "")
+COMMAND = os.environ.get("TOKENYARD_TEST_LM_EVAL", "")
 TASK = """
 task: words
 dataset_path: json
@@ -33,7 +33,7 @@ metric_list: [{{metric: acc}}]
 """
 
 
-@pytest.mark.skipif(not COMMAND, reason="TOKENYARD_LM_EVAL names no lm_eval command")
+@pytest.mark.skipif(not COMMAND, reason="TOKENYARD_TEST_LM_EVAL names no lm_eval command")
 def test_loglikelihoods_are_the_models(server: Server, model: Path, tmp_path: Path) -> None:
     def words(most: int) -> str:
         made = ("".join(random.choices(string.ascii_lowercase, k=random.randint(1, 6))) for _ in range(most))
