@@ -53,7 +53,7 @@ audit: $(INSTALLED)  ## look up known vulnerabilities of the installed packages 
 	$(VENV)/audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 demo-model: $(TEST_INSTALLED)  ## train the embedded model anew (about 45 minutes on two cores)
-	$(BIN)/python -m deploy.embedded_model.train $(ARGS)
+	$(BIN)/python -m demo_model.train $(ARGS)
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "tokenyard needs Python 3.11 or newer, and none is on the path; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }

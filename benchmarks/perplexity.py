@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from demo_model.corpus import shown
+from demo_model.evaluate import SEED, SKILLS, held_out
+from demo_model.exchange import Exchange
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
-from deploy.embedded_model.corpus import shown
-from deploy.embedded_model.evaluate import SEED, SKILLS, held_out
-from deploy.embedded_model.exchange import Exchange
 from model_worker.batch import ForwardBatch
 from model_worker.loader import QUANTIZATIONS, load_model
 from model_worker.runner import ModelRunner

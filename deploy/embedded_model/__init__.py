@@ -1,7 +1,7 @@
 """The embedded model: a small chat model of our own, so that tokenyard serves something real with no network.
 
-Knows where the shipped weights lie. Does not know how they were made (see `train`) or how they are served; importing
-this package loads nothing heavy.
+Knows where the shipped weights lie. Does not know how they were made (see `demo_model`) or how they are served;
+importing this package loads nothing heavy.
 """
 
 from pathlib import Path

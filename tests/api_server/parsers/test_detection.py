@@ -35,7 +35,7 @@ def test_signs(template: str, tools: str, reasoning: str | None) -> None:
 
 
 def test_the_embedded_model() -> None:
-    template = Path("deploy/embedded_model/chat_template.jinja").read_text()
+    template = Path("deploy/embedded_model/weights/chat_template.jinja").read_text()
     found = detection.reasoning_of(template)
     assert (detection.tools_of(template).name, found and found.name) == ("hermes", "think")
 

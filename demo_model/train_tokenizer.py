@@ -12,11 +12,12 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from deploy.embedded_model import words
-from deploy.embedded_model.corpus import Corpus, RawText
-from deploy.embedded_model.exchange import Message
-from deploy.embedded_model.skills import tool_definitions
-from deploy.embedded_model.skills.json_answers import dumped
+from demo_model import words
+from demo_model.corpus import Corpus, RawText
+from demo_model.exchange import Message
+from demo_model.skills import tool_definitions
+from demo_model.skills.json_answers import dumped
+from deploy.embedded_model import EMBEDDED_MODEL_PATH
 
 VOCABULARY_SIZE = 4096
 MAX_LENGTH = 2048
@@ -29,7 +30,7 @@ PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _COPIED_TIMES = 40
 
-CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+CHAT_TEMPLATE = EMBEDDED_MODEL_PATH / "chat_template.jinja"
 
 
 def train_tokenizer(seed: int, documents: int = 30_000) -> PreTrainedTokenizerFast:

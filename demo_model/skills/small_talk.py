@@ -6,8 +6,8 @@ Knows what people say in passing and one fixed answer (or a few) to each. Does n
 import random
 from dataclasses import replace
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Exchange, ask, reword
+from demo_model import words
+from demo_model.exchange import Exchange, ask, reword
 
 SKILL = "small talk"
 

@@ -9,10 +9,10 @@ import random
 import re
 from typing import Any, NamedTuple
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Check, Exchange, Message, assistant, equals, reword, user
-from deploy.embedded_model.skills import tool_definitions
-from deploy.embedded_model.skills.json_answers import dumped
+from demo_model import words
+from demo_model.exchange import Check, Exchange, Message, assistant, equals, reword, user
+from demo_model.skills import tool_definitions
+from demo_model.skills.json_answers import dumped
 
 CALL_SKILL = "tool call"
 RESULT_SKILL = "tool result"

@@ -1,6 +1,6 @@
 """Measures the embedded model: greedy answers to held-out prompts, judged skill by skill.
 
-    python -m deploy.embedded_model.evaluate [--folder FOLDER] [--prompts 100]
+    python -m demo_model.evaluate [--folder FOLDER] [--prompts 100]
 
 Knows how to draw held-out prompts and to ask the model through transformers. Does not know how the model was trained.
 """
@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deploy.embedded_model import EMBEDDED_MODEL_PATH
-from deploy.embedded_model.corpus import shown
-from deploy.embedded_model.exchange import Exchange
-from deploy.embedded_model.skills import (
+from demo_model.corpus import shown
+from demo_model.exchange import Exchange
+from demo_model.skills import (
     arithmetic,
     facts,
     json_answers,
@@ -31,6 +30,7 @@ from deploy.embedded_model.skills import (
     tool_use,
     unknown,
 )
+from deploy.embedded_model import EMBEDDED_MODEL_PATH
 
 Draw = Callable[[random.Random], Exchange]
 
@@ -156,9 +156,7 @@ def evaluate(folder: Path, count: int = 100, console: Console | None = None) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m deploy.embedded_model.evaluate", description="Measure the embedded model."
-    )
+    parser = argparse.ArgumentParser(prog="python -m demo_model.evaluate", description="Measure the embedded model.")
     parser.add_argument("--folder", type=Path, default=EMBEDDED_MODEL_PATH, help="folder of the model")
     parser.add_argument("--prompts", type=int, default=100, help="held-out prompts per skill")
     parser.add_argument("--failures", type=int, default=0, help="wrong answers to show per skill")

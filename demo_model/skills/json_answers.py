@@ -7,8 +7,8 @@ import json
 import random
 from typing import Any
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Check, Exchange, ask, assistant, reword, user
+from demo_model import words
+from demo_model.exchange import Check, Exchange, ask, assistant, reword, user
 
 SKILL = "json"
 

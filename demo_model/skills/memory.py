@@ -5,8 +5,8 @@ Knows a few personal facts. The later question may come many turns on.
 
 import random
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Exchange, Message, ask, assistant, equals, reword, user
+from demo_model import words
+from demo_model.exchange import Exchange, Message, ask, assistant, equals, reword, user
 
 SKILL = "memory"
 

@@ -7,7 +7,7 @@ add; tables are held out by wording, because a table can only be known by heart.
 
 import random
 
-from deploy.embedded_model.exchange import Exchange, ask, reword
+from demo_model.exchange import Exchange, ask, reword
 
 SKILL = "arithmetic"
 LARGEST = 50

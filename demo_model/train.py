@@ -1,6 +1,6 @@
 """Trains the embedded model from nothing: corpus, tokenizer, weights, evaluation, model card.
 
-    python -m deploy.embedded_model.train [--minutes 40] [--seed 7] [--output FOLDER]
+    python -m demo_model.train [--minutes 40] [--seed 7] [--output FOLDER]
 
 Knows the size of the model and the learning schedule, which follows the clock,
 so the run ends in time on any machine. An interrupted
@@ -23,13 +23,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from deploy.embedded_model import EMBEDDED_MODEL_PATH, attention
-from deploy.embedded_model.batches import IGNORED, Batch, Batches
-from deploy.embedded_model.corpus import NO_EXERCISES, Corpus
-from deploy.embedded_model.evaluate import evaluate
-from deploy.embedded_model.model_card import write_model_card
-from deploy.embedded_model.starting_weights import set_starting_weights
-from deploy.embedded_model.train_tokenizer import MAX_LENGTH, load_tokenizer, save_tokenizer, train_tokenizer
+from demo_model import attention
+from demo_model.batches import IGNORED, Batch, Batches
+from demo_model.corpus import NO_EXERCISES, Corpus
+from demo_model.evaluate import evaluate
+from demo_model.model_card import write_model_card
+from demo_model.starting_weights import set_starting_weights
+from demo_model.train_tokenizer import MAX_LENGTH, load_tokenizer, save_tokenizer, train_tokenizer
+from deploy.embedded_model import EMBEDDED_MODEL_PATH
 
 STEP_TOKENS = 2048
 BATCH_TOKENS = 2048
@@ -202,9 +203,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def parsed_options() -> Options:
-    parser = argparse.ArgumentParser(
-        prog="python -m deploy.embedded_model.train", description="Train the embedded model."
-    )
+    parser = argparse.ArgumentParser(prog="python -m demo_model.train", description="Train the embedded model.")
     parser.add_argument(
         "--minutes", type=float, default=42.0, help="wall time for training; evaluation adds about two minutes"
     )

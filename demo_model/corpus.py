@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Exchange, Message
-from deploy.embedded_model.skills import (
+from demo_model import words
+from demo_model.exchange import Exchange, Message
+from demo_model.skills import (
     arithmetic,
     facts,
     json_answers,

@@ -5,8 +5,8 @@ Knows the shape of questions beyond a very small model. The subjects are mostly 
 
 import random
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Exchange, ask, reword
+from demo_model import words
+from demo_model.exchange import Exchange, ask, reword
 
 SKILL = "unknown"
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Message
+from demo_model import words
+from demo_model.exchange import Message
 
 _VERBS = (
     "add", "book", "buy", "cancel", "check", "clean", "close", "copy", "count", "create", "delete", "draw", "fetch",

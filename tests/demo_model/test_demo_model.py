@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from demo_model.batches import IGNORED, Batches
+from demo_model.corpus import Conversation, Corpus
+from demo_model.evaluate import SKILLS, held_out
+from demo_model.skills.tool_use import parsed_calls
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
-from deploy.embedded_model.batches import IGNORED, Batches
-from deploy.embedded_model.corpus import Conversation, Corpus
-from deploy.embedded_model.evaluate import SKILLS, held_out
-from deploy.embedded_model.skills.tool_use import parsed_calls
 
 WEATHER = {
     "type": "function",

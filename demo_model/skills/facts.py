@@ -7,8 +7,8 @@ The long explanations at the end are there so that a streamed answer has somethi
 
 import random
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Exchange, ask, reword
+from demo_model import words
+from demo_model.exchange import Exchange, ask, reword
 
 SKILL = "tokenyard facts"
 CAPITAL_SKILL = "capitals"

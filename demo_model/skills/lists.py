@@ -5,8 +5,8 @@ Knows ordered things. Does not know JSON (see `json_answers`).
 
 import random
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Exchange, ask, reword
+from demo_model import words
+from demo_model.exchange import Exchange, ask, reword
 
 SKILL = "lists"
 WORD_SKILL = "words"

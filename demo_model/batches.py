@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from deploy.embedded_model.corpus import Conversation, Corpus, RawText
+from demo_model.corpus import Conversation, Corpus, RawText
 
 LONGEST = 1024
 IGNORED = -100

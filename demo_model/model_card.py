@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from deploy.embedded_model.evaluate import Score
+from demo_model.evaluate import Score
 
 _CARD = """---
 license: apache-2.0
@@ -40,8 +40,8 @@ copies the words it knows better than new ones.
 
 ## How it was made
 
-`python -m deploy.embedded_model.train` ({run}), on two CPU cores. Every training text was made by the scripts in
-`deploy/embedded_model/skills/`; no data was downloaded. Only the model's own turns were learned.
+`python -m demo_model.train` ({run}), on two CPU cores. Every training text was made by the scripts in
+`demo_model/skills/`; no data was downloaded. Only the model's own turns were learned.
 
 ## Accuracy on held-out prompts
 
@@ -53,7 +53,7 @@ or the wording of the prompt where the answer can only be known by heart
 
 {table}
 
-Measured {date} with `python -m deploy.embedded_model.evaluate` (torch {torch}, transformers {transformers},
+Measured {date} with `python -m demo_model.evaluate` (torch {torch}, transformers {transformers},
 Python {python}).
 """
 

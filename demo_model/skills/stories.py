@@ -5,8 +5,8 @@ Knows the parts that a story is put together from.
 
 import random
 
-from deploy.embedded_model import words
-from deploy.embedded_model.exchange import Check, Exchange, assistant, reword, user
+from demo_model import words
+from demo_model.exchange import Check, Exchange, assistant, reword, user
 
 SKILL = "stories"
 
