@@ -25,6 +25,7 @@ import uvloop
 from api_server.answer_formats import AnswerFormats
 from api_server.app import create
 from api_server.engine_client import EngineClient
+from api_server.http.protocol import HttpProtocol
 from api_server.state import ServerState
 from api_server.tokenizer import Tokenizer, hide_torch
 from shared import liveness, logs, phases
@@ -110,7 +111,8 @@ async def _serve(
     application = create(server)
     config = uvicorn.Config(
         application,
-        http="httptools",
+        http=HttpProtocol,
+        ws="none",
         loop="none",
         lifespan="off",
         interface="asgi3",
@@ -118,6 +120,7 @@ async def _serve(
         log_config=None,
         log_level="warning",
         server_header=False,
+        timeout_keep_alive=settings.keep_alive_timeout,
         timeout_graceful_shutdown=settings.drain_timeout + SECONDS_FOR_LAST_FRAMES,
         **tls_options(settings),
     )

@@ -55,6 +55,12 @@ class Settings:
     api_servers: int = _setting(
         "network", 1, "API processes; more of them help when tokenizing or streaming saturates one core"
     )
+    keep_alive_timeout: int = _setting(
+        "network",
+        75,
+        "seconds that an idle connection stays open; a proxy in front must keep it for less, or it sends requests into "
+        "closed connections",
+    )
     api_key: str = _setting(
         "access",
         "",
@@ -184,6 +190,7 @@ class Settings:
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
         _check(0 <= self.speculate <= 15, "speculate", self.speculate, "0 to 15")
+        _check(1 <= self.keep_alive_timeout <= 3600, "keep_alive_timeout", self.keep_alive_timeout, "1 to 3600")
         _check(0 <= self.drain_timeout <= 3600, "drain_timeout", self.drain_timeout, "0 to 3600")
         _check(self.api_servers <= 64, "api_servers", self.api_servers, "at most 64")
         _check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")

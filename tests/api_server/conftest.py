@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer as Backend
 from api_server.__main__ import _Server, listen
 from api_server.app import create
 from api_server.engine_client import EngineClient
+from api_server.http.protocol import HttpProtocol
 from api_server.state import ServerState
 from api_server.tokenizer import Tokenizer
 from interfaces.codec import decode
@@ -377,12 +379,11 @@ def double(run_directory: RunDirectory, tokenizer: Tokenizer) -> Iterator[Schedu
     scheduler.close()
 
 
-@pytest.fixture
-def live(
-    double: SchedulerDouble, run_directory: RunDirectory, tokenizer: Tokenizer, model_directory: Path
+@contextmanager
+def serving(
+    double: SchedulerDouble, run_directory: RunDirectory, tokenizer: Tokenizer, settings: Settings
 ) -> Iterator[LiveServer]:
     listener = listen("127.0.0.1", free_port())
-    settings = Settings(model=str(model_directory))
     started = threading.Event()
     found: dict[str, Any] = {}
 
@@ -393,11 +394,13 @@ def live(
         found["web"] = _Server(
             uvicorn.Config(
                 create(found["state"]),
-                http="httptools",
+                http=HttpProtocol,
+                ws="none",
                 loop="none",
                 lifespan="off",
                 access_log=False,
                 log_config=None,
+                timeout_keep_alive=settings.keep_alive_timeout,
                 timeout_graceful_shutdown=1,
             )
         )
@@ -415,6 +418,14 @@ def live(
     found["web"].should_exit = True
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def live(
+    double: SchedulerDouble, run_directory: RunDirectory, tokenizer: Tokenizer, model_directory: Path
+) -> Iterator[LiveServer]:
+    with serving(double, run_directory, tokenizer, Settings(model=str(model_directory))) as server:
+        yield server
 
 
 def logprob_of(token: int) -> float:

@@ -1,0 +1,47 @@
+"""How many connections this process can hold, and a line in the log when more are wanted.
+
+Where file descriptors run out the event loop drops new connections without a word. So some are kept back: for sockets
+and files of the process itself, and to answer those that come too many.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from functools import cache
+
+log = logging.getLogger("tokenyard")
+
+KEPT_BACK = 32
+QUIET_SECONDS = 60.0
+
+_last_line = -QUIET_SECONDS
+
+
+def are_short(connections: int) -> bool:
+    """Whether this is one connection more than can be held. Said in the log, once a minute."""
+    global _last_line
+    if connections <= most_connections():
+        return False
+    now = time.monotonic()
+    if now - _last_line >= QUIET_SECONDS:
+        _last_line = now
+        log.warning(
+            "%d connections are open and no more can be held: new ones are answered 503; raise the limit of open files"
+            " (ulimit -n, LimitNOFILE=), which is %d, or start more API processes",
+            connections - 1,
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        )
+    return True
+
+
+@cache
+def most_connections() -> int:
+    """What the limit of open files leaves beside those that the process had open when it was first asked."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 31
+    own = len(os.listdir("/proc/self/fd"))
+    return max(soft - own - KEPT_BACK, soft // 4)

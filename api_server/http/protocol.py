@@ -1,0 +1,265 @@
+"""One connection: uvicorn's protocol with its C parser, and what that lacks at an open port.
+
+Bounds (`heads.py`) and clocks on a request that is not complete; offers to upgrade, which are ignored as RFC 9110
+allows, with their bodies read; HTTP/1.0 without chunks; and clients that have shut down their sending side, who get
+their answer if they are still there. Knows HTTP/1.1; knows no route.
+
+It builds upon the inside of uvicorn, whose version is pinned for that reason: `data_received` and `eof_received` are
+replaced, every other method is called with a rule around it. tests/api_server/http has a test of each rule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from functools import partial
+from typing import Any
+
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from api_server.http import descriptors
+from api_server.http.heads import MAX_HEAD_BYTES, Refused, answer, check, check_count
+
+log = logging.getLogger("tokenyard")
+
+REQUEST_SECONDS = 30.0
+"""For a head, from its first byte or from the start of the connection; for a body, from one piece to the next."""
+
+LINGER_SECONDS = 2.0
+"""A refused client that is still sending would lose the answer if its connection were closed at once."""
+
+PEER_LOOK_SECONDS = 0.05
+"""Between two looks at whether a client that sends no more is still there."""
+
+_ANY_ANSWER = b"HTTP/1.1 "
+"""How every answer begins."""
+
+
+_NOTHING, _HEAD, _BODY, _COMPLETE = range(4)
+"""How far the request is that is being read; of a connection's first one perhaps no byte has come.
+
+Plain numbers: to look up a member of an enumeration costs more than the rest of a callback, ten times a request.
+"""
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """The protocol class for `uvicorn.Config(http=...)`."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._phase = _NOTHING
+        self._unpaid = 0
+        """Bytes since the last piece of a body: a head, sizes and extensions of chunks, trailers."""
+        self._deaf = False
+        """Nothing more is read from this client."""
+        self._heard = self.loop.time()
+        self._clock: asyncio.TimerHandle | None = None
+        self._answering: RequestResponseCycle | None = None
+        """The request whose answer is sent or awaited; further ones wait in `pipeline`."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._clock = self.loop.call_later(REQUEST_SECONDS, self._look_at_clock)
+        if descriptors.are_short(len(self.connections)):
+            self._refuse(Refused(503, "this server has as many connections as it can hold; come again in a moment"))
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    # What comes in
+
+    def data_received(self, data: bytes) -> None:
+        if self._phase >= _BODY:
+            self._heard = self.loop.time()
+        while data and not self._deaf:
+            room = MAX_HEAD_BYTES - self._unpaid
+            piece, data = data[:room], data[room:]
+            self._unpaid += len(piece)
+            data = self._feed(piece) + data
+            if self._unpaid >= MAX_HEAD_BYTES:
+                self._refuse(self._too_large())
+
+    def _feed(self, piece: bytes) -> bytes:
+        """What of the piece was not read, because it goes to another parser."""
+        try:
+            self.parser.feed_data(piece)
+            check_count(self.headers or ())
+        except httptools.HttpParserUpgrade as pause:
+            return self._decline_upgrade(piece[pause.args[0] :])
+        except Refused as refused:
+            self._refuse(refused)
+        except httptools.HttpParserError as error:
+            cause = error.__context__  # what a callback has raised
+            self._refuse(cause if isinstance(cause, Refused) else Refused(400, f"this is no valid HTTP/1.1: {error}"))
+        return b""
+
+    def _decline_upgrade(self, rest: bytes) -> bytes:
+        """The parser has skipped the body. A new one is told how the body is framed, and goes on where that one is."""
+        self._unpaid -= len(rest)
+        framing = [h for h in self.scope["headers"] if h[0] in (b"content-length", b"transfer-encoding")]
+        head = [b"POST / HTTP/%s\r\n" % self.scope["http_version"].encode(), *(b"%s: %s\r\n" % h for h in framing)]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.feed_data(b"".join([*head, b"\r\n"]))
+        return rest
+
+    def _too_large(self) -> Refused:
+        if self._phase == _HEAD and not self.headers and b" HTTP/" not in self.url:
+            return Refused(414, f"the URL is longer than {MAX_HEAD_BYTES} bytes")
+        where = "sizes of chunks or trailers" if self._phase == _BODY else "the request line and headers"
+        return Refused(431, f"{where} are larger than {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        if self._phase == _BODY:
+            return  # the second parser of a request
+        self._unset_keepalive_if_required()
+        self._phase = _HEAD
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if self._phase != _HEAD:
+            return
+        check(self.parser.get_http_version(), self.headers)
+        super().on_headers_complete()
+        self.headers = []  # trailers come here: they must not be taken for headers
+        self._phase = _BODY
+        self._heard = self.loop.time()
+
+    def on_body(self, body: bytes) -> None:
+        self._unpaid = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # `_decline_upgrade` reads its body
+        self._unpaid = 0
+        self._phase = _COMPLETE
+        super().on_message_complete()
+
+    # What goes out
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._answering = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(_without_chunks, app, cycle)
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._phase != _COMPLETE:
+            self._unset_keepalive_if_required()  # its own clock runs
+
+    def _refuse(self, refused: Refused) -> None:
+        """Reads nothing more. The answer is sent if the client can tell which request it is about."""
+        self._deaf = True
+        log.info("refused a request from %s: %s", self.client[0] if self.client else "?", refused.reason)
+        pending = self.cycle is not None and not self.cycle.response_complete
+        if self._phase == _BODY:
+            tells = pending and not self.cycle.response_started and not self.pipeline
+        else:
+            tells = not pending
+        if tells:
+            self.transport.write(answer(refused, STATUS_LINE[refused.status], self.server_state.default_headers))
+            self._linger()
+        elif self._phase == _BODY:
+            self.transport.close()
+        else:
+            self.cycle.keep_alive = False  # requests before the one that is refused are answered first
+
+    def _linger(self) -> None:
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    # Clients that say no more
+
+    def _look_at_clock(self) -> None:
+        waits = self._phase != _COMPLETE and not self.flow.read_paused and not self._deaf
+        left = self._heard + REQUEST_SECONDS - self.loop.time() if waits else REQUEST_SECONDS
+        if left > 0:
+            self._clock = self.loop.call_later(left, self._look_at_clock)
+        elif self._phase == _NOTHING:
+            self.transport.close()
+        else:
+            what = "the body has not gone on" if self._phase == _BODY else "the head is not complete"
+            self._refuse(Refused(408, f"{what} after {REQUEST_SECONDS:.0f} s"))
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays, for the answer. Closing and shutting down the sending side look alike.
+
+        A byte that the client must get next in any case tells them apart: a socket that is closed resets the
+        connection. asyncio's TLS cannot be half closed.
+        """
+        cycle = self._answering
+        if self._phase == _BODY:
+            if not self._deaf:
+                self._refuse(Refused(400, "the connection ended before the body did"))
+            return False
+        if cycle is None or cycle.response_complete or self.scheme == "https":
+            return False
+        self.cycle.keep_alive = False
+        if not cycle.response_started:
+            self.transport.write(_ANY_ANSWER)
+            cycle.transport = _Begun(self.transport)  # type: ignore[assignment]
+        elif cycle.chunked_encoding:
+            self.transport.write(b"0")  # of the next chunk's size
+        elif cycle.scope["http_version"] == "1.0":
+            return False  # there is no such byte
+        self._look_at_peer()
+        return True
+
+    def _look_at_peer(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self.loop.call_later(PEER_LOOK_SECONDS, self._look_at_peer)
+
+
+class _Begun:
+    """A transport on which an answer has begun before it is known."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._sent = len(_ANY_ANSWER)
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data[self._sent :])
+        self._sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+async def _without_chunks(
+    app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """HTTP/1.0 knows no chunks: a body of unknown length ends with the connection."""
+    sized = False
+
+    async def send_plain(message: Message) -> None:
+        nonlocal sized
+        if message["type"] == "http.response.start":
+            sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if sized else False
+        elif not sized:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_plain)
