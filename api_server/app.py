@@ -23,7 +23,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from api_server import openapi, probe
 from api_server.access import identify
-from api_server.dialects import anthropic, generate_route, hosted, openai
+from api_server.dialects import anthropic, generate_route, hosted, models_route, openai
+from api_server.dialects.anthropic.errors import render_error as render_anthropics_error
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import admin as sglang_admin
 from api_server.dialects.sglang import info as sglang_info
@@ -49,6 +50,7 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
     routes = [
         *openai.routes(),
         *anthropic.routes(),
+        *models_route.routes(),
         *generate_route.routes(),
         *tgi.routes(),
         *hosted.routes(),
@@ -125,10 +127,11 @@ class Application:
         return self._renderer(scope["path"])(error, Call(self.server, scope, b"", scope["state"]["request_id"]))
 
     def _renderer(self, path: str) -> ErrorRenderer:
-        """That of the dialect which has the path, whatever the method; OpenAI's for paths that nobody has."""
+        """That of the dialect which has the path, whatever the method, or the paths above it; else OpenAI's."""
         known = (route for route in self.routes if isinstance(route, Route) and route.path_regex.match(path))
         endpoints = (route.endpoint for route in known)
-        return next((found.render_error for found in endpoints if isinstance(found, Endpoint)), render_error)
+        below = render_anthropics_error if path.startswith("/v1/messages/") else render_error
+        return next((found.render_error for found in endpoints if isinstance(found, Endpoint)), below)
 
 
 def _request_id(scope: Scope) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -19,17 +21,72 @@ class Mismatch(ValueError):
 
 
 def parse(model: type[M], value: object) -> M:
-    """`value` as a `model`. Raises Mismatch."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise _mismatch(error) from None
+    """`value` as a `model`. Raises Mismatch.
+
+    4.0 is an integer, as in JSON Schema: where one is wanted, it becomes one in `value`, too.
+    """
+    attempts = 0
+    while True:
+        try:
+            return model.model_validate(value)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=False)
+        whole = [error["loc"] for error in found if error["type"] in _WANTED_INTEGER and _is_whole(error["input"])]
+        attempts += 1
+        if not whole or attempts > _ATTEMPTS:
+            raise _mismatch(found) from None
+        for place in whole:
+            _correct(value, place)
 
 
-def _mismatch(error: ValidationError) -> Mismatch:
-    found = error.errors(include_url=False, include_context=False)
-    # Of the branches of a union, the one that got furthest is what the client meant.
-    first = max((e for e in found if e["loc"][:1] == found[0]["loc"][:1]), key=lambda e: len(e["loc"]))
+_WANTED_INTEGER = ("int_type", "literal_error")
+_ATTEMPTS = 8
+"""Each corrects all places that pydantic has named; in a list of lists it names the first only."""
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _correct(value: Any, place: Sequence[int | str]) -> None:
+    """The whole float at this place becomes an integer, and so do its neighbours in lists; in place.
+
+    `place` has names of a union's branches among the keys: what is no key here is one of them.
+    """
+    lists: list[Any] | None = None
+    for key in place:
+        if not _is_key(key, value):
+            continue
+        if isinstance(value, dict):
+            lists = None
+        elif lists is None:
+            lists = value
+        inner: Any = value[key]
+        if _is_whole(inner):
+            if lists is None:
+                value[key] = int(inner)
+            else:
+                _make_integers(lists)
+        value = inner
+
+
+def _make_integers(values: list[Any]) -> None:
+    for i, item in enumerate(values):
+        if isinstance(item, list):
+            _make_integers(item)
+        elif _is_whole(item):
+            values[i] = int(item)
+
+
+def _is_key(key: int | str, value: Any) -> bool:
+    return isinstance(key, int) if isinstance(value, list) else isinstance(value, dict) and key in value
+
+
+def _mismatch(found: list[ErrorDetails]) -> Mismatch:
+    # Of the branches of a union, the one that got furthest is what the client meant, and at the same place the one
+    # whose type is right.
+    same = (e for e in found if e["loc"][:1] == found[0]["loc"][:1])
+    first = max(same, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
     field = _path(first["loc"])
     if first["type"] == "missing":
         return Mismatch(field, f"missing field `{first['loc'][-1]}`", "missing")

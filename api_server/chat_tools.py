@@ -39,6 +39,10 @@ def tool_use(tools: Sequence[Any] | None, choice: Any) -> ToolUse:
     return ToolUse(shown or None, (chosen or names) if mode == "required" else None)
 
 
+_MODES = ("none", "auto", "required")
+"""Said as a text, or, by some clients, as `{"type": "auto"}`."""
+
+
 def _is_selection(choice: Any) -> bool:
     return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
 
@@ -70,19 +74,22 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, list[str] | None]:
     if given is None:
         return "auto", None
     if isinstance(given, str):
-        if given in ("none", "auto", "required"):
-            return given, None
-        return "required", [_known(given, names)]
+        return (given, None) if given in _MODES else ("required", [_known(given, names)])
     if not isinstance(given, Mapping):
         raise _wrong_choice(given)
     if _is_selection(given):
         inner = given.get("allowed_tools")
         allowed = inner if isinstance(inner, Mapping) else given
         mode, tools = allowed.get("mode", "auto"), allowed.get("tools")
-        if mode not in ("none", "auto", "required") or not isinstance(tools, list) or not tools:
+        if mode not in _MODES or not isinstance(tools, list) or not tools:
             raise _wrong_choice(given)
         return mode, [_known(_named(tool), names) for tool in tools]
-    return "required", [_known(_named(given), names)]
+    if given.get("type") in _MODES and _named(given) is None:
+        return given["type"], None
+    name = _named(given)
+    if not isinstance(name, str):
+        raise _wrong_choice(given)
+    return "required", [_known(name, names)]
 
 
 def _named(given: Any) -> Any:

@@ -307,3 +307,34 @@ def test_no_body_breaks_the_server(live: LiveServer, path: str) -> None:
         ):
             assert client.post(path, content=content).status_code == 400
     live.double.wait(lambda: not live.double.running)
+
+
+def test_the_model_is_listed_in_anthropics_form(client: anthropic.Anthropic, live: LiveServer) -> None:
+    page = client.models.list()
+    (listed,) = page.data
+    shown = client.models.retrieve("tiny-chat")
+    assert listed == shown
+    assert (listed.id, listed.type, listed.display_name) == ("tiny-chat", "model", "tiny-chat")
+    assert abs(listed.created_at.timestamp() - live.state.created) < 1
+    assert (listed.max_input_tokens, page.has_more, page.first_id, page.last_id) == (
+        256,
+        False,
+        "tiny-chat",
+        "tiny-chat",
+    )
+    assert len(list(client.models.list(limit=1))) == 1
+    assert client.models.list(after_id="tiny-chat").data == []
+    with pytest.raises(anthropic.NotFoundError, match="no-such") as missing:
+        client.models.retrieve("no-such")
+    assert missing.value.type == "not_found_error"
+    openais = httpx.get(live.url + "/v1/models").json()
+    assert (openais["object"], openais["data"][0]["object"]) == ("list", "model")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/messages/x/y"])
+def test_unknown_pages_below_messages_are_anthropics(live: LiveServer, path: str) -> None:
+    answer = httpx.get(live.url + path)
+    assert (answer.status_code, answer.json()["type"]) == (404, "error")
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert "error" in httpx.get(live.url + "/v1/nothing").json()
+    assert "type" not in httpx.get(live.url + "/v1/nothing").json()

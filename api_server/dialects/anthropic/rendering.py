@@ -73,7 +73,7 @@ def _block(block: Block) -> dict[str, Any]:
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.parsed.arguments)}
     if block.is_thought:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    return {"type": "text", "text": block.text, "citations": None}
+    return {"type": "text", "text": block.text}
 
 
 def _begun(block: Block) -> dict[str, Any]:

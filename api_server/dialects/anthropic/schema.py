@@ -102,7 +102,6 @@ class Usage(BaseModel):
 class TextBlock(BaseModel):
     type: Literal["text"]
     text: str
-    citations: None
 
 
 class ThinkingBlock(BaseModel):

@@ -19,8 +19,6 @@ from api_server.dialects.openai.schema import (
     CompletionBody,
     ErrorAnswer,
     ExtendedBody,
-    Model,
-    ModelList,
 )
 from api_server.endpoint import Call, Document, endpoint
 from api_server.generation import Generation, generate
@@ -52,14 +50,10 @@ _COMPLETION = Document(
 
 
 def routes() -> list[BaseRoute]:
-    models = Document("The served models", TAG, answer=ModelList)
-    model = Document("One served model", TAG, answer=Model, errors={404: ErrorAnswer})
     return [
         endpoint("/v1/chat/completions", chat_completions, render_error, document=_CHAT),
         endpoint("/v1/completions", completions, render_error, document=_COMPLETION),
         *responses.routes(),
-        endpoint("/v1/models", list_models, render_error, ("GET",), models),
-        endpoint("/v1/models/{model:path}", show_model, render_error, ("GET",), model),
     ]
 
 

@@ -1,0 +1,64 @@
+"""The served model as Anthropic's clients list it: a page of one, by its name."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import orjson
+from pydantic import BaseModel
+from starlette.datastructures import QueryParams
+from starlette.responses import Response
+
+from api_server.endpoint import Call
+from api_server.state import ServerState
+
+
+class ModelInfo(BaseModel):
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None = None
+    max_tokens: int | None = None
+
+
+class ModelPage(BaseModel):
+    data: list[ModelInfo]
+    has_more: Literal[False]
+    first_id: str | None
+    last_id: str | None
+
+
+async def list_models(call: Call) -> Response:
+    """A page that begins after the one model, or ends before it, is empty."""
+    model, query = _model(call.server), QueryParams(call.scope["query_string"])
+    found = [] if model["id"] in (query.get("after_id"), query.get("before_id")) else [model]
+    edge = found[0]["id"] if found else None
+    return _json({"data": found, "has_more": False, "first_id": edge, "last_id": edge}, call)
+
+
+async def show_model(call: Call) -> Response:
+    call.server.check_model(call.path_params["model"])
+    return _json(_model(call.server), call)
+
+
+def _model(server: ServerState) -> dict[str, Any]:
+    created = datetime.fromtimestamp(server.created, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    # Until the first worker is there nobody knows the length of the context.
+    length = server.max_model_len
+    lengths = {} if length is None else {"max_input_tokens": length, "max_tokens": length}
+    name = server.model_name
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created,
+        "lifecycle": "active",
+        **lengths,
+    }
+
+
+def _json(value: dict[str, Any], call: Call) -> Response:
+    return Response(orjson.dumps(value), headers={"request-id": call.request_id}, media_type="application/json")
