@@ -39,7 +39,9 @@ async def show_model(call: Call) -> Response:
 
 
 def render_error(error: RequestFailed, call: Call) -> Response:
-    return (anthropic_errors if _is_anthropics(call) else openai_errors).render_error(error, call)
+    if _is_anthropics(call):
+        return anthropic_errors.render_error(error, call)
+    return openai_errors.render_error(error, call)
 
 
 def _is_anthropics(call: Call) -> bool:
