@@ -1,7 +1,7 @@
 """The replica's end of the wire to the scheduler: submits, cancels, and hands out new tokens.
 
-Knows handles, heartbeats and what to do when the scheduler restarts (submit again, with the tokens received so far).
-It does not know text, dialects or HTTP.
+Knows handles, heartbeats and what to do when the scheduler does not know a request, because it restarted, gave this
+replica up or lost a message: submit again, with the tokens received so far. It does not know text, dialects or HTTP.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from interfaces.codec import WireError, decode, encode
 from interfaces.hidden_states import HiddenStates
 from interfaces.logprob_reports import LogprobReports
 from interfaces.messages import (
+    REGISTRATION_SIZE,
     Cancel,
     Detach,
     Finish,
@@ -35,12 +36,13 @@ from interfaces.messages import (
     SessionOrder,
     Status,
     Terms,
+    Unknown,
 )
 from interfaces.results import ErrorCode, RequestError
 from interfaces.shared_memory import Segments
 from interfaces.status import GenerationStatus
 from interfaces.text_context import TextContext
-from shared.sockets import connect_dealer, readable, same_host
+from shared.sockets import MAX_MESSAGE_BYTES, connect_dealer, readable, same_host
 
 log = logging.getLogger("tokenyard")
 
@@ -49,6 +51,10 @@ STALE_SECONDS = 5.0
 """Without a Status for this long the scheduler counts as gone: ten heartbeats."""
 GIVE_UP_SECONDS = 60.0
 """After this silence open requests fail: a supervisor restarts a dead scheduler within seconds."""
+STANDSTILL_SECONDS = 5.0
+"""A heartbeat that comes so late says that this process was stopped, or the whole machine suspended."""
+MOST_LOSSES = 5
+"""A request that was lost so often in a row fails: something about it cannot be sent."""
 STALL_SECONDS = 120.0
 """Requests run, and no worker has completed a step for this long: the engine is stuck."""
 ORDER_SECONDS = 10.0
@@ -87,7 +93,8 @@ class EngineClient:
         self._last_handle = secrets.randbits(20)
         self._incarnation: int | None = None
         self._past: set[int] = set()
-        self._heard = time.monotonic()
+        self._last_results = -1
+        self._heard = self._last_beat = time.monotonic()
         self._was_ready = False
         self._max_model_len = self._vocab_size = 0
         self._hello: asyncio.TimerHandle | None = None
@@ -234,9 +241,17 @@ class EngineClient:
 
     def _send_submit(self, submission: Submission) -> None:
         self._open[submission.handle] = submission
-        if not self._send(submission.message):
-            self._forget(submission)
-            submission.fail(RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages"))
+        data = encode(submission.message)
+        if len(data) > MAX_MESSAGE_BYTES:
+            # Whoever receives more closes the connection, and what others have sent is lost with it.
+            problem = f"the request takes {len(data)} bytes, and {MAX_MESSAGE_BYTES} are the most that can be sent"
+            error = RequestError(ErrorCode.INVALID, f"{problem}: give it fewer or smaller images")
+        elif not self._send_bytes(data):
+            error = RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages")
+        else:
+            return
+        self._forget(submission)
+        submission.fail(error)
 
     def _forget(self, submission: Submission) -> bool:
         """It has ended: what it had in shared memory goes. False when that was so before."""
@@ -256,9 +271,18 @@ class EngineClient:
 
     def _beat(self) -> None:
         self._hello = self._loop.call_later(HELLO_SECONDS, self._beat)
-        self._send(Hello(self.replica))
+        self.say_hello()
+        now = time.monotonic()
+        if now - self._last_beat > STANDSTILL_SECONDS:
+            log.warning("this process stood still for %.1f s", now - self._last_beat)
+            self._heard = now  # the scheduler may have stood still, too, and has its time from now on
+        self._last_beat = now
         if self._open and self.silence > GIVE_UP_SECONDS:
             self._fail_all(f"the scheduler has been silent for {self.silence:.0f} s")
+
+    def say_hello(self) -> None:
+        """Tells the scheduler that this replica is here, and which requests it waits for."""
+        self._send(Hello(self.replica, np.array(list(self._open), np.int32)))
 
     def _fail_all(self, reason: str) -> None:
         submissions = list(self._open.values())
@@ -267,8 +291,11 @@ class EngineClient:
             submission.fail(RequestError(ErrorCode.UNAVAILABLE, reason))
 
     def _send(self, message: Any) -> bool:
+        return self._send_bytes(encode(message))
+
+    def _send_bytes(self, data: bytes) -> bool:
         try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
+            self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
             return False
         # A send may swallow the edge that would have announced incoming messages.
@@ -294,14 +321,16 @@ class EngineClient:
         self._loop.call_soon(self._receive)
 
     def _handle(self, message: Any) -> None:
-        if not isinstance(message, Results | Status | OrderAnswer | SessionAnswer):
+        if not isinstance(message, Results | Unknown | Status | OrderAnswer | SessionAnswer):
             log.error("dropped a %s: the scheduler does not send it to API processes", type(message).__name__)
             return
         if not self._is_current(message.incarnation):
             return
         self._heard = time.monotonic()
         if isinstance(message, Results):
-            self._fan_out(message)
+            self._take_results(message)
+        elif isinstance(message, Unknown):
+            self._submit_unknown(message)
         elif isinstance(message, OrderAnswer | SessionAnswer):
             self._answered(message)
         else:
@@ -324,56 +353,67 @@ class EngineClient:
             return False
         if self._incarnation is not None:
             self._past.add(self._incarnation)
-            self._resubmit()
-        self._incarnation = incarnation
+            self._submit_again(list(self._open.values()), "the scheduler restarted", blamed=False)
+        self._incarnation, self._last_results = incarnation, -1
         return True
 
-    def _resubmit(self) -> None:
-        """A new scheduler knows nothing of the open requests: tell it, and what the clients already have.
+    def _submit_unknown(self, message: Unknown) -> None:
+        """The scheduler does not have these; those that have ended meanwhile are not open any more."""
+        lost = [self._open[handle] for handle in message.handles.tolist() if handle in self._open]
+        why = "the scheduler had given this process up" if message.dropped else "the scheduler does not know them"
+        self._submit_again(lost, why, blamed=not message.dropped)
 
-        New handles, and the old ones cancelled: a Submit that was still queued when the old scheduler died reaches the
-        new one, too.
+    def _submit_again(self, orphans: Sequence[Submission], why: str, blamed: bool) -> None:
+        """The scheduler is told of these requests anew, and of the tokens that their clients have.
+
+        New handles, and the old ones cancelled: a Submit may still be queued that was sent before the scheduler died,
+        and results of what it had before may still come. Losses for which the requests may be `blamed` are counted.
         """
-        orphans = list(self._open.values())
         if not orphans:
             return
-        log.warning("the scheduler restarted: submitting %d open requests again", len(orphans))
-        self._send(Cancel(np.array(list(self._open), np.int32)))
-        self._open.clear()
+        log.warning("%s: submitting %d open requests again", why, len(orphans))
+        self._send(Cancel(np.array([orphan.handle for orphan in orphans], np.int32)))
         for orphan in orphans:
-            orphan.handle = self._new_handle()
+            if blamed and orphan.lost_again() >= MOST_LOSSES:
+                self._give_up(orphan)
+                continue
+            del self._open[orphan.handle]
+            orphan.handle, orphan.again = self._new_handle(), True
             self._send_submit(orphan)
 
-    def _take_hidden(self, hidden: HiddenStates) -> bool:
-        """False when they make no sense, and with them the whole message."""
-        if not hidden.consistent:
-            log.error("dropped results whose hidden states do not fit together")
-            return False
+    def _give_up(self, submission: Submission) -> None:
+        reason = f"the scheduler has lost this request {MOST_LOSSES} times in a row"
+        log.error("request %s failed: %s", submission.context.request_id, reason)
+        self._forget(submission)
+        submission.fail(RequestError(ErrorCode.FAILED, reason))
+
+    def _take_results(self, results: Results) -> None:
+        """Hands them out. After results that were lost, or that make no sense, no later ones count: there is a gap."""
+        if not _fit_together(results):
+            log.error("dropped results whose parts do not fit together")
+            return
+        if results.number != self._last_results + 1 and results.number % REGISTRATION_SIZE:
+            self._submit_again(list(self._open.values()), "results were lost on their way", blamed=True)
+        self._last_results = results.number
+        if results.reports is not None:
+            self._take_reports(results.reports)
+        if results.hidden is not None:
+            self._take_hidden(results.hidden)
+        self._fan_out(results)
+
+    def _take_hidden(self, hidden: HiddenStates) -> None:
         for handle, position, vector in hidden.entries():
             submission = self._open.get(handle)
             if submission is not None:
                 submission.hidden[position] = vector
-        return True
 
-    def _take_reports(self, reports: LogprobReports) -> bool:
-        """False when they make no sense, and with them the whole message."""
-        if not reports.consistent:
-            log.error("dropped results whose reports do not fit together")
-            return False
+    def _take_reports(self, reports: LogprobReports) -> None:
         for handle, position, report in reports.entries():
             submission = self._open.get(handle)
             if submission is not None:
                 submission.report(position, report)
-        return True
 
     def _fan_out(self, results: Results) -> None:
-        if not len(results.handles) == len(results.tokens) == len(results.finished):
-            log.error("dropped results whose columns have different lengths")
-            return
-        if results.reports is not None and not self._take_reports(results.reports):
-            return
-        if results.hidden is not None and not self._take_hidden(results.hidden):
-            return
         logprobs = results.logprobs.tolist() if results.logprobs is not None else [None] * len(results.handles)
         tokens = results.tokens.tolist()
         if max(tokens, default=-1) >= 0:
@@ -396,6 +436,16 @@ class EngineClient:
                     submission.fail(results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given")))
                 else:
                     submission.end(_STATUS_OF_CODE.get(finished, GenerationStatus.CANCELLED))
+
+
+def _fit_together(results: Results) -> bool:
+    """Whether each entry has all its parts."""
+    if not len(results.handles) == len(results.tokens) == len(results.finished):
+        return False
+    if results.logprobs is not None and len(results.logprobs) != len(results.handles):
+        return False
+    parts = (results.reports, results.hidden)
+    return all(part is None or part.consistent for part in parts)
 
 
 def _steps(status: Status) -> int:

@@ -25,6 +25,9 @@ _UNFINISHED = GenerationStatus.ACTIVE
 _CANCELLED = GenerationStatus.CANCELLED
 _ACTIVE, _COMPLETE = SchedulerStatus.ACTIVE, SchedulerStatus.COMPLETE
 
+SECONDS_OF_A_ROW = 60.0
+"""Between two losses of one request: what is further apart has nothing to do with it."""
+
 News = SchedulerResult[TextGenerationOutput]
 
 
@@ -77,11 +80,15 @@ class Submission:
         "_context",
         "_error",
         "_gathered",
+        "_losses",
+        "_lost_at",
+        "_lost_length",
         "_reports",
         "_submitted",
         "_terms",
         "_unread",
         "_wants_logprobs",
+        "again",
         "handle",
         "hidden",
         "inbox",
@@ -107,6 +114,10 @@ class Submission:
         self._unread: int | None = None
         """Tokens that have arrived since some were taken; None before the first."""
         self._error: RequestError | None = None
+        self.again = False
+        """Whether it stood in the scheduler's line before, or was on its way there."""
+        self._losses, self._lost_at, self._lost_length = 0, 0.0, 0
+        """How often in a row the scheduler has lost it; when, and how long it was then."""
 
     @property
     def context(self) -> TextContext:
@@ -127,7 +138,15 @@ class Submission:
                 queue_seconds=None if terms.queue_seconds is None else max(0.0, terms.queue_seconds - passed),
                 total_seconds=None if terms.total_seconds is None else max(0.0, terms.total_seconds - passed),
             )
-        return Submit(self.handle, self.context, terms)
+        return Submit(self.handle, self.context, terms, self.again)
+
+    def lost_again(self) -> int:
+        """The scheduler has lost it: how often in a row, which a token or a while without a loss ends."""
+        now, length = time.monotonic(), len(self.context.tokens)
+        in_a_row = length == self._lost_length and now - self._lost_at < SECONDS_OF_A_ROW
+        self._losses = self._losses + 1 if in_a_row else 1
+        self._lost_at, self._lost_length = now, length
+        return self._losses
 
     def add(self, token: int, logprob: float | None) -> None:
         """A token has arrived (-1: none, other news)."""

@@ -62,8 +62,8 @@ log_probabilities: LogProbabilities
 lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
 media_contexts: PixelContext SpeechContext
 messages: Action Cancel Detach Finish Goodbye Hello Inquiry InquiryAnswer Join Order OrderAnswer Results Retire
-    RowGrammar SessionAction SessionAnswer SessionOrder Status Step StepResult Submit Terms WorkerGoodbye WorkerHello
-    WorkerStatus
+    RowGrammar SessionAction SessionAnswer SessionOrder Status Step StepResult Submit Terms Unknown WorkerGoodbye
+    WorkerHello WorkerStatus
 open_responses: OpenResponsesRequest OpenResponsesRequestBody ResponseResource
 outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
 parsers: ParsedReasoningDelta ParsedToolCall ParsedToolCallDelta ParsedToolResponse ReasoningParser ReasoningSpan

@@ -65,7 +65,7 @@ __all__ = [
     "msgpack_numpy_encoder",
 ]
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """First element of every message; a peer of another version is refused, because fields are positional."""
 
 SHARED_MEMORY_THRESHOLD = 24_000_000

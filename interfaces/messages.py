@@ -1,7 +1,7 @@
 """Every message that crosses a process boundary.
 
 API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `Inquiry` one
-way, `Results`, `Status`, `OrderAnswer`, `SessionAnswer`, `InquiryAnswer` the other.
+way, `Results`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`, `InquiryAnswer` the other.
 Scheduler <-> worker: `Step`, `Retire` one way, `WorkerHello`, `StepResult`, `WorkerGoodbye` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
@@ -32,13 +32,21 @@ from interfaces.vision_context import ImageMetadata, TextAndVisionContext
 _LARGEST_INT32 = 2**31 - 1
 _NO_ROWS, _NO_BLOCKS = np.empty(0, np.int32), np.empty((0, 3), np.int32)
 
+REGISTRATION_SIZE = 2**32
+"""`Results.number` of the first message after a replica was registered is a multiple of this."""
+
 
 @message(1)
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A replica announces itself, then says so every second; a replica that falls silent is treated as dead."""
+    """A replica announces itself, then says so every second; a replica that falls silent is treated as dead.
+
+    `handles` are the requests that it holds open. The scheduler cancels those of its that are not named, and answers
+    `Unknown` when it does not have one that is: whichever side has lost something, the other one learns of it.
+    """
 
     replica: str
+    handles: I32 = field(default_factory=lambda: np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +77,7 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Submit:
     """A request: its whole context. The generated tokens in it are those that the client has already, when a replica
-    resubmits after a restart of the scheduler.
+    resubmits. `again` says that it does: such a request has stood in line before, and is not refused for its length.
 
     `context.eos_tracker` has the EOS ids that apply. Stop strings are found in the API process, which then cancels the
     request. Large arrays in it may stand in shared memory: they are the replica's until the request ends.
@@ -78,6 +86,7 @@ class Submit:
     handle: int
     context: TextContext | TextAndVisionContext | SpeechContext
     terms: Terms = field(default_factory=Terms)
+    again: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.handle <= _LARGEST_INT32:
@@ -125,6 +134,9 @@ class Results:
     reason for each FAILED handle. `incarnation` names the scheduler process that speaks. `queued` maps a handle to the
     microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
     request that was placed and got none. `reports` and `hidden` come with or before the tokens they are of.
+
+    `number` counts the messages to this replica. One that does not follow the last, and is not the first after a
+    registration (`REGISTRATION_SIZE`), says that some were lost between them.
     """
 
     incarnation: int
@@ -137,6 +149,21 @@ class Results:
     queued: dict[int, int] = field(default_factory=dict)
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
+    number: int = 0
+
+
+@message(14)
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Answer to a `Hello`: the scheduler does not have these requests. What it had of them was sent before this.
+
+    The replica submits again those that are still open, with the tokens it has. `dropped`: the scheduler had given the
+    whole replica up, so the requests are not the reason.
+    """
+
+    incarnation: int
+    handles: I32
+    dropped: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,6 +477,7 @@ Message = (
     | Order
     | Inquiry
     | Results
+    | Unknown
     | Status
     | OrderAnswer
     | SessionOrder

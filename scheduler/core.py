@@ -94,12 +94,14 @@ class Scheduler:
         replica = self.replicas.welcome(identity)
         self.cancel(identity, [submit.handle])
         stream = self.replays.find(submit)
-        if stream is not None and stream.complete:
+        if stream is not None and stream.has_all(submit.context):
             self._take_over(stream, identity, submit)
             return
         if stream is not None and stream.finished == Finish.ACTIVE:
             # It draws the same tokens again, with all that was told of them.
-            self._forget(stream.sequence)
+            before = stream.sequence
+            self.outbox.end(self.replicas.number_of(before), before.handle, Finish.CANCELLED)
+            self._forget(before)
         error = self._refusal(submit)
         if error is not None:
             self.counters["failed"] += 1
@@ -145,6 +147,12 @@ class Scheduler:
                 self._note(sequence, f"cancelled by its API process, which had {sequence.emitted} tokens")
                 self._forget(sequence)
                 self.counters["cancelled"] += 1
+
+    def reconcile(self, identity: bytes, handles: list[int]) -> list[int]:
+        """A replica holds these requests open: others of its are let go. Returns those that are not known here."""
+        known, named = self.replicas.welcome(identity).sequences, set(handles)
+        self.detach(identity, [handle for handle in known if handle not in named])
+        return [handle for handle in handles if handle not in known]
 
     def drop_replica(self, identity: bytes) -> int:
         """Forgets a replica and cancels its requests; how many there were."""
@@ -247,8 +255,8 @@ class Scheduler:
 
     def take_results(self) -> list[tuple[bytes, Results]]:
         """Messages for the replicas that are still there."""
-        identity_of = self.replicas.identity_of
-        return [(identity, results) for number, results in self.outbox.take() if (identity := identity_of(number))]
+        address, taken = self.replicas.address, self.outbox.take()
+        return [(identity, results) for number, results in taken if (identity := address(number, results))]
 
     def status(self) -> Status:
         workers = [worker.status() for worker in self.workers.values()]
@@ -313,7 +321,7 @@ class Scheduler:
 
     def _refusal(self, submit: Submit) -> RequestError | None:
         full = self.limits.refusal(self.waiting, submit.context, self._open[submit.terms.tenant])
-        if full is not None:
+        if full is not None and not submit.again:
             return RequestError(ErrorCode.OVERLOADED, full)
         # While a worker is restarted requests wait, too; whether they fit is seen when it is there.
         return self._misfit(submit.context, submit.terms) if self.workers else None
@@ -449,7 +457,7 @@ class Scheduler:
         self.journal.note(sequence.context.request_id, text)
 
     def _take_over(self, stream: Stream, identity: bytes, submit: Submit) -> None:
-        """A stream's client is back, here: it is told everything from the first token."""
+        """A stream's client is back, here: it is told everything from the first token that it does not have."""
         replica, sequence = self.replicas.welcome(identity), stream.sequence
         if not stream.continues(submit):
             text = f"the stream {submit.terms.resume!r} answers another prompt or has other sampling values"
@@ -462,7 +470,7 @@ class Scheduler:
         stream.left = None
         if stream.finished == Finish.ACTIVE:
             replica.sequences[submit.handle] = sequence
-        stream.retell(self.outbox, replica.number, submit.handle)
+        stream.retell(self.outbox, replica.number, submit.handle, submit.context)
 
     def _hand_over(self, sequence: Sequence, identity: bytes, handle: int) -> bool:
         """From now on this replica hears of the sequence, under this handle; whether another one did."""

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zmq
 
 from interfaces import (
@@ -23,6 +24,7 @@ from interfaces import (
     SessionOrder,
     StepResult,
     Submit,
+    Unknown,
     WireError,
     WorkerGoodbye,
     WorkerHello,
@@ -138,16 +140,25 @@ class Loop:
                 answer = self.scheduler.sessions.obey(message, self.scheduler.incarnation)
                 send_to(self._api, identity, answer)
             case Hello():
-                if identity not in self.scheduler.replicas:
-                    log.info("API replica %s is here", message.replica)
-                    self._next_status = 0.0
-                self.scheduler.replicas.welcome(identity)
+                self._greet(identity, message)
             case Goodbye():
                 self._drop_replica(identity, "said goodbye")
             case Inquiry():
                 self._inform(identity, message.request_id)
             case _:
                 raise WireError(f"an API replica may not send {type(message).__name__}")
+
+    def _greet(self, identity: bytes, hello: Hello) -> None:
+        """A replica is here, and says what it waits for: what is not known here it must submit again."""
+        new = identity not in self.scheduler.replicas
+        if new:
+            log.info("API replica %s is here", hello.replica)
+            self._next_status = 0.0
+        unknown = self.scheduler.reconcile(identity, hello.handles.tolist())
+        if unknown:
+            # After what was to be sent: the end of one of them may be among it.
+            self._send_news()
+            send_to(self._api, identity, Unknown(self.scheduler.incarnation, np.array(unknown, np.int32), new))
 
     def _obey(self, identity: bytes, order: Order) -> None:
         """Carries out an operator's order and answers, after the news that it makes."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Finish, LogprobMode, RequestError, Submit
+from interfaces import Finish, LogprobMode, RequestError, Submit, TextContext
 from interfaces.logprob_reports import LogprobReports
 from scheduler.outbox import Outbox
 from scheduler.rows import RowTable
@@ -35,25 +35,32 @@ class Stream:
     logprobs: list[float] = field(default_factory=list)
     reports: list[LogprobReports] = field(default_factory=list)
 
-    @property
-    def complete(self) -> bool:
-        """Whether all that its client wants to hear is here: an earlier scheduler may have told log-probabilities."""
-        sampling = self.sequence.sampling
+    def has_all(self, asked: TextContext) -> bool:
+        """Whether all that this client still wants to hear is here: an earlier scheduler may have told it more tokens
+        or log-probabilities, and hidden states are not kept.
+        """
+        sampling, emitted = self.sequence.sampling, self.sequence.emitted
+        if asked.hidden_states or asked.tokens.generated_length > emitted:
+            return False
         wanted = sampling.logprobs != LogprobMode.NONE or sampling.reports
-        return not wanted or len(self.logprobs) == self.sequence.emitted
+        return not wanted or len(self.logprobs) == emitted
 
-    def retell(self, outbox: Outbox, replica: int, handle: int) -> None:
-        """Everything that was told so far, and the end if there was one, for one more listener."""
-        tokens = np.array(self.sequence.tokens.generated, np.int32)
+    def retell(self, outbox: Outbox, replica: int, handle: int, listener: TextContext) -> None:
+        """What was told so far and the listener does not have yet, and the end if there was one."""
+        first = listener.tokens.generated_length
+        tokens = np.array(self.sequence.tokens.generated[first:], np.int32)
         ends = np.zeros(len(tokens), np.int8)
         with_token = self.finished in (Finish.STOP, Finish.LENGTH) and len(tokens) > 0
         if with_token:
             ends[-1] = self.finished
-        for reports in self.reports:
+        for told in self.reports:
+            news = (told.positions < self.sequence.prompt_len) | (told.positions >= len(listener.tokens))
+            reports = told.select(news)
             owners = np.full(len(reports.owners), handle, np.int32)
             outbox.reports(np.full(len(owners), replica, np.int32), replace(reports, owners=owners))
         if len(tokens):
-            logprobs = np.array(self.logprobs, np.float32) if len(self.logprobs) == len(tokens) else None
+            whole = len(self.logprobs) == self.sequence.emitted
+            logprobs = np.array(self.logprobs[first:], np.float32) if whole else None
             replicas, handles = np.full((2, len(tokens)), [[replica], [handle]], np.int32)
             outbox.tokens(replicas, handles, tokens, ends, logprobs)
         if self.finished != Finish.ACTIVE and not with_token:

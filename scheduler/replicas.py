@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from interfaces.messages import REGISTRATION_SIZE, Results
 from scheduler.sequence import Sequence
 
 NOBODY = b""
@@ -14,10 +15,14 @@ _NOBODYS_NUMBER = -1
 
 @dataclass(slots=True)
 class Replica:
-    """An API process and its requests by handle. `number` is its name in columns."""
+    """An API process and its requests by handle. `number` is its name in columns; `told` counts its results."""
 
     number: int
     sequences: dict[int, Sequence] = field(default_factory=dict)
+    told: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.told = self.number * REGISTRATION_SIZE
 
 
 class Replicas:
@@ -58,8 +63,14 @@ class Replicas:
     def all_sequences(self) -> list[Sequence]:
         return [sequence for replica in self._by_identity.values() for sequence in replica.sequences.values()]
 
-    def identity_of(self, number: int) -> bytes | None:
-        return self._identity_of.get(number)
+    def address(self, number: int, results: Results) -> bytes | None:
+        """Numbers what is sent to a replica, and says where it goes; None when the replica is not there any more."""
+        identity = self._identity_of.get(number)
+        if identity is not None:
+            replica = self._by_identity[identity]
+            results.number = replica.told
+            replica.told += 1
+        return identity
 
     def number_of(self, sequence: Sequence) -> int:
         replica = self._by_identity.get(sequence.replica)

@@ -16,7 +16,7 @@ from api_server.engine_client import EngineClient
 from api_server.submission import Inbox, Submission
 from interfaces import shared_memory
 from interfaces.codec import encode
-from interfaces.messages import Finish, Results, Terms, WorkerHello
+from interfaces.messages import REGISTRATION_SIZE, Finish, Results, Terms, WorkerHello
 from interfaces.outputs import TextGenerationOutput
 from interfaces.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult, SchedulerStatus
 from interfaces.sampling import SamplingParams
@@ -179,6 +179,81 @@ async def test_results_of_a_past_incarnation_are_ignored(engine: EngineClient, d
     assert tokens_of(await read_all(submission)) == [7, 8, 9, 10, 11, 12]
 
 
+def token_of(double: SchedulerDouble, submission: Submission, token: int, number: int) -> bytes:
+    return encode(
+        Results(double.incarnation, int32(submission.handle), int32(token), np.zeros(1, np.int8), number=number)
+    )
+
+
+async def test_results_that_were_lost_leave_no_gap(engine: EngineClient, double: SchedulerDouble) -> None:
+    double.hold.set()
+    submission = engine.submit(asking("r", sampling()))
+    await until(lambda: double.running)
+    double.send_raw(token_of(double, submission, 7, REGISTRATION_SIZE))
+    await until(lambda: submission.context.tokens.generated_length == 1)
+    double.send_raw(token_of(double, submission, 9, REGISTRATION_SIZE + 2))
+    await until(lambda: len(double.submits) == 2)
+    before, after = double.submits
+    assert after.context.tokens.generated.tolist() == [7]
+    assert after.again
+    assert not before.again
+    assert before.handle in double.cancelled
+    double.hold.clear()
+    assert tokens_of(await read_all(submission)) == [7, 8, 9, 10, 11, 12]
+
+
+async def test_results_that_make_no_sense_leave_no_gap(engine: EngineClient, double: SchedulerDouble) -> None:
+    double.hold.set()
+    submission = engine.submit(asking("r", sampling()))
+    await until(lambda: double.running)
+    broken = Results(
+        double.incarnation, int32(submission.handle, 1), int32(7), np.zeros(1, np.int8), number=REGISTRATION_SIZE
+    )
+    double.send_raw(encode(broken))
+    await asyncio.sleep(0.05)
+    double.send_raw(token_of(double, submission, 8, REGISTRATION_SIZE + 1))
+    await until(lambda: len(double.submits) == 2)
+    double.hold.clear()
+    assert tokens_of(await read_all(submission)) == [7, 8, 9, 10, 11, 12]
+
+
+async def test_a_request_that_no_message_can_hold_fails_alone(
+    engine: EngineClient, double: SchedulerDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double.hold.set()
+    other = engine.submit(asking("other", sampling()))
+    monkeypatch.setattr(engine_client, "MAX_MESSAGE_BYTES", 5000)
+    huge = TextContext.from_prompt(np.arange(5000, dtype=np.int32), sampling(), request_id="huge")
+    error = (await read_all(engine.submit(huge)))[-1].error
+    assert error is not None
+    assert error.code == ErrorCode.INVALID
+    assert "5000 are the most" in error.message
+    double.hold.clear()
+    assert tokens_of(await read_all(other)) == [7, 8, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("late", [True, False])
+async def test_after_a_standstill_of_this_process_the_scheduler_is_not_blamed(
+    engine: EngineClient, double: SchedulerDouble, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """A whole machine that was suspended: nobody could speak, and nobody's requests fail for it."""
+    double.hold.set()
+    submission = engine.submit(asking("r", sampling()))
+    await until(lambda: double.running)
+    double.silent.set()
+    await asyncio.sleep(0.2)
+    assert engine._hello is not None
+    engine._hello.cancel()
+    engine._heard -= 3600
+    engine._last_beat -= 3600 if late else 0
+    engine._beat()
+    assert (engine.running == 1) == late
+    double.silent.clear()
+    double.hold.clear()
+    if late:
+        assert tokens_of(await read_all(submission)) == [7, 8, 9, 10, 11, 12]
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -313,7 +388,7 @@ async def test_cancelled_refused_and_unsent_requests_leave_nothing_in_shared_mem
     await read_all(engine.submit(seeing("refused", 6, picture())))
     assert segments() == before
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_send", lambda message: False)
+        patch.setattr(engine, "_send_bytes", lambda data: False)
         await read_all(engine.submit(seeing("unsent", 6, picture())))
     assert segments() == before
     assert len(removals) == len(set(removals)) == 4

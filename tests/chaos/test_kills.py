@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.chaos.streams import Heard, Request
-from tests.chaos.waves import Disturbance, both, compare, kill, kill_again_while_it_loads, run
+from tests.chaos.waves import Disturbance, both, compare, kill, kill_again_while_it_loads, pause, run
 from tests.system.server import Server
 from tests.system.test_resilience import used_blocks
 
@@ -30,6 +30,19 @@ def test_a_killed_process_is_only_a_pause(
 ) -> None:
     outcome = compare(asked, undisturbed, run(server, asked, disturb, after))
     assert outcome.clean, f"{outcome}\n{server.log.read_text()[-5000:]}"
+    server.wait_for("all blocks are free", 5, lambda: used_blocks(server) == 0)
+
+
+def test_an_api_process_that_stands_still_is_only_a_pause(
+    server: Server, asked: list[Request], undisturbed: list[Heard]
+) -> None:
+    """The scheduler gives its requests up after five seconds of silence, and must say so when it speaks again."""
+    log = len(server.log.read_text())
+    outcome = compare(asked, undisturbed, run(server, asked, pause("api_server", 8), MID_WAVE))
+    told = server.log.read_text()[log:]
+    assert outcome.clean, f"{outcome}\n{told[-5000:]}"
+    assert "was silent for 5 s" in told
+    assert "the scheduler had given this process up: submitting" in told
     server.wait_for("all blocks are free", 5, lambda: used_blocks(server) == 0)
 
 

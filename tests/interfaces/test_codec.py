@@ -42,6 +42,7 @@ from interfaces import (
     Terms,
     TextAndVisionContext,
     TextContext,
+    Unknown,
     WireError,
     WorkerGoodbye,
     WorkerHello,
@@ -158,11 +159,12 @@ statuses = st.builds(
 seconds = st.none() | st.floats(0, 1e6)
 terms = st.builds(Terms, text, st.integers(1, 1000), i31, seconds, seconds, text)
 messages = st.one_of(
-    st.builds(Hello, text),
+    st.builds(Hello, text, column(np.int32)),
+    st.builds(Unknown, i31, column(np.int32), st.booleans()),
     st.builds(Goodbye, text),
     st.builds(Cancel, column(np.int32)),
     st.builds(Detach, column(np.int32)),
-    st.builds(Submit, i31, contexts, terms),
+    st.builds(Submit, i31, contexts, terms, st.booleans()),
     st.builds(
         Results,
         incarnation=i31,
@@ -174,6 +176,7 @@ messages = st.one_of(
         errors=st.dictionaries(i31, st.builds(RequestError, text, text), max_size=3),
         queued=st.dictionaries(i31, i31, max_size=3),
         reports=reports,
+        number=st.integers(0, 2**63 - 1),
     ),
     st.builds(Order, i31, i31, st.lists(text, max_size=3)),
     st.builds(OrderAnswer, i31, i31, text, i31),
@@ -267,7 +270,7 @@ def test_random_bytes_are_refused(wire: bytes) -> None:
         ([PROTOCOL_VERSION, 255], "unknown message tag"),
         ([PROTOCOL_VERSION, [], "x"], "unknown message tag"),
         ([PROTOCOL_VERSION, 1], "Hello"),
-        ([PROTOCOL_VERSION, 1, 7], r"Hello\.replica: expected str, got int"),
+        ([PROTOCOL_VERSION, 1, 7, b""], r"Hello\.replica: expected str, got int"),
         ([PROTOCOL_VERSION, 3, [1, 2]], r"Cancel\.handles: expected the bytes of a column of int32, got list"),
         ("text", "a message is an array"),
     ],

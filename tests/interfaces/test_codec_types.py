@@ -254,7 +254,7 @@ ELSEWHERE = {
     *("Cancel", "Goodbye", "Hello", "Join", "Order", "OrderAnswer", "Results", "Status", "Step", "StepResult"),
     *("Detach", "Inquiry", "InquiryAnswer", "Retire", "Terms", "WorkerGoodbye"),
     *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionOrder"),
-    *("Submit", "WorkerHello", "WorkerStatus"),
+    *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
     # what only ever is within one process
     *("AudioGenerationInputs", "EmbeddingsGenerationInputs", "PixelGenerationInputs", "TextGenerationInputs"),
     *("BatchProcessorInputs", "ProcessorInputs"),

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from interfaces.codec import decode, encode
-from interfaces.messages import Goodbye, Hello
+from interfaces.messages import Goodbye, Inquiry
 from shared.curve import bind_secure, check_server_keys, make_peer_keys, make_server_keys
 from shared.settings import SettingsError
 from shared.sockets import bind_router, connect_dealer, send_to
@@ -55,10 +55,10 @@ def test_a_listed_peer_talks_and_so_does_one_on_this_machine(
     remote = connect_dealer(context, endpoint, b"remote", keys / "box")
     local = connect_dealer(context, f"ipc://{tmp_path}/s.sock", b"local")
     for dealer, name in ((remote, b"remote"), (local, b"local")):
-        dealer.send(encode(Hello(name.decode())))
+        dealer.send(encode(Inquiry(name.decode())))
         assert router.poll(5000)
         identity, frame = router.recv_multipart()
-        assert (identity, decode(frame)) == (name, Hello(name.decode()))
+        assert (identity, decode(frame)) == (name, Inquiry(name.decode()))
         assert send_to(router, name, Goodbye("x"))
         assert dealer.poll(5000)
         assert decode(dealer.recv()) == Goodbye("x")
@@ -107,7 +107,7 @@ def test_a_stranger_gets_nothing(
     context: zmq.Context[Any], served: tuple[zmq.Socket[bytes], str], keys: Path, disguise: Any
 ) -> None:
     router, endpoint = served
-    given = [encode(Hello("let me in")), *disguise(keys)]
+    given = [encode(Inquiry("let me in")), *disguise(keys)]
     command = [sys.executable, "-c", STRANGER, endpoint, *(part.hex() for part in given)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
         assert stranger.stdin is not None
@@ -119,7 +119,7 @@ def test_a_stranger_gets_nothing(
         stranger.stdin.flush()
         assert stranger.stdout.readline() == "silent\n", "a stranger was answered"
     friend = connect_dealer(context, endpoint, b"friend", keys / "box")
-    friend.send(encode(Hello("friend")))
+    friend.send(encode(Inquiry("friend")))
     assert router.poll(5000)
     assert router.recv_multipart()[0] == b"friend"
 
@@ -140,7 +140,7 @@ def test_noise_on_the_port_does_no_harm(
             # ZMTP's public greeting is all that is said before a peer has proved itself.
             assert len(heard) <= 128
     friend = connect_dealer(context, endpoint, b"friend", keys / "box")
-    friend.send(encode(Hello("friend")))
+    friend.send(encode(Inquiry("friend")))
     assert router.poll(5000)
     assert router.recv_multipart()[0] == b"friend"
 
@@ -180,7 +180,7 @@ def test_the_allow_list_is_read_at_the_start(
 ) -> None:
     router, endpoint = served
     late = connect_dealer(context, endpoint, b"late", make_peer_keys(keys, "late"))
-    late.send(encode(Hello("late")))
+    late.send(encode(Inquiry("late")))
     started = time.monotonic()
     assert not router.poll(QUIET_MS)
     assert time.monotonic() - started >= QUIET_MS / 1000 - 0.05

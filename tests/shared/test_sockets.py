@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from interfaces.codec import decode, encode
-from interfaces.messages import Cancel, Goodbye, Hello
+from interfaces.messages import Cancel, Goodbye, Inquiry
 from shared.sockets import bind_router, connect_dealer, connect_dealer_async, send_to
 
 
@@ -37,9 +37,9 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
 def test_messages_travel_both_ways_under_the_peers_name(context: zmq.Context[Any], endpoint: str) -> None:
     dealer = connect_dealer(context, endpoint, b"api:0")  # may come before the bind: it connects when it can
     router = bind_router(context, endpoint)
-    dealer.send(encode(Hello("api:0")))
+    dealer.send(encode(Inquiry("api:0")))
     identity, frame = receive(router)
-    assert (identity, decode(frame)) == (b"api:0", Hello("api:0"))
+    assert (identity, decode(frame)) == (b"api:0", Inquiry("api:0"))
     handles = np.arange(5, dtype=np.int32)
     assert send_to(router, b"api:0", Cancel(handles))
     (frame,) = receive(dealer)
@@ -52,7 +52,7 @@ def test_an_unknown_or_vanished_peer_is_told_at_once(context: zmq.Context[Any], 
     router = bind_router(context, endpoint)
     assert not send_to(router, b"nobody", Goodbye("x"))
     dealer = connect_dealer(context, endpoint, b"api:0")
-    dealer.send(encode(Hello("api:0")))
+    dealer.send(encode(Inquiry("api:0")))
     receive(router)
     dealer.close()
     for _ in range(500):
@@ -68,7 +68,7 @@ def test_a_peer_that_stops_reading_is_refused_not_waited_for(
     monkeypatch.setattr("shared.sockets.HIGH_WATER_MARK", 10)
     router = bind_router(context, endpoint)
     dealer = connect_dealer(context, endpoint, b"slow")
-    dealer.send(encode(Hello("slow")))
+    dealer.send(encode(Inquiry("slow")))
     receive(router)
     block = Cancel(np.zeros(100_000, np.int32))
     taken = next(count for count in range(1000) if not send_to(router, b"slow", block))
@@ -84,11 +84,11 @@ def test_a_peer_that_stops_reading_is_refused_not_waited_for(
 def test_a_peer_that_comes_back_takes_its_name_over(context: zmq.Context[Any], endpoint: str) -> None:
     router = bind_router(context, endpoint)
     old = connect_dealer(context, endpoint, b"worker:0")
-    old.send(encode(Hello("old")))
-    assert decode(receive(router)[1]) == Hello("old")
+    old.send(encode(Inquiry("old")))
+    assert decode(receive(router)[1]) == Inquiry("old")
     new = connect_dealer(context, endpoint, b"worker:0")
-    new.send(encode(Hello("new")))
-    assert decode(receive(router)[1]) == Hello("new")
+    new.send(encode(Inquiry("new")))
+    assert decode(receive(router)[1]) == Inquiry("new")
     assert send_to(router, b"worker:0", Goodbye("now"))
     assert decode(receive(new)[0]) == Goodbye("now")
 
@@ -96,15 +96,15 @@ def test_a_peer_that_comes_back_takes_its_name_over(context: zmq.Context[Any], e
 def test_a_dealer_finds_a_scheduler_that_was_restarted(context: zmq.Context[Any], endpoint: str) -> None:
     first = bind_router(context, endpoint)
     dealer = connect_dealer(context, endpoint, b"api:0")
-    dealer.send(encode(Hello("1")))
+    dealer.send(encode(Inquiry("1")))
     receive(first)
     first.close()
     second = bind_router(context, endpoint)
     for _ in range(100):
-        dealer.send(encode(Hello("2")))
+        dealer.send(encode(Inquiry("2")))
         if second.poll(50):
             break
-    assert decode(receive(second)[1]) == Hello("2")
+    assert decode(receive(second)[1]) == Inquiry("2")
 
 
 async def test_the_async_dealer_is_the_same(endpoint: str) -> None:
@@ -113,7 +113,7 @@ async def test_the_async_dealer_is_the_same(endpoint: str) -> None:
     try:
         router = bind_router(plain, endpoint)
         dealer = connect_dealer_async(context, endpoint, b"api:1")
-        await dealer.send(encode(Hello("api:1")))
+        await dealer.send(encode(Inquiry("api:1")))
         identity, _ = receive(router)
         assert send_to(router, identity, Goodbye("x"))
         assert decode(await dealer.recv()) == Goodbye("x")
