@@ -29,6 +29,7 @@ from api_server.http.protocol import HttpProtocol
 from api_server.state import ServerState
 from api_server.tokenizer import Tokenizer, hide_torch
 from shared import liveness, logs, phases
+from shared.addresses import LOOPBACK_NETWORKS
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 
@@ -121,6 +122,8 @@ async def _serve(
         log_level="warning",
         server_header=False,
         timeout_keep_alive=settings.keep_alive_timeout,
+        # What they say of their clients is for the log: rights come by keys and by the connection alone (access.py).
+        forwarded_allow_ips=os.environ.get("FORWARDED_ALLOW_IPS", ",".join(LOOPBACK_NETWORKS)),
         timeout_graceful_shutdown=settings.drain_timeout + SECONDS_FOR_LAST_FRAMES,
         **tls_options(settings),
     )

@@ -20,6 +20,7 @@ from api_server.errors import ErrorKind, RequestFailed
 from api_server.observer import Observer
 from api_server.tokenizer import Tokenizer
 from shared.access_keys import AccessKeys
+from shared.addresses import only_loopback
 from shared.fetch_hosts import FetchHosts
 from shared.settings import Settings
 
@@ -61,6 +62,11 @@ class ServerState:
     def model_name(self) -> str:
         """Name under which clients see the model."""
         return self.settings.public_model_name
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether only callers on this host can connect."""
+        return only_loopback(self.settings.host)
 
     @cached_property
     def fingerprint(self) -> str:

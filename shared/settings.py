@@ -75,8 +75,8 @@ class Settings:
     admin_api_key: str = _setting(
         "access",
         "",
-        "key for the operator's routes (/flush_cache, /abort_request...); without one they answer callers on this "
-        "host only",
+        "key for the operator's routes (/flush_cache, /abort_request...); without one they answer only a server's own "
+        "host, if it listens on a loopback address, and neither proxies nor web pages of other sites",
         secret=True,
     )
     ssl_certfile: str = _setting("access", "", "PEM file with the certificate chain: serve HTTPS instead of HTTP")

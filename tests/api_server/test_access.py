@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
+import socket
 
 import anthropic
 import httpx
@@ -108,6 +110,99 @@ def test_without_an_admin_key_operators_are_local_and_have_a_key(guarded: LiveSe
     assert HTTP.post(guarded.url + "/flush_cache", headers=bearer(KEYS[0])).status_code == 200
     far_away = bearer(KEYS[0]) | {"x-forwarded-for": "203.0.113.7"}
     assert HTTP.post(guarded.url + "/flush_cache", headers=far_away).status_code == 403
+
+
+OPERATORS = ["/flush_cache", "/abort_request", "/pause_generation", "/continue_generation"]
+
+
+def refusal(live: LiveServer, headers: list[tuple[str, str]], path: str = "/flush_cache") -> str:
+    response = HTTP.post(live.url + path, json={"rid": "a"}, headers=headers)
+    assert response.status_code == 403, response.text
+    assert not live.double.orders
+    message: str = response.json()["error"]["message"]
+    assert "--admin-api-key" in message
+    return message
+
+
+@pytest.mark.parametrize("path", OPERATORS)
+def test_operators_are_on_this_host(live: LiveServer, path: str) -> None:
+    assert "you are at 203.0.113.9" in refusal(live, [("x-forwarded-for", "203.0.113.9")], path)
+    assert HTTP.post(live.url + path, json={"rid": "a"}).status_code == 200
+    assert live.double.orders
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("X-Forwarded-For", "127.0.0.1"),
+        ("X-Forwarded-For", ""),
+        ("X-Forwarded-For", "unknown"),
+        ("X-Forwarded-For", "127.0.0.1, 203.0.113.7:5555"),
+        ("X-Forwarded-For", "2001:db8::7"),
+        ("X-Forwarded-Proto", "https"),
+        ("X-Forwarded", "for=127.0.0.1"),
+        ("Forwarded", "for=203.0.113.7"),
+        ("Forwarded", 'for="[::1]"'),
+        ("X-Real-IP", "127.0.0.1"),
+        ("Via", "1.1 cache"),
+        ("CF-Connecting-IP", "203.0.113.7"),
+        ("True-Client-IP", "203.0.113.7"),
+        ("X-Envoy-External-Address", "203.0.113.7"),
+    ],
+)
+def test_who_comes_through_a_proxy_is_no_operator(live: LiveServer, name: str, value: str) -> None:
+    refusal(live, [(name, value)])
+    refusal(live, [(name, value), (name, "127.0.0.1")])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_server_that_others_can_reach_has_no_operators_without_a_key(live: LiveServer, host: str) -> None:
+    live.state.settings = dataclasses.replace(live.state.settings, host=host)
+    assert f"it listens on {host}" in refusal(live, [])
+    live.state.keys = AccessKeys(admins=(digest_of(ADMIN),))
+    assert HTTP.post(live.url + "/flush_cache", headers=bearer(ADMIN)).status_code == 200
+
+
+async def test_the_forms_of_an_address_are_one(live: LiveServer) -> None:
+    """A socket on `::` shows IPv4 peers in IPv6's clothes."""
+    for client, reason in (("::ffff:10.0.0.7", "you are at ::ffff:10.0.0.7"), ("10.0.0.7", "you are at 10.0.0.7")):
+        transport = httpx.ASGITransport(create(live.state), client=(client, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            response = await http.post("/flush_cache")
+            assert (response.status_code, reason in response.text) == (403, True)
+
+
+def test_plain_nginx_says_nothing_but_http_1_0(live: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2])), timeout=10) as connection:
+        head = "POST /flush_cache HTTP/1.0\r\nHost: 127.0.0.1:8000\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 403")
+    assert not live.double.orders
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("origin", "https://evil.example")],
+        [("origin", "null")],
+        [("origin", "http://[")],
+        [("origin", "http://localhost:1")],
+        [("sec-fetch-site", "cross-site")],
+        [("sec-fetch-site", "same-site")],
+        [("host", "evil.example")],
+        [("host", "127.0.0.1.evil.example:80"), ("origin", "http://127.0.0.1.evil.example:80")],
+        [("host", "")],
+    ],
+)
+def test_a_web_page_of_another_site_is_no_operator(live: LiveServer, headers: list[tuple[str, str]]) -> None:
+    refusal(live, headers)
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "[::1]", "LOCALHOST:9"])
+def test_our_own_page_and_tools_are(live: LiveServer, name: str) -> None:
+    headers = {"host": name, "origin": f"http://{name}", "sec-fetch-site": "same-origin"}
+    assert HTTP.post(live.url + "/flush_cache", headers=headers).status_code == 200
+    assert HTTP.get(live.url + "/flush_cache", headers={"host": name, "sec-fetch-site": "none"}).status_code == 200
 
 
 def test_refusals_are_counted(guarded: LiveServer) -> None:
