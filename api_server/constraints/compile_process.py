@@ -35,6 +35,8 @@ MEMORY_BYTES = 1 << 30
 """Beyond what this process has itself."""
 CHILDREN = 4
 """Constraints compiled at once."""
+MOST_LISTED = 8
+"""Places of a schema that are named in one line of the log."""
 NICENESS = 10
 """Tokens that flow come first."""
 
@@ -125,9 +127,14 @@ class Compiler:
 
 
 def outcome(vocabulary: Vocabulary, special: Mapping[str, int], kind: str, source: str) -> dict[str, str]:
-    """The compiled `grammar`, or the `error`; `special` are the tokens that stand for no text."""
+    """The compiled `grammar`, or the `error`; `special` are the tokens that stand for no text.
+
+    `ignored` says what of a schema changes nothing.
+    """
     try:
-        return {"grammar": checked(vocabulary, translate(kind, source, special))}
+        grammar, ignored = translate(kind, source, special)
+        said = {"ignored": _listed(ignored)} if ignored else {}
+        return {"grammar": checked(vocabulary, grammar)} | said
     except GrammarError as error:
         return {"error": readable(str(error))}
     except MemoryError:
@@ -136,6 +143,12 @@ def outcome(vocabulary: Vocabulary, special: Mapping[str, int], kind: str, sourc
         return {"error": "it has half of a surrogate pair, which is no character"}
     except RecursionError:
         return {"error": "it is nested too deeply"}
+
+
+def _listed(places: list[str]) -> str:
+    """For the log: few of them are enough to find the rest."""
+    more = f" and {len(places) - MOST_LISTED} more" if len(places) > MOST_LISTED else ""
+    return ", ".join(places[:MOST_LISTED]) + more
 
 
 def checked(vocabulary: Vocabulary, grammar: str) -> str:

@@ -31,7 +31,7 @@ MOST_WAITING = 256
 """Constraints that are being compiled or wait for it."""
 
 Outcome = dict[str, str]
-"""`grammar`, or `error`."""
+"""`grammar`, perhaps with `ignored`, or `error`."""
 
 
 class ConstraintCompiler:
@@ -56,6 +56,8 @@ class ConstraintCompiler:
         outcome = self._known.get(key)
         if outcome is None:
             outcome = await self._ask(key, constraint)
+            if "ignored" in outcome:
+                log.warning("%s: ignored, because it restricts nothing: %s", constraint.field, outcome["ignored"])
         else:
             self._known.move_to_end(key)
         if "grammar" not in outcome:

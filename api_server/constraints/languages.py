@@ -1,8 +1,8 @@
 """From a constraint in any of its languages to the one that the matcher reads. Runs in the compiler's helper.
 
-Nothing that a client wrote is dropped in silence: what cannot be enforced is a GrammarError that says what. White space
-between the parts of JSON is free, but never endless. Strings in JSON have no \\u escapes: by one of these the name of a
-declared property could be written so that its schema does not see it.
+Nothing that a client wrote is dropped in silence: what cannot be enforced is a GrammarError that says what, and what
+asks for nothing is listed. White space between the parts of JSON is free, but never endless. Strings in JSON have no
+\\u escapes: by one of these the name of a declared property could be written so that its schema does not see it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from llguidance import LLMatcher
 
 from api_server.constraints import ebnf, structural_tag
 from api_server.constraints.limits import check_pattern, check_schema, check_size
+from api_server.constraints.schema_terms import enforceable
+from api_server.constraints.structural_tag import SchemaText
 from interfaces.constraint import ConstraintKind
 from shared.grammar import GrammarError
 
@@ -31,12 +33,20 @@ _OPTIONS_KEY = "x-guidance"
 _JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
 
 
-def translate(kind: str, source: str, special: Mapping[str, int]) -> str:
-    """`source` for `shared.grammar.Vocabulary.matcher`; `special` are the special tokens. Raises GrammarError."""
+def translate(kind: str, source: str, special: Mapping[str, int]) -> tuple[str, list[str]]:
+    """`source` for `shared.grammar.Vocabulary.matcher`, and what was left out of its schemas because it asks nothing.
+
+    `special` are the special tokens. Raises GrammarError.
+    """
     check_size(source, pattern=kind == ConstraintKind.REGEX)
+    ignored: list[str] = []
+    return _translated(kind, source, special, lambda schema: _schema_text(schema, ignored)), ignored
+
+
+def _translated(kind: str, source: str, special: Mapping[str, int], schema_text: SchemaText) -> str:
     match kind:
         case ConstraintKind.JSON_SCHEMA:
-            return f"start: %json {_schema_text(_parsed(source))}"
+            return f"start: %json {schema_text(_parsed(source))}"
         case ConstraintKind.REGEX:
             return _pattern(source)
         case ConstraintKind.CHOICE:
@@ -45,9 +55,9 @@ def translate(kind: str, source: str, special: Mapping[str, int]) -> str:
             rule, lines = ebnf.to_lark(source)
             return "\n".join(["%llguidance {}", f"start: {rule}", *lines]) + "\n"
         case ConstraintKind.LARK:
-            return _lark(source)
+            return _lark(source, schema_text)
         case ConstraintKind.STRUCTURAL_TAG:
-            return structural_tag.to_lark(_parsed(source), special, _schema_text)
+            return structural_tag.to_lark(_parsed(source), special, schema_text)
     raise GrammarError(f"{kind} is no language of constraints")
 
 
@@ -60,14 +70,18 @@ def _parsed(source: str) -> Any:
         raise GrammarError("it is nested too deeply") from None
 
 
-def _schema_text(schema: Any) -> str:
-    """The schema with our options in it."""
+def _schema_text(schema: Any, ignored: list[str]) -> str:
+    """The schema with our options in it; `ignored` gets what was left out."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError(f"a JSON schema must be an object, got {json.dumps(schema):.60}")
     check_schema(schema)
-    return json.dumps({**schema, _OPTIONS_KEY: JSON_OPTIONS}, ensure_ascii=False)
+    found, left_out = enforceable(schema)
+    ignored += left_out
+    if not isinstance(found, dict):
+        raise GrammarError("no text can match it")
+    return json.dumps({**found, _OPTIONS_KEY: JSON_OPTIONS}, ensure_ascii=False)
 
 
 def _pattern(pattern: str) -> str:
@@ -86,7 +100,7 @@ def _literal_pattern(text: str) -> str:
     return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
-def _lark(source: str) -> str:
+def _lark(source: str, schema_text: SchemaText) -> str:
     """The schemas in it are checked, and get our options."""
     decoder = json.JSONDecoder()
     parts, position = [], 0
@@ -97,6 +111,6 @@ def _lark(source: str) -> str:
             schema, end = decoder.raw_decode(source, found.end())
         except (json.JSONDecodeError, RecursionError) as error:
             raise GrammarError(f"%json at position {found.start()}: {error}") from None
-        parts += [source[position : found.end()], _schema_text(schema)]
+        parts += [source[position : found.end()], schema_text(schema)]
         position = end
     return "".join([*parts, source[position:]])

@@ -27,7 +27,8 @@ def loaded() -> tuple[Vocabulary, dict[str, int]]:
 def compiled(kind: str, source: Any) -> str:
     """Raises GrammarError."""
     vocabulary, special = loaded()
-    return checked(vocabulary, translate(kind, source if isinstance(source, str) else json.dumps(source), special))
+    grammar, _ = translate(kind, source if isinstance(source, str) else json.dumps(source), special)
+    return checked(vocabulary, grammar)
 
 
 def allows(grammar: str, text: str) -> bool:
