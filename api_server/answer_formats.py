@@ -88,36 +88,40 @@ class AnswerFormats:
             return request
         return replace(request, opening=self.reasoning.opening)
 
-    def constrained(self, request: TextGenerationRequest, prompt: Sequence[int]) -> TextGenerationRequest:
+    def constrained(
+        self, request: TextGenerationRequest, prompt: Sequence[int], schemas: Mapping[str, Any] | None = None
+    ) -> TextGenerationRequest:
         """The request with the grammar of its calls, if they are forced, strict, or possible beside a document.
+
+        `schemas` are those that calls are held to, by the names of their tools; None: as the tools have them.
 
         A form begins after the reasoning that the prompt has opened.
         """
         opened = bool(request.messages) and self.opens(prompt)
-        made = self._form(request, opened)
+        made = self._form(request, opened, schemas_of(request) if schemas is None else schemas)
         if made is None:
             return request
         if opened and self.reasoning is not None and not made.begins_after:
             made = replace(made, begins_after=self.reasoning.markers.ends[0])
         return replace(request, constraint=made)
 
-    def _form(self, request: TextGenerationRequest, opened: bool) -> Constraint | None:
-        given, tools, schemas = request.constraint, self.tools_for(request), schemas_of(request)
+    def _form(self, request: TextGenerationRequest, opened: bool, schemas: Mapping[str, Any]) -> Constraint | None:
+        given, tools = request.constraint, self.tools_for(request)
         if tools is None:
             return given
         grammar = CallGrammar(tools, self.tokenizer.token_of, after_thought=opened)
         thinks = self.reasoning if not opened and _may_think(request) else None
         if request.forced_tools is not None:
             forced = {name: schemas[name] for name in request.forced_tools}
-            source = grammar.source(forced, request.parallel_tool_calls, thinks)
+            source = grammar.source(forced, request.most_calls, thinks)
             return Constraint(ConstraintKind.LARK, source, field="tools")
         if given is not None:
             if given.kind is not ConstraintKind.JSON_SCHEMA:
                 return given
-            source = grammar.source(schemas, request.parallel_tool_calls, thinks, given.source)
+            source = grammar.source(schemas, request.most_calls, thinks, given.source)
             return Constraint(ConstraintKind.LARK, source, given.begins_after, given.field)
         strict = [tool["function"]["name"] for tool in request.tools or () if tool["function"].get("strict") is True]
-        tags = strict_tags(tools, schemas, strict) if strict else None
+        tags = strict_tags(tools, {**schemas_of(request), **schemas}, strict) if strict else None
         return None if tags is None else Constraint(ConstraintKind.STRUCTURAL_TAG, tags, field="tools")
 
     @property
@@ -136,7 +140,7 @@ def _may_think(request: TextGenerationRequest) -> bool:
     return options.get("enable_thinking") is not False and options.get("thinking") is not False
 
 
-def schemas_of(request: TextGenerationRequest) -> Mapping[str, Any]:
+def schemas_of(request: TextGenerationRequest) -> dict[str, Any]:
     """The schemas of the parameters of the request's tools, by name."""
     functions = [tool.get("function") for tool in request.tools or ()]
     return {each["name"]: each.get("parameters") or {} for each in functions if isinstance(each, Mapping)}

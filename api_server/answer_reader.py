@@ -27,7 +27,7 @@ class AnswerReader:
         self._parser = parser
         self._finder = finder
         self._thinking = thinking
-        self._one_call = not request.parallel_tool_calls
+        self._most_calls = request.most_calls
         self._inline = not request.separate_reasoning
         self._at_once = not request.stream_reasoning
         self._budget = request.max_thinking_tokens
@@ -36,8 +36,8 @@ class AnswerReader:
 
     @property
     def enough(self) -> bool:
-        """Whether the one call that is wanted is there."""
-        return self._one_call and self._parser.completed_calls > 0
+        """Whether all calls that are wanted are there."""
+        return self._most_calls is not None and self._parser.completed_calls >= self._most_calls
 
     @property
     def exhausted(self) -> bool:

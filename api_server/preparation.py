@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from api_server import resume
+from api_server.answer_formats import AnswerFormats
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
 from api_server.tokenizer import Prompt, Tokenizer
+from api_server.tool_schemas import Compile, held_to
 from interfaces.constraint import Constraint, ConstraintKind
 from interfaces.request_id import DUMMY_REQUEST_ID
 from interfaces.requests import TextGenerationRequest
@@ -69,8 +71,17 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
     limit, vocab_size = server.max_model_len, server.engine.vocab_size
     formats = server.formats
     found = [await prepare_one(server.tokenizer, formats.opened(each), limit, vocab_size) for each in batch]
-    formed = [replace(item, request=formats.constrained(item.request, item.prompt.tokens.tolist())) for item in found]
-    return [await constrained(item, server.tokenizer, server.constraints.compile) for item in formed]
+    compile_constraint = server.constraints.compile
+    return [
+        await constrained(await _formed(formats, item, compile_constraint), server.tokenizer, compile_constraint)
+        for item in found
+    ]
+
+
+async def _formed(formats: AnswerFormats, item: Prepared, compile_constraint: Compile) -> Prepared:
+    """With the form of the calls that it may make, if that is prescribed. Raises RequestFailed."""
+    schemas = await held_to(item.request, compile_constraint)
+    return replace(item, request=formats.constrained(item.request, item.prompt.tokens.tolist(), schemas))
 
 
 async def constrained(

@@ -175,6 +175,17 @@ class TextGenerationRequest(Request):
 
     __str__ = Request.__str__
 
+    @property
+    def most_calls(self) -> int | None:
+        """How many calls end the answer; None: the model ends it.
+
+        Forced ones are as many as there are tools to call: where every continuation is a call, a model may not find
+        an end.
+        """
+        if not self.parallel_tool_calls:
+            return 1
+        return None if self.forced_tools is None else len(self.forced_tools)
+
     @cached_property
     def number_of_images(self) -> int:
         """Image parts in the messages."""

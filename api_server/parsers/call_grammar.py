@@ -21,6 +21,10 @@ _FREE_TEXT = r"/([^<]|<[^\/])*/"
 """Text without `</`, which is how everything ends that such a text stands in."""
 
 
+MOST_CALLS = 16
+"""In one answer whose form is prescribed, if nothing else says how many."""
+
+
 @dataclass(frozen=True)
 class CallForm:
     """What stands around calls (`begin`, `separator`, `end`), and around name and arguments of one.
@@ -132,17 +136,17 @@ class CallGrammar:
         self._rules: list[str] = []
 
     def source(
-        self, schemas: Mapping[str, Any], parallel: bool, thought: ReasoningFormat | None, instead: str | None = None
+        self, schemas: Mapping[str, Any], most: int | None, thought: ReasoningFormat | None, instead: str | None = None
     ) -> str:
-        """Lark. Calls of the tools with these schemas; before them reasoning, if `thought` says how.
+        """Lark. Up to `most` calls of the tools with these schemas; before them reasoning, if `thought` says how.
 
         `instead` is the text of a JSON schema: an answer of that form will do as well.
         """
         form, self._rules = self._form, []
         names = [self._call(i, name, schema) for i, (name, schema) in enumerate(schemas.items())]
         before = "thought? " if thought else f"TEXT_{self._terminal('GAP', _GAP)} " if self._gap else ""
-        more = parallel and form.separator is not None
-        repeated = f" ({self._literal(form.separator or '')} call)*" if more else ""
+        more = 0 if form.separator is None else (most or MOST_CALLS) - 1
+        repeated = f" ({self._literal(form.separator or '')} call){{0,{more}}}" if more else ""
         rules = [
             f"start: {before}{'answer' if instead else 'calls'}",
             f"calls: {self._literal(form.begin)} call{repeated} {self._literal(form.end)}",
@@ -174,7 +178,7 @@ class CallGrammar:
         first = self._rule(f"first_{number}_{len(names)}", '""')
         later = self._rule(f"later_{number}_{len(names)}", '""')
         for i in range(len(names) - 1, -1, -1):
-            own = self._argument(f"{number}_{i}", names[i], schema_of(schema, names[i]), form)
+            own = self._argument(f"{number}_{i}", names[i], _with_definitions(schema, names[i]), form)
             skip_first, skip_later = ("", "") if names[i] in required else (f" | {first}", f" | {later}")
             first = self._rule(f"first_{number}_{i}", f"{own} {later}{skip_first}")
             later = self._rule(f"later_{number}_{i}", f"{separator} {own} {later}{skip_later}")
@@ -222,6 +226,14 @@ class CallGrammar:
                 parts += [*_quoted(text[at : found.start()]), f"<[{token}]>"]
                 at = found.end()
         return " ".join([*parts, *_quoted(text[at:])]) or '""'
+
+
+def _with_definitions(schema: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The schema of one parameter, which may refer to definitions beside it."""
+    own = schema_of(schema, name)
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema and "$ref" in json.dumps(own)} | dict(
+        own
+    )
 
 
 _GAP = r"/[ \n]{0,4}/"

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from api_server.parsers.answer import AnswerParser, parse
-from api_server.parsers.call_grammar import FORMS, CallGrammar
+from api_server.parsers.call_grammar import FORMS, MOST_CALLS, CallGrammar
 from api_server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
 from tests.api_server.conftest import byte_level_backend
 
@@ -82,8 +82,8 @@ def test_what_is_allowed_is_a_call(name: str, special: bool) -> None:
     rng, counts = random.Random(random.randrange(2**32)), []
     thought = REASONING_FORMATS["harmony" if name == "harmony" else "think"]
     for round_ in range(8):
-        parallel, thinks = rng.random() < 0.5, thought if round_ % 2 else None
-        grammar = CallGrammar(TOOL_FORMATS[name], token_of).source(SCHEMAS, parallel, thinks)
+        most, thinks = rng.choice([1, 2, None]), thought if round_ % 2 else None
+        grammar = CallGrammar(TOOL_FORMATS[name], token_of).source(SCHEMAS, most, thinks)
         text = walk(grammar, special, rng)
         if text is None:
             continue
@@ -92,13 +92,13 @@ def test_what_is_allowed_is_a_call(name: str, special: bool) -> None:
         for call in answer.calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
         counts.append(len(answer.calls))
-        assert counts[-1] == 1 or (parallel and counts[-1] > 1), (grammar, text)
+        assert 1 <= counts[-1] <= (most or MOST_CALLS), (grammar, text)
     assert counts
 
 
 def test_marks_that_are_tokens_cannot_be_spelled() -> None:
     backend, tokenizer = vocabulary(True)
-    grammar = CallGrammar(TOOL_FORMATS["hermes"], backend.token_to_id).source(SCHEMAS, False, None)
+    grammar = CallGrammar(TOOL_FORMATS["hermes"], backend.token_to_id).source(SCHEMAS, 1, None)
     for text, allowed in (("<", False), ("<tool_call>", True)):
         token = backend.token_to_id(text)
         assert token is not None
@@ -114,7 +114,7 @@ def test_a_document_will_do_as_well() -> None:
         "additionalProperties": False,
     }
     grammar = CallGrammar(TOOL_FORMATS["hermes"], vocabulary(False)[0].token_to_id).source(
-        SCHEMAS, False, None, json.dumps(document)
+        SCHEMAS, 1, None, json.dumps(document)
     )
     for _ in range(40):
         text = walk(grammar, False, rng)
@@ -128,7 +128,7 @@ def test_a_document_will_do_as_well() -> None:
 
 def test_after_reasoning_there_may_be_white_space() -> None:
     backend, tokenizer = vocabulary(False)
-    grammar = CallGrammar(TOOL_FORMATS["hermes"], backend.token_to_id, after_thought=True).source(SCHEMAS, False, None)
+    grammar = CallGrammar(TOOL_FORMATS["hermes"], backend.token_to_id, after_thought=True).source(SCHEMAS, 1, None)
     for gap in ("", "\n\n"):
         matcher = LLMatcher(tokenizer, grammar)
         assert matcher.consume_tokens(backend.encode(f'{gap}<tool_call>\n{{"name": "now"').ids)
