@@ -5,12 +5,36 @@ Knows their forms and what must fit together; knows neither templates nor how a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from api_server.errors import RequestFailed, invalid, unsupported
 from api_server.parsers.calls import is_name
+from api_server.refusals import report
+
+Reader = Callable[[Mapping[str, Any], str], list[dict[str, Any]] | None]
+"""The functions that one tool at a path stands for; None when a server would run it. Raises RequestFailed."""
+
+
+def listed(tools: Sequence[Any], read: Reader) -> list[dict[str, Any]]:
+    """All as functions. Tools that servers run themselves are left out beside functions, and refused alone."""
+    found: list[dict[str, Any]] = []
+    left_out: list[tuple[str, Any]] = []
+    for i, tool in enumerate(tools):
+        path = f"tools[{i}]"
+        if not isinstance(tool, Mapping):
+            raise invalid(f"{path} must be an object, got {tool!r:.100}", "tools")
+        functions = read(tool, path)
+        found += functions or ()
+        if functions is None:
+            left_out.append((f"{path}.type", tool.get("type")))
+    for path, kind in left_out:
+        if not found:
+            raise unsupported(path, f"a tool of type {kind!r:.100}, which servers run themselves,")
+        report(f"tool {kind}", "a tool of type %.100r, which servers run themselves, is left out of a request", kind)
+    return found
 
 
 @dataclass(frozen=True)
@@ -23,19 +47,19 @@ class ToolUse:
 
 def tool_use(tools: Sequence[Any] | None, choice: Any) -> ToolUse:
     """Raises RequestFailed. Tools may have their function's fields in `function` or, as Responses has it, beside it."""
-    listed = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
-    names = [tool["function"]["name"] for tool in listed]
+    functions = listed(tools or (), _function)
+    names = [tool["function"]["name"] for tool in functions]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise invalid(f"tools[{i}].function.name is {name!r} again: each tool needs a name of its own", "tools")
     mode, chosen = _choice(choice, names)
     if mode == "none":
         return ToolUse()
-    if mode == "required" and not listed:
+    if mode == "required" and not functions:
         raise invalid("tool_choice needs tools: give the tools of which one must be called", "tool_choice")
     # With one tool named the others are shown all the same: the prompt stays what it was, and cached.
     hidden = set(names).difference(chosen or names) if _is_selection(choice) else ()
-    shown = [tool for tool in listed if tool["function"]["name"] not in hidden]
+    shown = [tool for tool in functions if tool["function"]["name"] not in hidden]
     return ToolUse(shown or None, (chosen or names) if mode == "required" else None)
 
 
@@ -47,12 +71,38 @@ def _is_selection(choice: Any) -> bool:
     return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
 
 
-def _tool(given: Any, path: str) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise invalid(f"{path} must be an object with type and function", "tools")
+RUN_BY_SERVERS = frozenset(
+    {
+        "web_search",
+        "web_search_preview",
+        "file_search",
+        "code_interpreter",
+        "image_generation",
+        "mcp",
+        "tool_search",
+        "programmatic_tool_calling",
+    }
+)
+"""OpenAI's types of tools that no client runs; versions have a date behind the name."""
+
+
+def is_run_by_servers(kind: Any) -> bool:
+    return isinstance(kind, str) and _VERSION.sub("", kind) in RUN_BY_SERVERS
+
+
+_VERSION = re.compile(r"_\d{4}_\d{2}_\d{2}$")
+
+
+def _function(given: Mapping[str, Any], path: str) -> list[dict[str, Any]] | None:
     kind = given.get("type", "function")
+    if is_run_by_servers(kind):
+        return None
     if kind != "function":
-        raise unsupported(f"{path}.type", f"a tool of type {kind!r}, which servers run themselves,")
+        raise unsupported(f"{path}.type", f"a tool of type {kind!r:.100}: send a function")
+    return [_tool(given, path)]
+
+
+def _tool(given: Mapping[str, Any], path: str) -> dict[str, Any]:
     own = given.get("function")
     function = dict(own) if isinstance(own, Mapping) else {k: v for k, v in given.items() if k != "type"}
     name = function.get("name")

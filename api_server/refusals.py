@@ -1,37 +1,110 @@
-"""What is done with the fields of a body that no model has: known ones that are not built are refused by name.
+"""What is done with the fields of a body, at every depth: known, refused by what their value asks for, or reported.
 
-Knows no dialect: each has its own table. Nothing that would change an answer is ignored in silence.
+A field that this server has not is refused by its path if its value asks for something; what asks for nothing passes.
+A name that nobody knows is ignored, as by the servers whose clients send it, and logged once. Knows no dialect: each
+has its own table.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, get_args
+
+from pydantic import BaseModel
 
 from api_server.errors import unsupported
 
 log = logging.getLogger("tokenyard")
 
-Refusals = Mapping[str, tuple[str, Collection[Any]]]
-"""Names of fields: what each asks for, and the values that ask for nothing."""
+Asks = Callable[[Any], bool]
+"""Whether a value asks for what is refused."""
+
+Refusals = Mapping[str, tuple[str, Asks]]
+"""Paths of fields (`reasoning.mode`; lists have no index): what each is about, and which of its values ask for it."""
 
 _MAX_REPORTED = 100
 _reported: set[str] = set()
 
 
-def check(raw: Mapping[str, Any], refused: Refusals, known: Collection[str]) -> None:
-    """Raises RequestFailed(UNSUPPORTED) for the first refused field; logs each unknown name once."""
-    for name, value in raw.items():
-        if name in refused:
-            what, harmless = refused[name]
-            if not any(value is ok or (not isinstance(ok, bool) and value == ok) for ok in harmless):
-                raise unsupported(name, what)
-        elif name not in known:
-            _report(name)
+def unless(*harmless: Any) -> Asks:
+    """Every value asks but these. `False` and 0 are two values."""
+
+    def asks(value: Any) -> bool:
+        return not any(value is ok or (not isinstance(ok, bool) and value == ok) for ok in harmless)
+
+    return asks
 
 
-def _report(name: str) -> None:
+ALWAYS: Asks = unless(None)
+
+
+def check(raw: Mapping[str, Any], model: type[BaseModel], refused: Refusals, known: Collection[str] = ()) -> None:
+    """Raises RequestFailed(UNSUPPORTED) for the first value that asks for what is refused.
+
+    `model` says which fields there are, at every depth; `known` are paths of further ones.
+    """
+    _check(raw, model, refused, known, "", "")
+
+
+def report_unknown(paths: Iterable[str]) -> None:
+    """Fields that are ignored, as every dialect's reference does."""
+    for path in paths:
+        report(path, "the field %.100r of a request is unknown and ignored", path)
+
+
+def report(name: str, message: str, *args: object) -> None:
+    """A warning for the operator, once for each name, and not for endlessly many names."""
     if name not in _reported and len(_reported) < _MAX_REPORTED:
         _reported.add(name)
-        log.warning("the field %.100r of a request is unknown and ignored (reported once)", name)
+        log.warning(f"{message} (reported once)", *args)
+
+
+def _check(
+    raw: Mapping[str, Any],
+    model: type[BaseModel],
+    refused: Refusals,
+    known: Collection[str],
+    where: str,
+    path: str,
+) -> None:
+    for name, value in raw.items():
+        full, rule = where + name, path + name
+        if rule in refused:
+            what, asks = refused[rule]
+            if asks(value):
+                raise unsupported(full, what)
+        elif name not in model.model_fields:
+            if rule not in known and model.model_config.get("extra") == "ignore":
+                report_unknown([rule])
+        else:
+            for index, inner, form in _objects(value, model, name):
+                _check(inner, form, refused, known, f"{full}{index}.", f"{rule}.")
+
+
+def _objects(value: Any, model: type[BaseModel], name: str) -> Iterator[tuple[str, Mapping[str, Any], type[BaseModel]]]:
+    """The objects that a field holds, or its list, with their index as text."""
+    form = _form(model, name)
+    if form is None:
+        return
+    if isinstance(value, Mapping):
+        yield "", value, form
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            if isinstance(item, Mapping):
+                yield f"[{i}]", item, form
+
+
+@cache
+def _form(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The one model among the types of a field, if there is one."""
+    found = set(_models(model.model_fields[name].annotation))
+    return found.pop() if len(found) == 1 else None
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)

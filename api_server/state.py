@@ -18,6 +18,7 @@ from api_server.crowd import Crowd
 from api_server.engine_client import EngineClient
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.observer import Observer
+from api_server.sealed_text import Seal
 from api_server.tokenizer import Tokenizer
 from shared.access_keys import AccessKeys
 from shared.addresses import only_loopback
@@ -67,6 +68,10 @@ class ServerState:
     def is_local(self) -> bool:
         """Whether only callers on this host can connect."""
         return only_loopback(self.settings.host)
+
+    @cached_property
+    def seal(self) -> Seal:
+        return Seal(self.model_name)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from api_server.errors import invalid, unsupported
-from api_server.refusals import check
+from api_server.refusals import report_unknown
 from interfaces.constraint import Constraint, ConstraintKind
 
 ANY_OBJECT = '{"type":"object"}'
@@ -103,7 +103,7 @@ def _placed(value: dict[str, Any], kind: str, field: str) -> tuple[str, Any]:
     found = [name for name in places if name in given]
     if len(found) > 1:
         raise invalid(f"{field}.{found[0]} and {field}.{found[1]} exclude each other: give one of them", field)
-    check({f"{field}.{name}": part for name, part in given.items() if name not in _ANNOTATIONS | _ASKING}, {}, ())
+    report_unknown(f"{field}.{name}" for name in given if name not in _ANNOTATIONS | _ASKING)
     place = found[0] if found else next(iter(places), "")
     return place, given.get(place)
 
@@ -114,7 +114,7 @@ def _schema_in(wrapper: Any, path: str) -> Any:
         raise invalid(f"{path} must be an object with a schema", path)
     if not isinstance(wrapper.get("schema"), dict):
         raise invalid(f"{path}.schema must be a JSON schema (an object)", path)
-    check({f"{path}.{name}": part for name, part in wrapper.items() if name not in _ANNOTATIONS | {"schema"}}, {}, ())
+    report_unknown(f"{path}.{name}" for name in wrapper if name not in _ANNOTATIONS | {"schema"})
     return wrapper["schema"]
 
 

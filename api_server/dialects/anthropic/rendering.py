@@ -17,13 +17,17 @@ from api_server.sse import named_frame
 _REASON = {"stop_token": "end_turn", "stop_string": "stop_sequence"}
 
 
-def message(model: str, choice: Choice) -> dict[str, Any]:
+Edits = list[dict[str, Any]] | None
+"""The edits of the context that have acted; None: the request asked for none."""
+
+
+def message(model: str, choice: Choice, edits: Edits) -> dict[str, Any]:
     """The whole body of an answer."""
     blocks = [_block(block) for block in choice.answer.blocks] or [_EMPTY]
-    return _message(model, blocks, _ending(choice), _usage(choice))
+    return _message(model, blocks, _ending(choice), _usage(choice)) | _managed(edits)
 
 
-async def frames(model: str, generation: Generation) -> AsyncIterator[bytes]:
+async def frames(model: str, generation: Generation, edits: Edits) -> AsyncIterator[bytes]:
     """Block by block, as each is generated; the reason and the final usage at the end."""
     choice = generation.choices[0]
     opening = _message(model, [], {"stop_reason": None, "stop_sequence": None}, _usage(choice))
@@ -36,9 +40,13 @@ async def frames(model: str, generation: Generation) -> AsyncIterator[bytes]:
     last = len(told.blocks) - 1
     yield (
         (_start(0, _EMPTY) + _stop(0) if last < 0 else _stop(last))
-        + named_frame({"type": "message_delta", "delta": _ending(choice), "usage": _usage(choice)})
+        + named_frame({"type": "message_delta", "delta": _ending(choice), "usage": _usage(choice)} | _managed(edits))
         + named_frame({"type": "message_stop"})
     )
+
+
+def _managed(edits: Edits) -> dict[str, Any]:
+    return {} if edits is None else {"context_management": {"applied_edits": edits}}
 
 
 def _news(told: ParsedAnswer, piece: Piece) -> bytes:

@@ -1,22 +1,26 @@
 """Reads the bodies of Anthropic's Messages API and maps them to the internal request.
 
-Whatever a body asks for and this server cannot do is refused by name: nothing that changes an answer is ignored.
+Whatever a body asks for and this server cannot do is refused by name: nothing that changes an answer is ignored. What
+asks for nothing passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from api_server import body, documents, refusals
-from api_server.chat_tools import tool_use
+from api_server.chat_tools import listed, tool_use
 from api_server.constraints.given import response_format
+from api_server.dialects.anthropic.client_tools import as_function, is_run_by_servers
+from api_server.dialects.anthropic.context_edits import Count, Edited, Messages, edited
 from api_server.dialects.anthropic.documents import document_block
 from api_server.dialects.anthropic.schema import Conversation, MessagesBody, OutputConfig, Tool, ToolChoice
 from api_server.dialects.anthropic.turns import system_parts, turns
 from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
-from api_server.refusals import Refusals
+from api_server.refusals import ALWAYS, Refusals, unless
 from api_server.thinking import template_options
 from interfaces.chat import TextGenerationRequestMessage
 from interfaces.constraint import Constraint
@@ -26,27 +30,42 @@ from interfaces.sampling import SamplingParamsInput
 
 B = TypeVar("B", bound=Conversation)
 
+
+def _only_from_code(callers: Any) -> bool:
+    return isinstance(callers, list) and bool(callers) and "direct" not in callers
+
+
 REFUSED: Refusals = {
-    "mcp_servers": ("running tools", (None, [])),
-    "container": ("running code", (None,)),
-    "context_management": ("editing the context", (None, {})),
-    "diagnostics": ("explaining cache misses", (None,)),
-    "speed": ("a faster mode", (None, "standard")),
+    "mcp_servers": ("running tools", unless(None, [])),
+    "container": ("running code", unless(None, {})),
+    "diagnostics": ("explaining cache misses", unless(None, {})),
+    "speed": ("a faster mode", unless(None, "standard")),
+    "output_config.task_budget": ("a budget of several answers", ALWAYS),
+    "tools.allowed_callers": ("calling tools from code", _only_from_code),
 }
 """Fields that are documented and not built."""
 
-_WITHOUT_EFFECT = frozenset({"cache_control", "service_tier", "inference_geo", "betas"})
-"""Prompts are cached without being asked, and there is one tier in one place."""
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_control",
+        "service_tier",
+        "inference_geo",
+        "betas",
+        "tools.cache_control",
+        "tools.defer_loading",
+        "tools.eager_input_streaming",
+        "tools.input_examples",
+    }
+)
+"""Prompts are cached without being asked, there is one tier in one place, and tools are shown at once."""
 
 
 def read(call: Call, model: type[B]) -> B:
     """The body, checked. Raises RequestFailed."""
     raw = call.json
-    refusals.check(raw, REFUSED, {*MessagesBody.model_fields, *_WITHOUT_EFFECT})
-    for i, tool in enumerate(raw["tools"] if isinstance(raw.get("tools"), list) else ()):
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if kind not in (None, "custom"):
-            raise unsupported(f"tools[{i}].type", f"a tool of type {kind!r}, which servers run themselves,")
+    if isinstance(raw.get("tools"), list):
+        raw["tools"] = listed(raw["tools"], _functions)
+    refusals.check(raw, MessagesBody, REFUSED, _WITHOUT_EFFECT)
     try:
         parsed = body.parse(model, raw)
     except body.Mismatch as error:
@@ -55,10 +74,40 @@ def read(call: Call, model: type[B]) -> B:
     return parsed
 
 
-async def request(call: Call, given: Conversation) -> TextGenerationRequest:
+@dataclass(frozen=True)
+class Asked:
+    """A conversation as the model is to see it."""
+
+    request: TextGenerationRequest
+    edited: Edited
+    count: Count
+
+    @property
+    def edits(self) -> list[dict[str, Any]] | None:
+        """What was taken out; None when the request asked for nothing of the kind."""
+        return self.edited.applied
+
+
+async def request(call: Call, given: Conversation) -> Asked:
     """The conversation as one internal request; its length and sampling if it is to be answered."""
     await documents.load(call.server, given.messages, "messages", document_block)
-    messages = turns(given.messages)
+    counted: list[tuple[Messages, int]] = []
+
+    async def count(messages: Messages) -> int:
+        """Each conversation is counted once."""
+        known = next((tokens for same, tokens in counted if same is messages), None)
+        if known is not None:
+            return known
+        prompt = await call.server.tokenizer.prompt(_request(call, given, messages), None)
+        counted.append((messages, len(prompt.tokens)))
+        return len(prompt.tokens)
+
+    left = await edited(given.messages, given.context_management, count)
+    return Asked(_request(call, given, left.messages), left, count)
+
+
+def _request(call: Call, given: Conversation, said: Messages) -> TextGenerationRequest:
+    messages = turns(said)
     system = []
     if given.system:
         system.append(TextGenerationRequestMessage(role="system", content=system_parts(given.system)))
@@ -84,6 +133,19 @@ async def request(call: Call, given: Conversation) -> TextGenerationRequest:
         request_path=call.path,
         received=call.received,
     )
+
+
+def _functions(tool: Mapping[str, Any], path: str) -> list[dict[str, Any]] | None:
+    """A tool in the form of a custom one; None for one that a server would run."""
+    kind = tool.get("type")
+    if kind in (None, "custom"):
+        return [dict(tool)]
+    if isinstance(kind, str) and is_run_by_servers(kind):
+        return None
+    own = as_function(tool)
+    if own is None:
+        raise unsupported(f"{path}.type", f"a tool of type {kind!r:.100}")
+    return [own]
 
 
 def _sampling(given: MessagesBody) -> SamplingParamsInput:

@@ -57,19 +57,23 @@ def routes() -> list[BaseRoute]:
 async def messages(call: Call) -> Response:
     body = requests.read(call, MessagesBody)
     model = call.server.model_name
-    generation = await generate(call.server, await requests.request(call, body))
+    asked = await requests.request(call, body)
+    generation = await generate(call.server, asked.request)
     if body.stream:
-        frames = rendering.frames(model, generation)
+        frames = rendering.frames(model, generation, asked.edits)
         stream = EventStream(frames, generation.close, partial(error_frame, request_id=call.request_id))
         return _named(stream, call)
     (choice,) = await generation.collect()
-    return _json(rendering.message(model, choice), call)
+    return _json(rendering.message(model, choice, asked.edits), call)
 
 
 async def count_tokens(call: Call) -> Response:
     given = requests.read(call, Conversation)
-    prompt = await call.server.tokenizer.prompt(await requests.request(call, given), None)
-    return _json({"input_tokens": len(prompt.tokens)}, call)
+    asked = await requests.request(call, given)
+    count: dict[str, Any] = {"input_tokens": await asked.count(asked.edited.messages)}
+    if asked.edits is not None:
+        count["context_management"] = {"original_input_tokens": await asked.count(given.messages)}
+    return _json(count, call)
 
 
 def _json(value: dict[str, Any], call: Call) -> Response:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
+from api_server.dialects.anthropic.context_edits import ContextManagement
+
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 StopText = Annotated[str, Field(min_length=1)]
 
@@ -59,6 +61,7 @@ class Conversation(_Body):
     thinking: Thinking | None = None
     tools: list[Tool] | None = Field(None, description="Functions that the model may call")
     tool_choice: ToolChoice | None = None
+    context_management: ContextManagement | None = None
 
 
 class OutputConfig(_Body):
@@ -86,8 +89,13 @@ class MessagesBody(Conversation):
     stream: bool | None = Field(None, description="Send the answer as it is generated")
 
 
+class OriginalCount(BaseModel):
+    original_input_tokens: int = Field(description="Before context_management")
+
+
 class TokenCount(BaseModel):
     input_tokens: int
+    context_management: OriginalCount | None = None
 
 
 class Usage(BaseModel):
@@ -120,6 +128,19 @@ class ToolUseBlock(BaseModel):
 ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
+class AppliedEdit(BaseModel):
+    """What an edit of `context_management` has taken out."""
+
+    type: Literal["clear_tool_uses_20250919", "clear_thinking_20251015"]
+    cleared_input_tokens: int
+    cleared_tool_uses: int | None = None
+    cleared_thinking_turns: int | None = None
+
+
+class AppliedEdits(BaseModel):
+    applied_edits: list[AppliedEdit]
+
+
 class Message(BaseModel):
     id: str
     type: Literal["message"]
@@ -129,6 +150,7 @@ class Message(BaseModel):
     stop_reason: StopReason | None = Field(description="Null at the start of a stream")
     stop_sequence: str | None
     usage: Usage
+    context_management: AppliedEdits | None = Field(None, description="If the request has it")
 
 
 class MessageStart(BaseModel):
@@ -181,6 +203,7 @@ class MessageDelta(BaseModel):
     type: Literal["message_delta"]
     delta: Ending
     usage: Usage
+    context_management: AppliedEdits | None = Field(None, description="If the request has it")
 
 
 class MessageStop(BaseModel):

@@ -6,19 +6,23 @@ messages of their own here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from api_server.chat_messages import text_content
+from api_server.chat_messages import last_answer, text_content
 from api_server.errors import invalid
+from api_server.refusals import report
 from interfaces.chat import MessageContent, TextContentPart, TextGenerationRequestMessage
 
 _ROLES = ("user", "assistant", "system")
 _BLOCKS = {"text": "text"}
-_NOT_SHOWN = ("redacted_thinking",)
+_NOT_SHOWN = ("redacted_thinking", "container_upload", "compaction")
 """Blocks that say nothing that the model could read."""
+_RUN_ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result")
+"""Tools that another server has run in a conversation that goes on here."""
 
 
 @dataclass
@@ -40,8 +44,8 @@ def turns(given: Sequence[Any]) -> list[TextGenerationRequestMessage]:
 
     Raises RequestFailed for the first message that is wrong.
     """
-    last = len(given) - 1
-    read = [_turn(message, f"messages[{i}]", i == last) for i, message in enumerate(given)]
+    last, answered = len(given) - 1, last_answer(given)
+    read = [_turn(message, f"messages[{i}]", i == last, i < answered) for i, message in enumerate(given)]
     found = [
         m for role, group in groupby(filter(None, read), key=lambda t: t.role) for m in _messages(role, list(group))
     ]
@@ -78,7 +82,7 @@ def _messages(role: Any, group: list[_Turn]) -> list[TextGenerationRequestMessag
     return found
 
 
-def _turn(given: Any, path: str, last: bool) -> _Turn:
+def _turn(given: Any, path: str, last: bool, answered: bool) -> _Turn:
     role = given.get("role")
     if role not in _ROLES:
         raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r:.100}", f"{path}.role")
@@ -91,11 +95,11 @@ def _turn(given: Any, path: str, last: bool) -> _Turn:
     if not content:
         raise invalid(f"{path} must not be empty, nor any text in it", path)
     for i, block in enumerate(content):
-        _read(block, turn, f"{path}[{i}]")
+        _read(block, turn, f"{path}[{i}]", unseen=answered or role != "user")
     return turn
 
 
-def _read(block: Any, turn: _Turn, path: str) -> None:
+def _read(block: Any, turn: _Turn, path: str, unseen: bool) -> None:
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind == "tool_use" and turn.role == "assistant":
         turn.calls.append(_call(block, path))
@@ -105,8 +109,10 @@ def _read(block: Any, turn: _Turn, path: str) -> None:
         turn.thoughts.append(_text(block, "thinking", path))
     elif kind in ("tool_use", "tool_result", "thinking"):
         raise invalid(f"{path} of type {kind!r} cannot be in a turn of the {turn.role}", path)
+    elif isinstance(kind, str) and _RUN_ELSEWHERE.fullmatch(kind):
+        report(f"block {kind}", "a block of type %.100r, of a tool that ran elsewhere, is left out of a request", kind)
     elif kind not in _NOT_SHOWN:
-        turn.parts += _texts([block], path.rpartition("[")[0])
+        turn.parts += _texts([_shown(block)], path.rpartition("[")[0], unseen)
 
 
 def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -121,10 +127,31 @@ def _result(block: Mapping[str, Any], path: str) -> TextGenerationRequestMessage
     content, call_id = block.get("content"), _text(block, "tool_use_id", path)
     parts: Any = content or ""
     if isinstance(content, list):
-        parts = text_content(content, f"{path}.content", _BLOCKS)
+        parts = text_content(list(map(_shown, content)), f"{path}.content", _BLOCKS, unseen=True)
     elif not isinstance(parts, str):
         raise invalid(f"{path}.content must be a text or a list of blocks", f"{path}.content")
+    if block.get("is_error") is True:
+        parts = _failed(parts)
     return TextGenerationRequestMessage(role="tool", content=parts, tool_call_id=call_id)
+
+
+def _failed(parts: str | list[MessageContent]) -> str | list[MessageContent]:
+    """No chat template has a place for it: the result itself says that it is an error."""
+    if isinstance(parts, str):
+        return f"Error: {parts}".rstrip()
+    return [TextContentPart(text="Error:"), *parts]
+
+
+def _shown(block: Any) -> Any:
+    """Blocks that are texts in another form, as blocks of text."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "tool_reference":
+        return {"type": "text", "text": f"[You have the tool {block.get('tool_name')}.]"}
+    if kind == "search_result" and isinstance(block.get("content"), list):
+        texts = [part.get("text") for part in block["content"] if isinstance(part, Mapping)]
+        lines = [f"Title: {block.get('title')}", f"Source: {block.get('source')}", "", *filter(None, texts)]
+        return {"type": "text", "text": "\n".join(map(str, lines))}
+    return block
 
 
 def _text(block: Mapping[str, Any], name: str, path: str) -> str:
@@ -134,8 +161,8 @@ def _text(block: Mapping[str, Any], name: str, path: str) -> str:
     return found
 
 
-def _texts(given: Any, path: str) -> list[TextContentPart]:
-    content = text_content(given, path, _BLOCKS)
+def _texts(given: Any, path: str, unseen: bool = False) -> list[TextContentPart]:
+    content = text_content(given, path, _BLOCKS, unseen)
     parts = [TextContentPart(text=content)] if isinstance(content, str) else content
     if not parts or not all(isinstance(part, TextContentPart) and part.text for part in parts):
         raise invalid(f"{path} must not be empty, nor any text in it", path)

@@ -219,7 +219,7 @@ async def _frames(
     more: dict[str, Any] | None = None,
 ) -> AsyncIterator[bytes]:
     """`more` goes into the first chunk."""
-    include_usage = options is not None and bool(options.include_usage or options.continuous_usage_stats)
+    include_usage = options is not None and options.asks_for_usage
     continuous = options is not None and bool(options.continuous_usage_stats)
 
     def chunk(choice: dict[str, Any], **more: Any) -> bytes:

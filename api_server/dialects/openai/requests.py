@@ -5,7 +5,7 @@ Whatever a body asks for and this server cannot do is refused by name: nothing t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -17,11 +17,12 @@ from api_server.chat_messages import chat_messages
 from api_server.chat_tools import tool_use
 from api_server.constraints import given as given_constraints
 from api_server.dialects.openai.responses_schema import ResponsesBody
+from api_server.dialects.openai.responses_tools import Toolbox
 from api_server.dialects.openai.schema import ChatBody, CompletionBody, ExtendedBody, TextBody
 from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
 from api_server.logit_processors import processor_problem
-from api_server.refusals import Refusals
+from api_server.refusals import ALWAYS, Refusals, unless
 from api_server.stop_patterns import pattern_problem
 from api_server.thinking import template_options
 from interfaces.chat import TextGenerationRequestMessage
@@ -33,28 +34,28 @@ B = TypeVar("B", bound=TextBody)
 COMPLETION_MAX_TOKENS = 16
 LONGEST_BAD_WORD = 200
 
-_OFF: Collection[Any] = (None, False)
+_ON = unless(None, False)
 _REFUSED: Refusals = {
-    "prompt_logprobs": ("log probabilities of a prompt that is not echoed", _OFF),
-    "suffix": ("inserting text before a suffix", (None, "")),
-    "audio": ("audio", (None,)),
-    "modalities": ("output other than text", (None, ["text"])),
-    "prediction": ("predicted output", (None,)),
-    "web_search_options": ("web search", (None,)),
-    "functions": ("the old form of tools", (None, [])),
-    "function_call": ("the old form of tools", (None, "none", "auto")),
-    "use_beam_search": ("beam search", _OFF),
-    "documents": ("documents for the template", (None, [])),
-    "chat_template": ("a template sent by a client", (None,)),
-    "logits_processors": ("logits processors", (None, [])),
-    "custom_logit_processor": ("logits processors", (None,)),
-    "return_token_ids": ("returning token ids", _OFF),
-    "return_hidden_states": ("returning hidden states", _OFF),
-    "stop_regex": ("stopping at a pattern", (None, [])),
-    "lora_path": ("adapters", (None,)),
-    "priority": ("an order among requests", (None, 0)),
+    "prompt_logprobs": ("log probabilities of a prompt that is not echoed", _ON),
+    "suffix": ("inserting text before a suffix", unless(None, "")),
+    "audio": ("audio", ALWAYS),
+    "modalities": ("output other than text", unless(None, [], ["text"])),
+    "prediction": ("predicted output", ALWAYS),
+    "web_search_options": ("web search", ALWAYS),
+    "functions": ("the old form of tools", unless(None, [])),
+    "function_call": ("the old form of tools", unless(None, "none", "auto")),
+    "use_beam_search": ("beam search", _ON),
+    "documents": ("documents for the template", unless(None, [])),
+    "chat_template": ("a template sent by a client", ALWAYS),
+    "logits_processors": ("logits processors", unless(None, [])),
+    "custom_logit_processor": ("logits processors", ALWAYS),
+    "return_token_ids": ("returning token ids", _ON),
+    "return_hidden_states": ("returning hidden states", _ON),
+    "stop_regex": ("stopping at a pattern", unless(None, [])),
+    "lora_path": ("adapters", ALWAYS),
+    "priority": ("an order among requests", unless(None, 0)),
 }
-"""Fields this server does not implement: what they ask for, and the values that ask for nothing."""
+"""Fields this server does not implement: what they ask for, and the values that ask for it."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -68,6 +69,8 @@ _WITHOUT_EFFECT = frozenset(
         "best_of",
         "request_id",
         "spaces_between_special_tokens",
+        "stream_options.include_obfuscation",
+        "client_metadata",
     }
 )
 """Known fields that change no answer here, or that `_check` has looked at."""
@@ -84,7 +87,8 @@ def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -
     except body.Mismatch as error:
         raise invalid(str(error), error.field or None) from None
     call.server.check_model(parsed.model or "")
-    if parsed.stream_options is not None and not parsed.stream:
+    options = parsed.stream_options
+    if options is not None and options.asks_for_usage and not parsed.stream:
         raise invalid("stream_options is only allowed when stream is true", "stream_options")
     return parsed
 
@@ -137,13 +141,13 @@ def completion_requests(call: Call, given: CompletionBody) -> list[TextGeneratio
 
 
 def responses_request(
-    call: Call, given: ResponsesBody, messages: list[TextGenerationRequestMessage]
+    call: Call, given: ResponsesBody, messages: list[TextGenerationRequestMessage], tools: Toolbox
 ) -> TextGenerationRequest:
     """The input of the Responses API as one internal request."""
     effort = (given.reasoning and given.reasoning.effort) or None
-    use = tool_use(given.tools, given.tool_choice)
+    use = tool_use(tools.functions, tools.choice(given.tool_choice))
     common = _common(call, given, given.max_output_tokens, None)
-    formatted = given_constraints.response_format(given.text and given.text.get("format"), "text.format")
+    formatted = given_constraints.response_format(given.text and given.text.format, "text.format")
     if formatted is not None and common["constraint"] is not None:
         raise invalid(
             f"text.format and {common['constraint'].field} exclude each other: give one of them", "text.format"
@@ -273,7 +277,7 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
 
 def _check(raw: Mapping[str, Any], model: type[TextBody], refused: Refusals) -> None:
     """Refuses what is known and not implemented; reports what is unknown, once for each name."""
-    refusals.check(raw, refused, {*model.model_fields, *_WITHOUT_EFFECT, *given_constraints.EXTRAS})
+    refusals.check(raw, model, refused, {*_WITHOUT_EFFECT, *given_constraints.EXTRAS})
     best_of = raw.get("best_of")
     if best_of is not None and best_of != (raw.get("n") or 1) and "best_of" not in model.model_fields:
         raise unsupported("best_of", "choosing the best of several answers to a chat")

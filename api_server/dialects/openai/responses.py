@@ -6,16 +6,18 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from api_server.dialects.openai import requests, responses_input
+from api_server.dialects.openai import requests, responses_context, responses_input
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.openai.responses_events import Events
 from api_server.dialects.openai.responses_rendering import Form, named
-from api_server.dialects.openai.responses_schema import ResponseAnswer, ResponseEvent, ResponsesBody
+from api_server.dialects.openai.responses_schema import InputTokens, ResponseAnswer, ResponseEvent, ResponsesBody
+from api_server.dialects.openai.responses_tools import Toolbox
 from api_server.dialects.openai.schema import ErrorAnswer
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import RequestFailed
 from api_server.generation import generate
 from api_server.sse import EventStream
+from interfaces.requests import TextGenerationRequest
 
 _RESPONSES = Document(
     "Answer an input",
@@ -28,21 +30,48 @@ _RESPONSES = Document(
 )
 
 
+_INPUT_TOKENS = Document(
+    "Tokens of an input, as the model would read it",
+    "openai",
+    body=ResponsesBody,
+    answer=InputTokens,
+    example={"input": "What is 2 + 3?", "instructions": "Be brief."},
+    errors=dict.fromkeys((400, 404, 413, 429, 500), ErrorAnswer),
+)
+
+
 def routes() -> list[BaseRoute]:
-    return [endpoint("/v1/responses", responses, _render_error, document=_RESPONSES)]
+    return [
+        endpoint("/v1/responses", responses, _render_error, document=_RESPONSES),
+        endpoint("/v1/responses/input_tokens", input_tokens, _render_error, document=_INPUT_TOKENS),
+    ]
 
 
 async def responses(call: Call) -> Response:
     body = requests.read(call, ResponsesBody, responses_input.REFUSED)
-    responses_input.check(call.json)
-    form = Form(call.request_id, call.server.model_name, body)
-    await responses_input.load_documents(call.server, body)
-    generation = await generate(call.server, requests.responses_request(call, body, responses_input.messages(body)))
+    tools = Toolbox.of(body.tools)
+    form = Form(call.request_id, call.server.model_name, body, tools, call.server.seal)
+    generation = await generate(call.server, await _request(call, body, tools))
     if body.stream:
         events = Events(form, generation)
         return EventStream(events.frames(), generation.close, events.error_frame)
     (choice,) = await generation.collect()
     return Response(orjson.dumps(form.answer(choice)), media_type="application/json")
+
+
+async def input_tokens(call: Call) -> Response:
+    """Tokens of an input, as the model would read it."""
+    body = requests.read(call, ResponsesBody, responses_input.REFUSED)
+    prompt = await call.server.tokenizer.prompt(await _request(call, body, Toolbox.of(body.tools)), None)
+    count = {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
+    return Response(orjson.dumps(count), media_type="application/json")
+
+
+async def _request(call: Call, body: ResponsesBody, tools: Toolbox) -> TextGenerationRequest:
+    await responses_input.load_documents(call.server, body)
+    messages = responses_input.messages(body, call.server.seal)
+    request = requests.responses_request(call, body, messages, tools)
+    return await responses_context.managed(call.server, body, request)
 
 
 def _render_error(error: RequestFailed, call: Call) -> Response:

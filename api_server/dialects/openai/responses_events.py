@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from api_server.dialects.openai.errors import error_body
-from api_server.dialects.openai.responses_rendering import Form, named, part
+from api_server.dialects.openai.responses_rendering import Form, named, part, summary_part
+from api_server.dialects.openai.responses_tools import Kind
 from api_server.errors import RequestFailed
 from api_server.generation import Generation
 from api_server.parsers.answer import Call, ParsedAnswer, Passage
@@ -49,9 +50,10 @@ class Events:
         self._told.add([piece])
         block, place = self._told.blocks[-1], self._place()
         if isinstance(piece, Thought):
-            return news + self._event("response.reasoning_text.delta", **place, delta=piece.text)
+            told = news + self._summary("text.delta", delta=piece.text)
+            return told + self._event("response.reasoning_text.delta", **place, delta=piece.text)
         if isinstance(block, Call):
-            if not piece.arguments:
+            if not piece.arguments or self._kind(block) != "function":
                 return news
             return news + self._event("response.function_call_arguments.delta", **place, delta=piece.arguments)
         return news + self._event("response.output_text.delta", **place, delta=piece.content, logprobs=[])
@@ -78,24 +80,49 @@ class Events:
         added = self._event("response.output_item.added", output_index=index, item=item)
         if isinstance(block, Call):
             return added
+        if block.is_thought:
+            added += self._summary("part.added", part=summary_part(""))
         return added + self._event("response.content_part.added", **self._place(), part=part(block))
 
     def _end(self, status: str) -> bytes:
         index, block = len(self._told.blocks) - 1, self._told.blocks[-1]
         place = self._place()
         if isinstance(block, Call):
-            call = block.parsed
-            ended = self._event(
-                "response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments
-            )
+            ended = self._end_of_call(block, index)
         elif block.is_thought:
-            ended = self._event("response.reasoning_text.done", **place, text=block.text)
+            ended = self._summary("text.done", text=block.text)
+            ended += self._summary("part.done", part=summary_part(block.text))
+            ended += self._event("response.reasoning_text.done", **place, text=block.text)
         else:
             ended = self._event("response.output_text.done", **place, text=block.text, logprobs=[])
         if isinstance(block, Passage):
             ended += self._event("response.content_part.done", **place, part=part(block))
         item = self._form.item(index, block, status)
         return ended + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _end_of_call(self, block: Call, index: int) -> bytes:
+        """The text of a custom tool comes at once; the tools of OpenAI's own have no events but those of items."""
+        place, item = self._place(), self._form.item(index, block, "completed")
+        match self._kind(block):
+            case "function":
+                facts = {"name": item["name"], "arguments": item["arguments"]}
+                return self._event("response.function_call_arguments.done", **place, **facts)
+            case "custom":
+                said = item["input"]
+                delta = self._event("response.custom_tool_call_input.delta", **place, delta=said) if said else b""
+                return delta + self._event("response.custom_tool_call_input.done", **place, input=said)
+        return b""
+
+    def _kind(self, block: Call) -> Kind:
+        return self._form.tools.kind_of(block.name)
+
+    def _summary(self, kind: str, **facts: Any) -> bytes:
+        """An event of the summary, if one is wanted: the reasoning, as it comes."""
+        if not self._form.summary:
+            return b""
+        place = self._place()
+        del place["content_index"]
+        return self._event(f"response.reasoning_summary_{kind}", **place, summary_index=0, **facts)
 
     def _place(self) -> dict[str, Any]:
         """Which item, and which of its parts, an event is about."""

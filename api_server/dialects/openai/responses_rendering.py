@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from api_server.choice import Choice, complete
+from api_server.dialects.openai.responses_input import ENCRYPTED
 from api_server.dialects.openai.responses_schema import ResponsesBody
+from api_server.dialects.openai.responses_tools import Kind, Toolbox
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.parsers.answer import Block, Call, Passage
+from api_server.sealed_text import Seal
 
 _NAMES = {"max_new_tokens": "max_output_tokens", "min_new_tokens": "min_tokens", "prompt": "input"}
 
@@ -26,6 +29,8 @@ class Form:
     request_id: str
     model: str
     body: ResponsesBody
+    tools: Toolbox
+    seal: Seal
     created: int = field(default_factory=lambda: int(time.time()))
 
     def answer(self, choice: Choice) -> dict[str, Any]:
@@ -59,16 +64,33 @@ class Form:
         begun = status == "in_progress"
         common = {"id": self.item_id(index, block), "status": status}
         if isinstance(block, Call):
-            arguments = "" if begun else block.parsed.arguments
-            return common | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": arguments}
+            return common | self.tools.item(block.parsed, begun)
         content = [] if begun else [part(block)]
         if block.is_thought:
-            return common | {"type": "reasoning", "summary": [], "content": content}
+            return common | {"type": "reasoning", "summary": [], "content": content} | self._further(block, begun)
         return common | {"type": "message", "role": "assistant", "content": content}
 
     def item_id(self, index: int, block: Block) -> str:
-        prefix = "fc" if isinstance(block, Call) else "rs" if block.is_thought else "msg"
+        if isinstance(block, Call):
+            prefix = _PREFIXES[self.tools.kind_of(block.name)]
+        else:
+            prefix = "rs" if block.is_thought else "msg"
         return f"{prefix}_{self.request_id}_{index}"
+
+    @property
+    def summary(self) -> str | None:
+        """The kind of summary that was asked for; all kinds are the reasoning itself, of which nothing is a secret."""
+        reasoning = self.body.reasoning
+        return None if reasoning is None else reasoning.wanted_summary
+
+    def _further(self, block: Passage, begun: bool) -> dict[str, Any]:
+        """What was asked for of reasoning besides its text."""
+        more: dict[str, Any] = {}
+        if self.summary and not begun:
+            more["summary"] = [summary_part(block.text)]
+        if ENCRYPTED in (self.body.include or ()) and not begun:
+            more["encrypted_content"] = self.seal.sealed(block.text)
+        return more
 
     def _resource(self, choice: Choice, status: str, **news: Any) -> dict[str, Any]:
         body = self.body
@@ -89,18 +111,31 @@ class Form:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": self.summary},
             "store": False,
             "temperature": choice.sampling.temperature,
-            "text": {"format": (body.text and body.text.get("format")) or {"type": "text"}},
+            "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_logprobs": 0,
             "top_p": choice.sampling.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
         } | news
+
+
+_PREFIXES: dict[Kind, str] = {
+    "function": "fc",
+    "custom": "ctc",
+    "shell": "sh",
+    "local_shell": "lsh",
+    "apply_patch": "apc",
+}
+
+
+def summary_part(text: str) -> dict[str, Any]:
+    return {"type": "summary_text", "text": text}
 
 
 def part(block: Passage) -> dict[str, Any]:

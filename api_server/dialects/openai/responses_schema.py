@@ -13,6 +13,26 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 class Reasoning(Body):
     effort: str | None = Field(None, description="Passed to the chat template as reasoning_effort")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="Reasoning items have a summary, which is all of the reasoning"
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="Older name of summary")
+
+    @property
+    def wanted_summary(self) -> str | None:
+        return self.summary or self.generate_summary
+
+
+class TextOptions(Body):
+    format: dict[str, Any] | None = Field(
+        None, description="The form of the answer: type json_schema (name, schema), json_object or text"
+    )
+    verbosity: str | None = Field(None, description="Accepted, without effect")
+
+
+class Compaction(Body):
+    type: Literal["compaction"]
+    compact_threshold: int | None = Field(None, ge=0, description="Tokens above which it would act")
 
 
 class ResponsesBody(TextBody):
@@ -20,17 +40,24 @@ class ResponsesBody(TextBody):
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
         description="What the user says, or items: messages (role and content: a text, or parts of type input_text and "
-        "input_file), function_call, function_call_output and reasoning, as an answer had them"
+        "input_file), calls of tools, their outputs and reasoning, as an answer had them"
     )
     instructions: str | None = Field(None, description="A system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Given back as it is")
     reasoning: Reasoning | None = None
-    text: dict[str, Any] | None = Field(
-        None, description="`format` is the form of the answer: type json_schema (name, schema), json_object or text"
+    text: TextOptions | None = None
+    store: bool | None = Field(None, description="Without effect: nothing is stored, and answers say so")
+    include: list[str] | None = Field(None, description="reasoning.encrypted_content: reasoning to be sent back")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: the oldest turns go if the input does not fit"
     )
-    store: Literal[False] | None = Field(None, description="Nothing is stored")
-    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call")
+    context_management: list[Compaction] | None = Field(
+        None, description="Refused when it would act: nothing is compacted"
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="What the model may call: function, custom, namespace, shell, local_shell, apply_patch"
+    )
     tool_choice: str | dict[str, Any] | None = Field(
         None, description="auto (default), none, required, a function, or allowed_tools"
     )
@@ -63,12 +90,18 @@ class ReasoningText(BaseModel):
     text: str
 
 
+class SummaryText(BaseModel):
+    type: Literal["summary_text"]
+    text: str
+
+
 class ReasoningItem(BaseModel):
     id: str
     type: Literal["reasoning"]
     status: Literal["in_progress", "completed", "incomplete"]
-    summary: list[None]
+    summary: list[SummaryText]
     content: list[ReasoningText]
+    encrypted_content: str | None = Field(None, description="If asked for: opaque, for this server to read back")
 
 
 class FunctionCallItem(BaseModel):
@@ -77,10 +110,42 @@ class FunctionCallItem(BaseModel):
     status: Literal["in_progress", "completed", "incomplete"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
-OutputItem = Annotated[OutputMessage | ReasoningItem | FunctionCallItem, Field(discriminator="type")]
+class CustomCallItem(BaseModel):
+    """A call of a custom tool."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class ShellCallItem(BaseModel):
+    id: str
+    type: Literal["shell_call", "local_shell_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    action: dict[str, Any]
+
+
+class PatchCallItem(BaseModel):
+    id: str
+    type: Literal["apply_patch_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    operation: dict[str, Any]
+
+
+OutputItem = Annotated[
+    OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem | ShellCallItem | PatchCallItem,
+    Field(discriminator="type"),
+]
 
 
 class InputTokensDetails(BaseModel):
@@ -122,7 +187,7 @@ class TextConfig(BaseModel):
 
 class ReasoningConfig(BaseModel):
     effort: str | None
-    summary: None
+    summary: str | None
 
 
 class ResponseAnswer(BaseModel):
@@ -150,7 +215,7 @@ class ResponseAnswer(BaseModel):
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
     user: str | None
 
@@ -205,6 +270,27 @@ class ReasoningDoneEvent(_ContentEvent):
     text: str
 
 
+class _SummaryEvent(_Event):
+    item_id: str
+    output_index: int
+    summary_index: int
+
+
+class SummaryPartEvent(_SummaryEvent):
+    type: Literal["response.reasoning_summary_part.added", "response.reasoning_summary_part.done"]
+    part: SummaryText
+
+
+class SummaryDeltaEvent(_SummaryEvent):
+    type: Literal["response.reasoning_summary_text.delta"]
+    delta: str
+
+
+class SummaryDoneEvent(_SummaryEvent):
+    type: Literal["response.reasoning_summary_text.done"]
+    text: str
+
+
 class _CallEvent(_Event):
     item_id: str
     output_index: int
@@ -219,6 +305,21 @@ class ArgumentsDoneEvent(_CallEvent):
     type: Literal["response.function_call_arguments.done"]
     name: str
     arguments: str
+
+
+class InputDeltaEvent(_CallEvent):
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class InputDoneEvent(_CallEvent):
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class ErrorEvent(_Event):
@@ -237,6 +338,11 @@ class ResponseEvent(RootModel[Any]):
         | TextDoneEvent
         | ReasoningDeltaEvent
         | ReasoningDoneEvent
+        | SummaryPartEvent
+        | SummaryDeltaEvent
+        | SummaryDoneEvent
+        | InputDeltaEvent
+        | InputDoneEvent
         | ArgumentsDeltaEvent
         | ArgumentsDoneEvent
         | ErrorEvent,

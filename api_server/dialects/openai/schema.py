@@ -25,6 +25,10 @@ class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="One more chunk at the end with the token counts")
     continuous_usage_stats: bool | None = Field(None, description="Token counts so far in every chunk")
 
+    @property
+    def asks_for_usage(self) -> bool:
+        return bool(self.include_usage or self.continuous_usage_stats)
+
 
 class TextBody(Body):
     """What chat and plain completions have in common."""

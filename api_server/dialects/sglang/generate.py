@@ -11,6 +11,7 @@ import orjson
 from numpy.typing import NDArray
 from starlette.responses import Response
 
+from api_server import refusals
 from api_server.body import Mismatch, parse
 from api_server.choice import Choice
 from api_server.constraints.given import of_sampling_params
@@ -101,6 +102,7 @@ def _is_due(batch: Batch, choice: Choice, shown: int) -> bool:
 
 
 def _read(call: Call) -> GenerateRequest:
+    refusals.check(call.json, GenerateRequest, {})
     try:
         return parse(GenerateRequest, call.json)
     except Mismatch as mismatch:

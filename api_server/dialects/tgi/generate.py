@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from api_server import refusals
 from api_server.body import Mismatch, parse
 from api_server.constraints.given import of_tgi
 from api_server.dialects.tgi.errors import BodyMismatch
@@ -23,6 +24,7 @@ _UNKNOWN_LIMIT = 1 << 62
 
 def read(model: type[R], call: Call) -> R:
     """The body as a `model`. Raises RequestFailed."""
+    refusals.check(call.json, model, {})
     try:
         return parse(model, call.json)
     except Mismatch as mismatch:
