@@ -43,14 +43,15 @@ _OF_PROXIES_BEGIN = ("x-forwarded", "x-envoy-")
 def identify(keys: AccessKeys, scope: Scope) -> Caller:
     """Who makes this request. Raises RequestFailed(UNAUTHORIZED)."""
     given = _presented(scope)
-    caller = keys.caller(given)
-    if caller is not None:
-        return caller
+    callers = [caller for key in (given or (None,)) if (caller := keys.caller(key))]
+    if callers:
+        return max(callers, key=lambda caller: caller.admin)
     if scope["path"] in PUBLIC_PATHS or (scope["path"] == "/" and scope["method"] in ("GET", "HEAD")):
         return Caller()
-    problem = "no API key was given" if given is None else "the API key is not one of this server's"
+    problem = "no API key was given" if not given else "the API key is not one of this server's"
     raise RequestFailed(
-        ErrorKind.UNAUTHORIZED, f"{problem}; send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+        ErrorKind.UNAUTHORIZED,
+        f"{problem}; send one as `Authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`",
     )
 
 
@@ -122,13 +123,19 @@ def _place(url: str) -> SplitResult:
         return urlsplit("")
 
 
-def _presented(scope: Scope) -> str | None:
-    """The key in a request's headers. Anthropic's clients use the second form, all others the first."""
-    found: dict[bytes, str] = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _HEADERS}
-    scheme, _, key = found.get(b"authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
-    return found.get(b"x-api-key")
+def _presented(scope: Scope) -> list[str]:
+    """The keys in a request's headers. Some clients send a placeholder in one and the key in another."""
+    found: list[bytes] = []
+    for name, value in scope["headers"]:
+        if name in _KEY_HEADERS:
+            found.append(value.strip())
+        elif name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            found.append(key.strip() if scheme.lower() == b"bearer" else b"")
+    return [key.decode("latin-1") for key in found[:_MOST_KEYS] if key]
 
 
-_HEADERS = (b"authorization", b"x-api-key")
+_KEY_HEADERS = (b"x-api-key", b"api-key")
+"""Anthropic's and Azure's way; all others say `Authorization: Bearer`."""
+_MOST_KEYS = 4
+"""Each is hashed and compared."""

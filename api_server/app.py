@@ -22,9 +22,8 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server import openapi, probe
-from api_server.access import identify
+from api_server.access import PUBLIC_PATHS, identify
 from api_server.dialects import anthropic, generate_route, hosted, models_route, openai
-from api_server.dialects.anthropic.errors import render_error as render_anthropics_error
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import admin as sglang_admin
 from api_server.dialects.sglang import info as sglang_info
@@ -34,8 +33,10 @@ from api_server.dialects.sglang import score as sglang_score
 from api_server.dialects.sglang import sessions as sglang_sessions
 from api_server.dialects.sglang import tokenize as sglang_tokenize
 from api_server.dialects.tgi import routes as tgi
-from api_server.endpoint import Call, Document, Endpoint, ErrorRenderer, endpoint, internal_error
+from api_server.endpoint import Call, Document, Endpoint, ErrorRenderer, discard_body, endpoint, internal_error
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.http.pages import allow_pages
+from api_server.http.paths import above, meant
 from api_server.metrics import Metrics, generation_paths, metrics_route
 from api_server.product import release
 from api_server.state import ServerState
@@ -78,11 +79,14 @@ class Application:
         self.metrics = metrics
         self.routes = list(routes)
         self._router = Router(self.routes, redirect_slashes=False)
+        origins, has_keys = server.settings.cors_origins, bool(server.keys.users)
+        self._served = allow_pages(self._serve, origins, PUBLIC_PATHS, has_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._router(scope, receive, send)
-            return
+        serve = self._served if scope["type"] == "http" else self._router
+        await serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = _request_id(scope)
         scope["state"] = {"server": self.server, "request_id": request_id}
         scope["app"] = self  # makes the router raise HTTPException instead of answering by itself
@@ -98,10 +102,13 @@ class Application:
 
         try:
             scope["state"]["caller"] = identify(self.server.keys, scope)
+            _check_path(scope["path"])
             await self._router(scope, receive, send_with_id)
         except RequestFailed as error:
+            await discard_body(scope, receive)
             await self._keep_out(scope, error)(scope, receive, send_with_id)
         except HTTPException as error:
+            await discard_body(scope, receive)
             await self._refuse(scope, error)(scope, receive, send_with_id)
         except Exception:
             if started:
@@ -119,7 +126,9 @@ class Application:
         known = {404: ErrorKind.NOT_FOUND, 405: ErrorKind.METHOD_NOT_ALLOWED}.get(error.status_code)
         where = f"{scope['method']} {scope['path']}"
         what = "there is no such page" if known is ErrorKind.NOT_FOUND else HTTPStatus(error.status_code).phrase
-        response = self._render(RequestFailed(known or ErrorKind.INVALID, f"{where}: {what}; see /docs"), scope)
+        path = meant(scope["path"], self._exists) if known is ErrorKind.NOT_FOUND else None
+        remedy = f"did you mean {path}?" if path else "see /docs"
+        response = self._render(RequestFailed(known or ErrorKind.INVALID, f"{where}: {what}; {remedy}"), scope)
         response.headers.update(error.headers or {})
         return response
 
@@ -127,11 +136,22 @@ class Application:
         return self._renderer(scope["path"])(error, Call(self.server, scope, b"", scope["state"]["request_id"]))
 
     def _renderer(self, path: str) -> ErrorRenderer:
-        """That of the dialect which has the path, whatever the method, or the paths above it; else OpenAI's."""
+        """That of the dialect which has the path, whatever the method, or the path that was meant, or one above it."""
+        candidates = (path, meant(path, self._exists) or path, *above(path))
+        return next((found.render_error for found in map(self._endpoint, candidates) if found), render_error)
+
+    def _exists(self, path: str) -> bool:
+        return self._endpoint(path) is not None
+
+    def _endpoint(self, path: str) -> Endpoint | None:
         known = (route for route in self.routes if isinstance(route, Route) and route.path_regex.match(path))
-        endpoints = (route.endpoint for route in known)
-        below = render_anthropics_error if path.startswith("/v1/messages/") else render_error
-        return next((found.render_error for found in endpoints if isinstance(found, Endpoint)), below)
+        return next((route.endpoint for route in known if isinstance(route.endpoint, Endpoint)), None)
+
+
+def _check_path(path: str) -> None:
+    """A route that takes any name would take an empty one, too: /v1/models/ is neither the list nor a model."""
+    if path.endswith("/") and path != "/":
+        raise HTTPException(404)
 
 
 def _request_id(scope: Scope) -> str:

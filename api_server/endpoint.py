@@ -70,10 +70,7 @@ class Call:
     @cached_property
     def json(self) -> dict[str, Any]:
         """The body as a JSON object; without a content type it is taken for JSON. Raises RequestFailed."""
-        declared = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if declared and declared != "application/json" and not declared.endswith("+json"):
-            what = f"Unsupported Media Type: the content type must be application/json, got {declared[:100]!r}"
-            raise RequestFailed(ErrorKind.BAD_MEDIA_TYPE, what)
+        self._check_media_type()
         try:
             value = orjson.loads(self.body)
         except orjson.JSONDecodeError as error:
@@ -87,6 +84,19 @@ class Call:
         if self.generates:
             self._read_terms(terms.take(value))
         return value
+
+    def _check_media_type(self) -> None:
+        coding = self.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            what = f"Content-Encoding: a body that is coded with {coding[:100]!r} is not read; send it as it is"
+            raise RequestFailed(ErrorKind.BAD_MEDIA_TYPE, what)
+        declared = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # What has no type a form can send as well, from any page: no browser has asked whether that page may.
+        may_be_left_out = "origin" not in self.headers
+        if declared == "application/json" or declared.endswith("+json") or (may_be_left_out and not declared):
+            return
+        what = f"Unsupported Media Type: the content type must be application/json, got {declared[:100]!r}"
+        raise RequestFailed(ErrorKind.BAD_MEDIA_TYPE, what)
 
     def _read_terms(self, fields: Mapping[str, Any]) -> None:
         may_hurry = self.caller.admin or not self.server.keys.users
@@ -203,6 +213,18 @@ def internal_error(request_id: str) -> RequestFailed:
     return RequestFailed(
         ErrorKind.INTERNAL, f"internal error; the server's log has the details of request {request_id}"
     )
+
+
+async def discard_body(scope: Scope, receive: Receive) -> None:
+    """Reads on to the end of a request that is refused by its head: a connection that is closed with bytes unread is
+    reset, and the client may lose the answer. Who expects a word before the body has sent none."""
+    if any(name == b"expect" for name, _ in scope["headers"]):
+        return
+    size, more = 0, True
+    while more and size <= _MAX_DISCARDED_BYTES:
+        message = await receive()
+        size += len(message.get("body", b""))
+        more = message.get("more_body", False)
 
 
 async def _read_body(receive: Receive) -> bytes:

@@ -26,7 +26,18 @@ DONE = b"data: [DONE]\n\n"
 
 def frame(value: Any) -> bytes:
     """One event: `data: `, the value as JSON, an empty line."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    data = orjson.dumps(value)
+    return b"data: " + (data if data.isascii() else _in_one_line(data)) + b"\n\n"
+
+
+_LINE_ENDS = {"\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029", "\u0085".encode(): b"\\u0085"}
+"""Characters that end no line of an event stream, but one of Unicode, and so in many clients."""
+
+
+def _in_one_line(data: bytes) -> bytes:
+    for character, escape in _LINE_ENDS.items():
+        data = data.replace(character, escape)
+    return data
 
 
 def named_frame(value: Mapping[str, Any]) -> bytes:

@@ -79,6 +79,12 @@ class Settings:
         "host, if it listens on a loopback address, and neither proxies nor web pages of other sites",
         secret=True,
     )
+    cors_origins: str = _setting(
+        "access",
+        "auto",
+        "web pages whose scripts may use this server: origins such as https://chat.example.com with commas, * for all, "
+        "or none; auto: with API keys all (they need a key, too), otherwise pages of this host (http://localhost:3000)",
+    )
     ssl_certfile: str = _setting("access", "", "PEM file with the certificate chain: serve HTTPS instead of HTTP")
     ssl_keyfile: str = _setting("access", "", "PEM file with the certificate's private key, if it is not in the other")
     ssl_ca_certs: str = _setting(
@@ -206,6 +212,8 @@ class Settings:
             "a list of MODULE:CLASS or NAME=MODULE:CLASS",
         )
         _check_hosts(self.fetch_hosts)
+        origins = "auto, none, *, or a list of SCHEME://HOST or SCHEME://HOST:PORT without a path"
+        _check(_are_origins(self.cors_origins), "cors_origins", self.cors_origins, origins)
         endpoint = self.worker_endpoint
         _check(not endpoint or _is_tcp(endpoint), "worker_endpoint", endpoint, "tcp://ADDRESS:PORT")
         _check(_are_devices(self.devices), "devices", self.devices, "auto, or a list of cpu and cuda:N")
@@ -369,6 +377,12 @@ def _entries(text: str) -> list[str]:
 
 def _is_tcp(text: str) -> bool:
     return re.fullmatch(r"tcp://(\*|[\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", text, re.ASCII) is not None
+
+
+def _are_origins(text: str) -> bool:
+    """As browsers send them; `null` is what pages without an address have."""
+    origin = r"null|[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+"
+    return text in ("auto", "none", "*") or all(re.fullmatch(origin, part.strip()) for part in text.split(","))
 
 
 def _are_devices(text: str) -> bool:

@@ -13,6 +13,9 @@ import orjson
 MAX_HEAD_BYTES = 128 * 1024
 """Request line and headers together. Codex keeps its state in headers of up to 100 kB; proxies send much less."""
 
+MAX_URL_BYTES = 65_535
+"""What the parser of URLs can count."""
+
 MAX_HEADERS = 256
 
 _IN_HOSTS = string.ascii_letters.encode() + string.digits.encode() + b".-_~!$&'()*+,;=%:[]"
@@ -28,10 +31,12 @@ class Refused(Exception):
         self.reason = reason
 
 
-def check(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+def check(version: str, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
     """Whether it is clear whom a request means and where it ends. Names are in lower case. Raises Refused."""
     if version not in ("1.0", "1.1"):
         raise Refused(505, f"HTTP/{version} is not served; use HTTP/1.1")
+    if len(url) > MAX_URL_BYTES:
+        raise Refused(414, f"the URL is longer than {MAX_URL_BYTES} bytes")
     check_count(headers)
     names = [name for name, _ in headers]
     hosts, codings = names.count(b"host"), names.count(b"transfer-encoding")

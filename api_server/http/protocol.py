@@ -23,7 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from api_server.http import descriptors
-from api_server.http.heads import MAX_HEAD_BYTES, Refused, answer, check, check_count
+from api_server.http.heads import MAX_HEAD_BYTES, MAX_URL_BYTES, Refused, answer, check, check_count
 
 log = logging.getLogger("tokenyard")
 
@@ -104,8 +104,7 @@ class HttpProtocol(HttpToolsProtocol):
         except Refused as refused:
             self._refuse(refused)
         except httptools.HttpParserError as error:
-            cause = error.__context__  # what a callback has raised
-            self._refuse(cause if isinstance(cause, Refused) else Refused(400, f"this is no valid HTTP/1.1: {error}"))
+            self._refuse(_refused(error))
         return b""
 
     def _decline_upgrade(self, rest: bytes) -> bytes:
@@ -119,8 +118,8 @@ class HttpProtocol(HttpToolsProtocol):
         return rest
 
     def _too_large(self) -> Refused:
-        if self._phase == _HEAD and not self.headers and b" HTTP/" not in self.url:
-            return Refused(414, f"the URL is longer than {MAX_HEAD_BYTES} bytes")
+        if self._phase == _HEAD and len(self.url) > MAX_URL_BYTES:
+            return Refused(414, f"the URL is longer than {MAX_URL_BYTES} bytes")
         where = "sizes of chunks or trailers" if self._phase == _BODY else "the request line and headers"
         return Refused(431, f"{where} are larger than {MAX_HEAD_BYTES} bytes")
 
@@ -134,7 +133,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._phase != _HEAD:
             return
-        check(self.parser.get_http_version(), self.headers)
+        check(self.parser.get_http_version(), self.url, self.headers)
         super().on_headers_complete()
         self.headers = []  # trailers come here: they must not be taken for headers
         self._phase = _BODY
@@ -230,6 +229,14 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.loop.call_later(PEER_LOOK_SECONDS, self._look_at_peer)
+
+
+def _refused(error: httptools.HttpParserError) -> Refused:
+    """The parser's error, or what one of the callbacks has raised: the rules of heads, and the parser of URLs."""
+    if isinstance(error.__context__, Refused):
+        return error.__context__
+    in_callback = isinstance(error, httptools.HttpParserCallbackError)
+    return Refused(400, "the URL cannot be read" if in_callback else f"this is no valid HTTP/1.1: {error}")
 
 
 class _Begun:

@@ -51,11 +51,39 @@ def test_every_route_but_the_public_ones_wants_a_key(guarded: LiveServer) -> Non
 
 
 @pytest.mark.parametrize("key", [*KEYS, ADMIN])
-@pytest.mark.parametrize("header", ["Authorization: Bearer ", "authorization: bearer ", "X-Api-Key: "])
+@pytest.mark.parametrize("header", ["Authorization: Bearer ", "authorization: bearer ", "X-Api-Key: ", "api-key: "])
 def test_each_key_opens_in_either_header(guarded: LiveServer, key: str, header: str) -> None:
     name, _, prefix = header.partition(": ")
     response = HTTP.post(guarded.url + "/v1/completions", json={"prompt": "x"}, headers={name: prefix + key})
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer none", "x-api-key": KEYS[0]},
+        {"authorization": "Bearer", "x-api-key": KEYS[0]},
+        {"authorization": f"Basic {KEYS[1]}", "x-api-key": KEYS[0]},
+        {"authorization": f"Bearer {KEYS[0]}", "x-api-key": "none"},
+        {"x-api-key": "", "api-key": KEYS[0]},
+        {"authorization": "Bearer none", "x-api-key": "none", "api-key": KEYS[0]},
+    ],
+)
+def test_one_right_key_among_placeholders_opens(guarded: LiveServer, headers: dict[str, str]) -> None:
+    assert HTTP.get(guarded.url + "/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("users", [(), (digest_of(KEYS[0]),)])
+def test_an_admin_key_counts_beside_another(guarded: LiveServer, users: tuple[str, ...]) -> None:
+    guarded.state.keys = AccessKeys(users, (digest_of(ADMIN),))
+    for first, second in ((ADMIN, KEYS[0]), (KEYS[0], ADMIN)):
+        headers = {"authorization": f"Bearer {first}", "x-api-key": second}
+        assert HTTP.post(guarded.url + "/flush_cache", headers=headers).status_code == 200
+
+
+def test_no_more_than_a_few_keys_are_tried(guarded: LiveServer) -> None:
+    many = [("api-key", f"none-{i}") for i in range(50)]
+    assert HTTP.get(guarded.url + "/v1/models", headers=[*many, ("api-key", KEYS[0])]).status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -69,6 +97,8 @@ def test_each_key_opens_in_either_header(guarded: LiveServer, key: str, header: 
         {"x-api-key": KEYS[0] + "a"},
         {"x-api-key": digest_of(KEYS[0])},
         {"x-api-key": ""},
+        {"api-key": f"Bearer {KEYS[0]}"},
+        {"bearer": KEYS[0]},
     ],
 )
 def test_what_is_no_key_is_kept_out(guarded: LiveServer, headers: dict[str, str]) -> None:

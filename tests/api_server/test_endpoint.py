@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import socket
@@ -108,6 +109,24 @@ def test_a_body_over_the_limit_is_413(live: LiveServer, monkeypatch: pytest.Monk
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
     assert httpx.post(f"{live.url}/v1/completions", json={"prompt": "x" * 100}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/responses", "/generate", "/v1/messages", "/vertex", "/tokenize", "/v1/score"]
+)
+@pytest.mark.parametrize("coding", ["gzip", "br", "gzip, identity", "x" * 500])
+def test_a_body_that_is_coded_is_415_with_the_reason(live: LiveServer, path: str, coding: str) -> None:
+    body = gzip.compress(json.dumps({"prompt": "x", "model": "tiny-chat"}).encode())
+    answer = httpx.post(live.url + path, content=body, headers={"content-encoding": coding})
+    assert answer.status_code == 415
+    assert "Content-Encoding" in answer.text
+    assert coding[:100] in answer.text
+    assert len(answer.text) < 500
+
+
+def test_a_body_that_is_coded_as_it_is(live: LiveServer) -> None:
+    headers = {"content-encoding": "Identity"}
+    assert httpx.post(f"{live.url}/v1/completions", json={"prompt": "x"}, headers=headers).status_code == 200
 
 
 def test_request_ids_go_in_and_out(live: LiveServer) -> None:

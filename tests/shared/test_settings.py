@@ -39,6 +39,8 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "host": st.sampled_from(["127.0.0.1", "0.0.0.0", "::", "localhost"]),
     "port": st.integers(1, 65535),
     "api_servers": st.integers(1, 64),
+    "keep_alive_timeout": st.integers(1, 3600),
+    "cors_origins": st.sampled_from(["auto", "none", "*", "null, https://example.com", "http://[::1]:3000"]),
     "devices": devices,
     "dtype": st.sampled_from(DTYPES),
     "quantization": st.sampled_from(QUANTIZATIONS),

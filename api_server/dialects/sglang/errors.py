@@ -15,6 +15,7 @@ from api_server.errors import ErrorKind, RequestFailed
 from api_server.sse import DONE, frame
 
 _STATUS_AND_TYPE = {
+    ErrorKind.BAD_MEDIA_TYPE: (415, "invalid_request_error"),
     ErrorKind.BODY_TOO_LARGE: (413, "invalid_request_error"),
     ErrorKind.MODEL_NOT_FOUND: (404, "not_found_error"),
     ErrorKind.NOT_FOUND: (404, "not_found_error"),
@@ -29,7 +30,7 @@ _STATUS_AND_TYPE = {
 }
 _BAD_REQUEST = (400, "invalid_request_error")
 
-ERROR_STATUSES = (400, 413, 500, 503)
+ERROR_STATUSES = (400, 413, 415, 500, 503)
 
 
 def render_error(error: RequestFailed, call: Call) -> Response:
