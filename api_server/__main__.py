@@ -57,7 +57,7 @@ def main() -> int:
     settings = Settings.read(run_directory.settings_file)
     role = f"api_server:{options.index}"
     logs.configure(role, settings.log_level)
-    liveness.become(role)
+    liveness.become(role, run_directory.stack_file(role))
     liveness.give_way()
     phases.phase("import")
     hide_torch()
@@ -108,7 +108,7 @@ async def _serve(
 ) -> None:
     engine = EngineClient(run_directory.api_endpoint, role)
     engine.start()
-    server = ServerState(settings, tokenizer, engine)
+    server = ServerState(settings, tokenizer, engine, processes_file=run_directory.processes_file)
     application = create(server)
     config = uvicorn.Config(
         application,
@@ -131,7 +131,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
 
     def stop(number: int) -> None:
-        engine.drain(settings.drain_timeout)
+        # Without a supervisor the scheduler was told to end as well, and nothing more comes.
+        engine.drain(0 if liveness.orphaned() else settings.drain_timeout)
         web.handle_exit(number, None)
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -139,18 +140,26 @@ async def _serve(
     # What exists now lives as long as the process: no collection need look at it again.
     gc.collect()
     gc.freeze()
-    warming = asyncio.create_task(server.constraints.start())
+    warming, beating = asyncio.create_task(server.constraints.start()), asyncio.create_task(_beat())
     phases.ready(url=f"{settings.scheme}://{settings.host}:{settings.port}", pid=os.getpid())
     try:
         await web.serve(sockets=[listener])
     finally:
         warming.cancel()
+        beating.cancel()
         try:
             await server.constraints.close()
         finally:
             application.metrics.write()  # also of those that were cancelled meanwhile
             engine.close()
             tokenizer.close()
+
+
+async def _beat() -> None:
+    """As long as this goes round, so does the event loop."""
+    while True:
+        phases.beat()
+        await asyncio.sleep(phases.BEAT_SECONDS)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,8 @@ class EngineClient:
     def drain(self, seconds: float) -> None:
         """Takes no new requests; those that still run after so many seconds end with an error."""
         self.draining = True
-        self._loop.call_later(seconds, self._fail_all, f"the server is being stopped, and {seconds:g} s have passed")
+        passed = f", and {seconds:g} s have passed" if seconds else ""
+        self._loop.call_later(seconds, self._fail_all, f"the server is being stopped{passed}")
 
     def cancel(self, submissions: Iterable[Submission]) -> None:
         """Nobody waits for these any more. Idempotent; finished ones are left out."""

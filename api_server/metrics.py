@@ -1,23 +1,23 @@
 """What this server counts about its requests, in one set of figures for all dialects and all API replicas.
 
 Each replica keeps its counters in a file of the run directory (prometheus_client's multiprocess mode), so that
-whichever replica is scraped answers for all of them, dead ones included. The facts of the scheduler come from its last
-`Status` at scrape time. Knows the figures and when they are taken; the names that other servers' dashboards use for
-them are in `metrics_aliases.py`.
+whichever replica is scraped answers for all of them, dead ones included. Facts of the scheduler and of the processes
+come at scrape time from `server_facts.py`. Knows the figures and when they are taken; the names that other servers'
+dashboards use for them are in `metrics_aliases.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.responses import Response
@@ -28,7 +28,9 @@ from api_server.dialects.openai.errors import render_error
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.metrics_aliases import aliases
+from api_server.server_facts import process_facts, scheduler_facts
 from interfaces.messages import Status
+from shared.process_table import ProcessState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -149,10 +151,17 @@ class Metrics:
         self._histograms.append(made)
         return made
 
-    def exposition(self, status: Status | None) -> bytes:
-        """The text that GET /metrics answers."""
+    def exposition(
+        self,
+        status: Status | None,
+        silence: float = 0.0,
+        draining: bool = False,
+        processes: Mapping[str, ProcessState] = MappingProxyType({}),
+    ) -> bytes:
+        """The text that GET /metrics answers. The scheduler's last `status` is `silence` seconds old."""
         self.write()
-        return generate_latest(_Everything(self._families(), _scheduler_facts(status), self._model_name))
+        facts = [*scheduler_facts(status, silence, draining), *process_facts(processes)]
+        return generate_latest(_Everything(self._families(), facts, self._model_name))
 
     def received(self, path: str) -> None:
         tally = self._received_by.get(path)
@@ -245,7 +254,9 @@ def metrics_route(metrics: Metrics) -> Route:
     """GET /metrics."""
 
     async def show(call: Call) -> Response:
-        return Response(metrics.exposition(call.server.engine.status), media_type=CONTENT_TYPE)
+        engine, processes = call.server.engine, call.server.processes
+        text = metrics.exposition(engine.status, engine.silence, engine.draining, processes)
+        return Response(text, media_type=CONTENT_TYPE)
 
     return endpoint("/metrics", show, render_error, ("GET",), Document("Prometheus metrics of all replicas", "health"))
 
@@ -262,44 +273,3 @@ class _Everything:
         families = {family.name: family for family in (*self.requests, *self.scheduler)}
         yield from families.values()
         yield from aliases(families, self.model_name)
-
-
-def _scheduler_facts(status: Status | None) -> list[Metric]:
-    """Gauges and counters of the last `Status`; without one only that the scheduler is not ready."""
-    ready = GaugeMetricFamily("tokenyard_scheduler_ready", "1 while the scheduler accepts work")
-    ready.add_metric([], float(status is not None and status.ready))
-    if status is None:
-        return [ready]
-    running = GaugeMetricFamily("tokenyard_requests_running", "Sequences in the batches", value=status.running)
-    waiting = GaugeMetricFamily("tokenyard_requests_waiting", "Sequences that wait for room", value=status.waiting)
-    block = GaugeMetricFamily("tokenyard_kv_block_size", "Tokens in one KV block", value=status.block_size)
-    return [ready, running, waiting, block, *_worker_facts(status), *_scheduler_counters(status)]
-
-
-def _worker_facts(status: Status) -> Iterator[Metric]:
-    labels = ["device", "index"]
-    running = GaugeMetricFamily("tokenyard_worker_running", "Sequences on one worker", labels=labels)
-    blocks = GaugeMetricFamily("tokenyard_kv_blocks", "KV blocks by state", labels=[*labels, "state"])
-    idle = GaugeMetricFamily("tokenyard_worker_seconds_since_step", "Age of the last completed step", labels=labels)
-    steps = CounterMetricFamily("tokenyard_worker_steps", "Forward passes", labels=labels)
-    starts = CounterMetricFamily("tokenyard_worker_starts", "Times the worker's slot was started", labels=labels)
-    drafted = CounterMetricFamily("tokenyard_worker_draft_tokens", "Tokens that were guessed", labels=labels)
-    accepted = CounterMetricFamily("tokenyard_worker_accepted_tokens", "Tokens that were guessed right", labels=labels)
-    for worker in status.workers:
-        names = [worker.device, str(worker.index)]
-        running.add_metric(names, worker.running)
-        blocks.add_metric([*names, "total"], worker.blocks_total)
-        blocks.add_metric([*names, "used"], worker.blocks_used)
-        blocks.add_metric([*names, "cached"], worker.blocks_cached)
-        idle.add_metric(names, worker.seconds_since_step)
-        steps.add_metric(names, worker.steps)
-        starts.add_metric(names, worker.epoch)
-        drafted.add_metric(names, worker.drafted)
-        accepted.add_metric(names, worker.accepted)
-    yield from (running, blocks, idle, steps, starts, drafted, accepted)
-
-
-def _scheduler_counters(status: Status) -> Iterator[Metric]:
-    for name, value in sorted(status.counters.items()):
-        plain = re.sub(r"[^a-z0-9_]", "_", name.lower()).removesuffix("_total")
-        yield CounterMetricFamily(f"tokenyard_scheduler_{plain}", f"Counter {name!r} of the scheduler", value=value)

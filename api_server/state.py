@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from api_server.answer_formats import AnswerFormats
@@ -20,9 +21,11 @@ from api_server.errors import ErrorKind, RequestFailed
 from api_server.observer import Observer
 from api_server.sealed_text import Seal
 from api_server.tokenizer import Tokenizer
+from shared import process_table
 from shared.access_keys import AccessKeys
 from shared.addresses import only_loopback
 from shared.fetch_hosts import FetchHosts
+from shared.process_table import ProcessState
 from shared.settings import Settings
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ class ServerState:
     formats: AnswerFormats = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time shown as the model's creation time."""
+    processes_file: Path | None = None
+    """Where the supervisor writes which processes are silent; None without one."""
     crowd: Crowd = field(default_factory=Crowd)
     """Who was refused, and when they come again."""
     keys: AccessKeys = field(init=False)
@@ -82,6 +87,11 @@ class ServerState:
     def max_model_len(self) -> int | None:
         """Longest prompt + answer in tokens; None until the first worker has told it."""
         return self.engine.max_model_len
+
+    @property
+    def processes(self) -> dict[str, ProcessState]:
+        """All processes of this server, as its supervisor sees them."""
+        return {} if self.processes_file is None else process_table.read(self.processes_file)
 
     def tell_failed(self, path: str, error: RequestFailed) -> None:
         """Whoever answers a request with an error says so here, once, before it is rendered."""

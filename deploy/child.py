@@ -34,6 +34,8 @@ class ChildSpec:
     `counts_starts` appends `--epoch N`, N counting the starts of this child from `first_epoch`. `stop_seconds` is what
     the child gets between SIGTERM and SIGKILL. `rolling` children are restarted one after the other on SIGHUP.
     `forks` says that the child's process, where it counts its starts, can fork the next one (shared/successors.py).
+    One that has said that it lives (shared/phases.py: beat) may be silent for `hang_seconds`; None: as long as it
+    likes. Asked for its stack, it writes it to `stack_file`.
     """
 
     name: str
@@ -45,6 +47,8 @@ class ChildSpec:
     stop_seconds: float = 10.0
     rolling: bool = False
     forks: bool = False
+    hang_seconds: float | None = None
+    stack_file: str = ""
 
     @property
     def role(self) -> str:
@@ -67,9 +71,15 @@ class Child:
     def __init__(self, spec: ChildSpec, epoch: int) -> None:
         self.spec = spec
         self.epoch = epoch
-        self.started_at = time.monotonic()
+        self.started_at = self.heard_at = time.monotonic()
         self.ready_at: float | None = None
+        self.beating: int | None = None
+        """The process that says that it lives: this one or its fork. None: it has not yet."""
+        self.verdict = ""
+        """Why this supervisor has killed it."""
         self.status, write_end = os.pipe()
+        # Whoever says something never waits for a supervisor that does not read.
+        os.set_blocking(write_end, False)
         try:
             self._process = _spawn(spec, epoch, write_end)
         except OSError:
@@ -102,7 +112,14 @@ class Child:
     def read_events(self) -> list[dict[str, Any]] | None:
         """Events of shared/phases.py that have arrived; None at the end of the stream."""
         lines = self._status_lines.read()
-        return None if lines is None else [event for line in lines if (event := _event(line)) is not None]
+        if lines is None:
+            return None
+        events = [event for line in lines if (event := _event(line)) is not None]
+        for event in events:
+            self.heard_at = time.monotonic()
+            if event.get("event") == "beat":
+                self.beating = int(event["pid"])
+        return events
 
     def fork_again(self, epoch: int) -> bool:
         """Has the process, whose fork has died, start another one. False when it cannot be told: it has ended, too."""
@@ -111,7 +128,8 @@ class Child:
             os.write(self._process.stdin.fileno(), f"{epoch}\n".encode())
         except OSError:
             return False
-        self.epoch, self.started_at, self.ready_at = epoch, time.monotonic(), None
+        self.epoch, self.ready_at, self.beating = epoch, None, None
+        self.started_at = self.heard_at = time.monotonic()
         self._last_lines.clear()
         return True
 
@@ -141,7 +159,9 @@ class Child:
 
     @property
     def last_error(self) -> str:
-        """The last line that names an error, else the last that is no routine log line, else nothing."""
+        """Why it was killed, else the last line that names an error, else the last that is no routine log line."""
+        if self.verdict:
+            return self.verdict
         lines = [line.strip() for line in self._last_lines if not _ROUTINE.match(line)]
         telling = [line for line in lines if _TELLING.search(line)]
         return (telling or lines or [""])[-1]

@@ -6,15 +6,23 @@ Knows which files go where and which process is started. How peers prove who the
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import sys
-import time
 from pathlib import Path
 
 from deploy.child import ChildSpec
 from deploy.run_directory import parent_directory, private_run_directory
-from deploy.serve import common_environment, cpu_share, resolve_devices, resolve_model, sweep_shared_memory
+from deploy.serve import (
+    common_environment,
+    cpu_share,
+    resolve_devices,
+    resolve_model,
+    sweep_shared_memory,
+    worker_hang_seconds,
+)
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
+from interfaces.messages import EPOCHS_OF_A_SUPERVISOR
 from shared import curve
 from shared.resources import usable_cores, visible_cores
 from shared.settings import Settings, SettingsError
@@ -54,9 +62,11 @@ def work(settings: Settings, endpoint: str, index: int) -> int:
             environment,
             settings.devices,
             counts_starts=True,
-            # Also after a restart of this supervisor an epoch must be later than all before.
-            first_epoch=int(time.time()),
+            # Not those of any other supervisor, this one's predecessor included; clocks may go back.
+            first_epoch=(1 + secrets.randbelow(2**31)) * EPOCHS_OF_A_SUPERVISOR,
             forks=settings.devices == "cpu",
+            hang_seconds=worker_hang_seconds(settings),
+            stack_file=str(directory.stack_file(f"model_worker:{index}")),
         )
         try:
             return Supervisor([spec], timeline).run()

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
@@ -26,9 +27,11 @@ from deploy.readiness import Announcer
 from deploy.run_directory import parent_directory, private_run_directory
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
+from shared import process_table
 from shared.access_keys import with_digests
 from shared.endpoints import RunDirectory
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
+from shared.process_table import ProcessState
 from shared.resources import usable_cores, visible_cores
 from shared.settings import Settings, SettingsError
 
@@ -40,6 +43,8 @@ _OPEN_FILES_WANTED = 65536
 _SECONDS_AFTER_DRAIN = 6.0
 _ERRORS_KEPT = 50
 _SECONDS_TO_STOP = 10.0
+HANG_SECONDS = 30.0
+"""An API process or a scheduler that has not come round its loop for so long is replaced."""
 
 
 def serve(settings: Settings) -> int:
@@ -59,7 +64,7 @@ def serve(settings: Settings) -> int:
 def _supervise(settings: Settings, directory: RunDirectory) -> int:
     announcer = Announcer(settings)
     timeline = _Chronicle(
-        directory.deaths_file,
+        directory,
         on_ready=lambda: announcer.start(timeline.say),
         on_exit=lambda pid: _forget(pid, directory),
     )
@@ -74,19 +79,37 @@ def _supervise(settings: Settings, directory: RunDirectory) -> int:
 
 
 class _Chronicle(Timeline):
-    """A time line that also writes down what went wrong, for `tokenyard status`."""
+    """A time line that also writes down what went wrong, for `tokenyard status` and `/metrics`."""
 
-    def __init__(self, file: Path, on_ready: Callable[[], None], on_exit: Callable[[int], None]) -> None:
+    def __init__(self, directory: RunDirectory, on_ready: Callable[[], None], on_exit: Callable[[int], None]) -> None:
         super().__init__(on_ready, on_exit)
-        self._file = file
+        self._directory = directory
         self._errors: deque[str] = deque(maxlen=_ERRORS_KEPT)
+        self._states: dict[str, ProcessState] = {}
 
     def say(self, level: str, text: str) -> None:
         super().say(level, text)
         if level == "ERROR":
             self._errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
             with contextlib.suppress(OSError):
-                self._file.write_text("\n".join(self._errors) + "\n")
+                self._directory.deaths_file.write_text("\n".join(self._errors) + "\n")
+
+    def started(self, child: ChildSpec) -> None:
+        super().started(child)
+        self._note(child, silent_since=None)
+
+    def silent(self, child: ChildSpec, seconds: float) -> None:
+        super().silent(child, seconds)
+        self._note(child, silent_since=time.monotonic() - seconds if seconds else None)
+
+    def hung(self, child: ChildSpec) -> None:
+        self._note(child, hangs=self._states[child.name].hangs + 1)
+
+    def _note(self, child: ChildSpec, **changes: Any) -> None:
+        known = self._states.get(child.name, ProcessState())
+        self._states[child.name] = dataclasses.replace(known, **changes)
+        with contextlib.suppress(OSError):
+            process_table.write(self._directory.processes_file, self._states)
 
 
 def _forget(pid: int, directory: RunDirectory) -> None:
@@ -187,7 +210,14 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
     common = common_environment(directory)
     worker = {**common, **cpu_share(devices.count("cpu"), usable_cores(), visible_cores())}
     return [
-        ChildSpec("scheduler", _module("scheduler", directory), common, stop_seconds=_SECONDS_TO_STOP),
+        ChildSpec(
+            "scheduler",
+            _module("scheduler", directory),
+            common,
+            stop_seconds=_SECONDS_TO_STOP,
+            hang_seconds=HANG_SECONDS,
+            stack_file=str(directory.stack_file("scheduler")),
+        ),
         *(
             ChildSpec(
                 f"model_worker:{index}",
@@ -199,6 +229,8 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
                 rolling=True,
                 # CUDA cannot be used by the fork of a process that has touched it, and an import may do that.
                 forks=device == "cpu",
+                hang_seconds=worker_hang_seconds(settings),
+                stack_file=str(directory.stack_file(f"model_worker:{index}")),
             )
             for index, device in enumerate(devices)
         ),
@@ -210,10 +242,19 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
                 stop_seconds=settings.drain_timeout + _SECONDS_AFTER_DRAIN,
                 # The only one would leave its clients before a closed door.
                 rolling=settings.api_servers > 1,
+                hang_seconds=HANG_SECONDS,
+                stack_file=str(directory.stack_file(f"api_server:{index}")),
             )
             for index in range(settings.api_servers)
         ),
     ]
+
+
+def worker_hang_seconds(settings: Settings) -> float:
+    """That a worker may be silent for. Its scheduler judges it much sooner, by its steps, which may be long; this is
+    for one that its scheduler cannot end, because it is on another machine.
+    """
+    return max(300.0, 20.0 * settings.stall_timeout)
 
 
 def _module(name: str, directory: RunDirectory, *arguments: str) -> list[str]:

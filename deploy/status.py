@@ -19,7 +19,9 @@ import zmq
 
 from deploy.run_directory import living_run_directories
 from interfaces import Inquiry, InquiryAnswer, WireError, WorkerStatus, decode, encode
+from shared import process_table
 from shared.endpoints import RunDirectory
+from shared.process_table import ProcessState
 from shared.settings import SettingsError
 from shared.sockets import connect_dealer
 
@@ -90,10 +92,12 @@ def _show(directory: RunDirectory) -> bool:
     settings = json.loads(directory.settings_file.read_text())
     print(f"{settings['served_model_name'] or settings['model']} on {settings['devices']}  ({directory.path})")
     print(f"  {'process':24} {'pid':>7} {'epoch':>5} {'up':>9} {'memory':>8} {'cpu':>8}")
+    states = process_table.read(directory.processes_file)
     for process in _processes(directory.path):
         print(
             f"  {process.role:24} {process.pid:7} {process.epoch:>5} {_duration(process.seconds):>9} "
             f"{process.resident / 2**20:5.0f} MB {process.cpu_seconds:6.1f} s"
+            f"{_remarks(states.get(process.role.partition(' ')[0]))}"
         )
     answer = ask(directory, "")
     if answer is None:
@@ -103,6 +107,14 @@ def _show(directory: RunDirectory) -> bool:
     deaths = [f"  {line}" for line in _tail(directory.deaths_file)]
     print("  last deaths of processes:" if deaths else "  no process has died", *deaths, sep="\n  ")
     return answer is not None
+
+
+def _remarks(state: ProcessState | None) -> str:
+    """What the supervisor has against a process."""
+    if state is None:
+        return ""
+    silent = f"  SILENT for {state.seconds_silent:.0f} s" if state.seconds_silent else ""
+    return silent + (f"  hung {state.hangs} times before" if state.hangs else "")
 
 
 def _show_scheduler(answer: InquiryAnswer) -> None:

@@ -1,11 +1,11 @@
 """Keeps a list of child processes running: starts them, restarts the dead, gives up when that is hopeless, stops them
 in order.
 
-One thread, one selector, nothing polled: a child's end, its events and its output are descriptors (child.py), signals
-arrive through a wakeup descriptor, and the only timers are restart delays and stop deadlines. A child that works in a
-fork (shared/successors.py) tells by an event that it is dead, and is asked for the next one. On SIGHUP the children
-that may be are restarted one by one, each when its predecessor serves again. Knows nothing of what the children do;
-their last role in the list is stopped first.
+One thread, one selector: a child's end, its events and its output are descriptors (child.py), signals arrive through a
+wakeup descriptor, and the only timers are restart delays, stop deadlines and the looks of hang_watch.py. A child that
+works in a fork (shared/successors.py) tells by an event that it is dead, and is asked for the next one. On SIGHUP the
+children that may be are restarted one by one, each when its predecessor serves again. Knows nothing of what the
+children do; their last role in the list is stopped first.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from deploy.child import Child, ChildSpec, describe_exit
+from deploy.hang_watch import HangWatch
 
 _SECONDS_AFTER_KILL = 5.0
 _ONE_KEYSTROKE = 0.3
@@ -35,6 +36,8 @@ class Observer(Protocol):
     def output(self, line: str) -> None: ...
     def say(self, level: str, text: str) -> None: ...
     def exited(self, child: ChildSpec, pid: int) -> None: ...
+    def silent(self, child: ChildSpec, seconds: float) -> None: ...
+    def hung(self, child: ChildSpec) -> None: ...
     def all_ready(self) -> None: ...
 
 
@@ -97,6 +100,7 @@ class Supervisor:
         self._slots = [_Slot(spec, policy or RestartPolicy()) for spec in specs]
         self._observer = observer
         self._selector = selectors.DefaultSelector()
+        self._hang_watch = HangWatch(observer)
         self._exit_status: int | None = None
         self._all_ready = False
         self._first_signal_at: float | None = None
@@ -112,6 +116,7 @@ class Supervisor:
                 self._start_due()
                 while self._exit_status is None:
                     self._turn(self._next_deadline)
+                    self._hang_watch.look(slot.child for slot in self._slots if slot.child and slot.kill_at is None)
                     self._start_due()
                     self._go_on_restarting()
             finally:
@@ -141,9 +146,10 @@ class Supervisor:
         self._observer.started(slot.spec)
 
     @property
-    def _next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float:
         kills = [slot.kill_at for slot in self._slots if slot.kill_at is not None]
-        return min([*kills, *([] if self._next_start is None else [self._next_start])], default=None)
+        starts = [] if self._next_start is None else [self._next_start]
+        return min([*kills, *starts, self._hang_watch.next_look])
 
     @property
     def _next_start(self) -> float | None:
@@ -202,6 +208,8 @@ class Supervisor:
                 self._give_up(f"{slot.spec.title} cannot work: {event.get('message')}")
             case "ready":
                 child.ready_at = time.monotonic()
+            case "beat":
+                return
             case "died":
                 self._on_fork_death(slot, child, int(event["pid"]), int(event["status"]))
                 return

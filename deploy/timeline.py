@@ -94,6 +94,13 @@ class Timeline:
         self._hide_bar(self._tracks[child.name])
         self._on_exit(pid)
 
+    def silent(self, child: ChildSpec, seconds: float) -> None:
+        if seconds:
+            self.say("WARNING", f"{child.title} has been silent for {seconds:.0f} s")
+
+    def hung(self, child: ChildSpec) -> None:
+        pass
+
     def all_ready(self) -> None:
         self._on_ready()
 

@@ -32,6 +32,10 @@ from interfaces.vision_context import ImageMetadata, TextAndVisionContext
 _LARGEST_INT32 = 2**31 - 1
 _NO_ROWS, _NO_BLOCKS = np.empty(0, np.int32), np.empty((0, 3), np.int32)
 
+EPOCHS_OF_A_SUPERVISOR = 2**20
+"""A supervisor numbers the starts of a worker from a multiple of this on, which is its own: 0 on the scheduler's
+machine, a random one elsewhere."""
+
 REGISTRATION_SIZE = 2**32
 """`Results.number` of the first message after a replica was registered is a multiple of this."""
 
@@ -320,7 +324,8 @@ class Detach:
 @message(16)
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """A worker announces what it can hold, then says so every second. `epoch` counts the starts of this worker slot.
+    """A worker announces what it can hold, then says so every second. `epoch` counts the starts of this worker slot
+    by its supervisor (`EPOCHS_OF_A_SUPERVISOR`).
 
     `max_model_len` is what the model and the KV memory allow for one sequence, in tokens. `compiling` says that its
     answers will be computed by other kernels soon, which may differ from those of now in the last bits. `drafted` and

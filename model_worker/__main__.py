@@ -44,13 +44,13 @@ def main() -> None:
     arguments = parser.parse_args()
     run_directory = RunDirectory(arguments.run_dir)
     role = f"model_worker:{arguments.index}"
-    become(f"{role} {arguments.device}", run_directory.stack_file(arguments.index))
+    become(f"{role} {arguments.device}", run_directory.stack_file(role))
     settings = Settings.read(run_directory.settings_file)
     logs.configure(f"{role} {arguments.device}", settings.log_level)
     phases.phase("import")
     _import()
     epoch = successors.successor(arguments.epoch)
-    become(f"{role} {arguments.device}", run_directory.stack_file(arguments.index))
+    become(f"{role} {arguments.device}", run_directory.stack_file(role))
     try:
         engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch)
     except ValueError as error:

@@ -18,6 +18,7 @@ import zmq
 from interfaces import Retire, Step, StepResult, WireError, WorkerGoodbye, WorkerHello, decode, encode
 from model_worker.engine import Engine, Flight
 from model_worker.kernels import Compilation
+from shared import phases
 from shared.endpoints import worker_identity
 from shared.sockets import connect_dealer, same_host
 
@@ -73,6 +74,7 @@ class Loop:
                     self._compilation, self._hello = None, replace(self._hello, compiling=False)
                     next_hello = now
                 if now >= next_hello:
+                    phases.beat()
                     drafted, accepted = self._engine.drafted, self._engine.accepted
                     self._send(encode(replace(self._hello, drafted=drafted, accepted=accepted)))
                     next_hello = now + HELLO_SECONDS

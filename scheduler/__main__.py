@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scheduler", description=__doc__)
     parser.add_argument("--run-dir", required=True, type=Path)
     run_directory = RunDirectory(parser.parse_args().run_dir)
-    become("scheduler")
+    become("scheduler", run_directory.stack_file("scheduler"))
     give_way()
     settings = Settings.read(run_directory.settings_file)
     logs.configure("scheduler", settings.log_level)

@@ -39,6 +39,7 @@ from scheduler.replay import Replays, Stream
 from scheduler.replicas import NOBODY, Replicas
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
+from scheduler.succession import LostEpochs, of_one_supervisor
 from scheduler.suspects import Suspects
 from scheduler.workers import NewTokens, Worker
 
@@ -62,7 +63,7 @@ class Scheduler:
         self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
         self._order = itertools.count()
         self._suspects = Suspects()
-        self._lost: dict[int, int] = {}
+        self._lost = LostEpochs()
         self._deadlines = Deadlines()
         self.replays = Replays()
         self._open: Counter[str] = Counter()
@@ -174,7 +175,7 @@ class Scheduler:
         known = self.workers.get(hello.index)
         if known is not None and known.hello.epoch == hello.epoch:
             known.hello = hello  # some of it changes
-        if self.superseded(hello) or (known is not None and known.hello.epoch >= hello.epoch):
+        if self.superseded(hello) or self.put_off(hello) or (known is not None and known.hello.epoch >= hello.epoch):
             return False
         if known is not None:
             self.lose_worker(hello.index, "was followed by its next epoch")
@@ -186,7 +187,12 @@ class Scheduler:
 
     def superseded(self, hello: WorkerHello) -> bool:
         """Whether this worker was given up: others compute what it had, so it must end."""
-        return hello.epoch <= self._lost.get(hello.index, -1)
+        return self._lost.has(hello.index, hello.epoch)
+
+    def put_off(self, hello: WorkerHello) -> bool:
+        """Whether another supervisor's worker is here under this index: as long as it lives this one waits."""
+        known = self.workers.get(hello.index)
+        return known is not None and not of_one_supervisor(known.hello.epoch, hello.epoch)
 
     def lose_worker(self, index: int, why: str = "died", blamed: bool = True) -> str:
         """A worker is gone: its sequences wait again with the tokens their clients have, in their old order.
@@ -194,7 +200,7 @@ class Scheduler:
         What it was computing may be the reason, unless nobody is `blamed`. Returns the story in one line.
         """
         worker = self.workers.pop(index)
-        self._lost[index] = worker.hello.epoch
+        self._lost.add(index, worker.hello.epoch)
         story = f"{worker.describe()} {why}"
         suspects = {sequence.order for sequence in worker.computing()} if blamed else set()
         for row in worker.rows.occupied().tolist():

@@ -32,6 +32,7 @@ from interfaces import (
 )
 from scheduler.core import Scheduler
 from scheduler.process_watch import ProcessWatch
+from shared import phases
 from shared.curve import bind_secure
 from shared.endpoints import RunDirectory, is_local_worker
 from shared.sockets import bind_router, readable, receive_from, send_to
@@ -63,9 +64,10 @@ class Loop:
         self._poller = zmq.Poller()
         self._poller.register(self._workers, zmq.POLLIN)
         self._poller.register(self._api, zmq.POLLIN)
-        self._watch = ProcessWatch(self._poller, run_directory.stack_file)
+        self._watch = ProcessWatch(self._poller, lambda index: run_directory.stack_file(f"model_worker:{index}"))
         self._worker_identity: dict[int, bytes] = {}
         self._worker_heard: dict[int, float] = {}
+        self._put_off: dict[int, int] = {}
         self._suspected: set[int] = set()
         self._without_worker: float | None = None
         self._complained = 0.0
@@ -181,8 +183,10 @@ class Loop:
     def _from_worker(self, identity: bytes, message: object) -> None:
         match message:
             case StepResult():
-                self._worker_heard[message.index] = time.monotonic()
-                self.scheduler.step_result(message)
+                known = self.scheduler.workers.get(message.index)
+                if known is not None and known.hello.epoch == message.epoch:
+                    self._worker_heard[message.index] = time.monotonic()
+                    self.scheduler.step_result(message)
             case WorkerHello():
                 self._welcome(identity, message)
             case WorkerGoodbye():
@@ -193,6 +197,11 @@ class Loop:
     def _welcome(self, identity: bytes, hello: WorkerHello) -> None:
         if self.scheduler.superseded(hello):
             send_to(self._workers, identity, Retire(hello.epoch, "it was late or silent, or another came in its place"))
+            return
+        if self.scheduler.put_off(hello):
+            if self._put_off.get(hello.index) != hello.epoch:
+                self._put_off[hello.index] = hello.epoch
+                log.warning("another worker %d is here already: %r waits until it has gone", hello.index, identity)
             return
         self._worker_heard[hello.index] = time.monotonic()
         if not self.scheduler.worker_hello(hello):
@@ -232,6 +241,7 @@ class Loop:
         now = time.monotonic()
         if now < self._next_status:
             return
+        phases.beat()
         self._next_status = now + STATUS_SECONDS
         if now - self._last_look > STANDSTILL_SECONDS:
             self._excuse_silence(now)

@@ -54,9 +54,14 @@ class RunDirectory:
         """Why processes of this server ended, newest last; the supervisor writes it."""
         return self.path / "deaths.log"
 
-    def stack_file(self, worker: int) -> Path:
-        """Where a worker that seems stuck writes what it is doing."""
-        return self.path / f"worker-{worker}.stack"
+    def stack_file(self, name: str) -> Path:
+        """Where a process that seems stuck writes what it is doing; `name` is the supervisor's for it."""
+        return self.path / f"{name.replace(':', '-')}.stack"
+
+    @property
+    def processes_file(self) -> Path:
+        """Which processes of this server are silent; the supervisor writes it (shared/process_table.py)."""
+        return self.path / "processes.json"
 
     @property
     def metrics_directory(self) -> Path:

@@ -34,7 +34,7 @@ def become(role: str, stack_file: Path | None = None) -> None:
     if stack_file is not None:
         faulthandler.register(signal.SIGUSR2, file=stack_file.open("w"), all_threads=True)
     end_with_parent(signal.SIGTERM)
-    if os.environ.get(SUPERVISOR_PID, str(os.getppid())) != str(os.getppid()):
+    if orphaned():
         sys.exit("the supervisor ended before this process had started")
 
 
@@ -67,6 +67,22 @@ def open_pidfd(pid: int) -> int:
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), "pidfd_open failed; Linux 5.3 or newer is needed")
     return descriptor
+
+
+def nudge(pid: int, group: int, has_stack_file: bool) -> None:
+    """Has a process that seems stuck go on if it was stopped, and write its stack file if it has one.
+
+    Nothing happens when it is not of that group: its id has become another's.
+    """
+    for number in (signal.SIGUSR2, signal.SIGCONT) if has_stack_file else (signal.SIGCONT,):
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == group:
+                os.kill(pid, number)
+
+
+def orphaned() -> bool:
+    """Whether the supervisor that started this process has ended."""
+    return os.environ.get(SUPERVISOR_PID, str(os.getppid())) != str(os.getppid())
 
 
 def last_frame(stack_file: Path) -> str:

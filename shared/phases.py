@@ -1,5 +1,5 @@
-"""How a child process tells its supervisor what it is doing while it starts: one JSON line per event on an inherited
-pipe.
+"""How a child process tells its supervisor what it is doing while it starts, and then that it lives: one JSON line per
+event on an inherited pipe.
 
 The pipe's file descriptor comes in TOKENYARD_STATUS_FD; without it (a process started by hand) the events are dropped.
 """
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
 STATUS_FD = "TOKENYARD_STATUS_FD"
+BEAT_SECONDS = 2.0
+
+_last_beat = float("-inf")
 
 
 def report(event: str, **details: Any) -> None:
@@ -20,6 +24,8 @@ def report(event: str, **details: Any) -> None:
         return
     try:
         os.write(int(descriptor), json.dumps({"event": event, **details}).encode() + b"\n")
+    except BlockingIOError:
+        return  # the supervisor does not read, and what it missed it need not know
     except (OSError, ValueError):
         os.environ.pop(STATUS_FD, None)
 
@@ -37,6 +43,15 @@ def progress(done: int, total: int, unit: str) -> None:
 def ready(**details: Any) -> None:
     """This process serves from now on; `details` are facts for the start-up summary."""
     report("ready", **details)
+
+
+def beat() -> None:
+    """This process lives, and does what it is for. To be called in its loop, as often as it likes."""
+    global _last_beat
+    now = time.monotonic()
+    if now - _last_beat >= BEAT_SECONDS:
+        _last_beat = now
+        report("beat", pid=os.getpid())
 
 
 def died(pid: int, status: int) -> None:

@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from api_server.metrics import TOKEN_SECONDS, Metrics
 from interfaces.messages import Status, WorkerStatus
 from interfaces.results import ErrorCode, RequestError
+from shared import process_table
+from shared.process_table import ProcessState
 from tests.api_server.conftest import LiveServer, encode
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -180,6 +182,45 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
     silent = parse(metrics.exposition(None).decode())
     assert value(silent, "tokenyard_scheduler_ready") == 0
     assert ("tokenyard_requests_running", ()) not in silent
+
+
+def test_what_is_past_is_not_shown_as_present() -> None:
+    """While the scheduler is silent an alert must fire: not ready, ages go on, and no gauge says that all is well."""
+    workers = [WorkerStatus("cpu", 0, 1, 2, 100, blocks_used=30, blocks_cached=5, steps=40, seconds_since_step=0.5)]
+    status = Status(9, True, "", workers, 7, 5, 4096, 128, 16, 32000, {"preemptions": 4})
+    metrics = Metrics("m", ["/generate"])
+    for name, seconds, draining, ready in (("fresh", 1.0, False, 1), ("draining", 1.0, True, 0)):
+        found = parse(metrics.exposition(status, seconds, draining).decode())
+        assert value(found, "tokenyard_scheduler_ready") == ready, name
+        assert value(found, "tokenyard_requests_running") == 5, name
+    old = parse(metrics.exposition(status, 12.0).decode())
+    assert value(old, "tokenyard_scheduler_ready") == 0
+    assert value(old, "tokenyard_scheduler_silent_seconds") == 12
+    assert value(old, "tokenyard_worker_seconds_since_step", device="cpu", index="0") == 12.5
+    assert value(old, "tokenyard_worker_steps_total", device="cpu", index="0") == 40
+    assert value(old, "tokenyard_scheduler_preemptions_total") == 4
+    gauges = (
+        "tokenyard_requests_",
+        "tokenyard_kv_",
+        "tokenyard_worker_running",
+        "tgi_queue",
+        "tgi_batch",
+        "sglang:num_",
+    )
+    left = {name for name, _ in old if name.startswith(gauges) and not name.endswith("_total")}
+    assert not left
+
+
+def test_processes_that_hang_are_named(tmp_path: Path) -> None:
+    states = {"scheduler": ProcessState(), "api_server:1": ProcessState(time.monotonic() - 20, hangs=2)}
+    process_table.write(tmp_path / "processes.json", states)
+    known = process_table.read(tmp_path / "processes.json")
+    assert known == states
+    found = parse(Metrics("m", ["/generate"]).exposition(None, 0.0, False, known).decode())
+    assert value(found, "tokenyard_process_silent_seconds", process="scheduler") == 0
+    assert 20 <= value(found, "tokenyard_process_silent_seconds", process="api_server:1") < 80
+    assert value(found, "tokenyard_process_hangs_total", process="api_server:1") == 2
+    assert process_table.read(tmp_path / "none.json") == {}
 
 
 REPLICA = """

@@ -2,16 +2,19 @@
 
 python -m tests.deploy.actor [--say TEXT] [--fatal TEXT] [--never-ready] [--grandchild FILE] [--only-once]
                              [--then serve|stubborn|exit:CODE|signal:NAME] [--after SECONDS] [--epoch N]
+                             [--beat-for SECONDS] [--stack FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from shared import phases, successors
 from shared.liveness import become
@@ -27,11 +30,13 @@ def main() -> None:
     parser.add_argument("--then", default="serve")
     parser.add_argument("--after", type=float, default=0.0)
     parser.add_argument("--epoch", type=int, default=-1)
+    parser.add_argument("--beat-for", type=float, default=0.0, help="then it hangs; as epoch 0 only")
+    parser.add_argument("--stack", type=Path)
     arguments = parser.parse_args()
-    become("actor")
+    become("actor", arguments.stack)
     phases.phase("import")
     epoch = successors.successor(arguments.epoch)
-    become("actor")
+    become("actor", arguments.stack)
     if arguments.then == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     phases.phase("load weights")
@@ -47,8 +52,17 @@ def main() -> None:
     if not arguments.never_ready:
         successors.has_served()
         phases.ready(epoch=epoch, pid=os.getpid())
+    beat(arguments.beat_for if epoch <= 0 else math.inf)
     time.sleep(arguments.after)
     end(arguments.then)
+
+
+def beat(seconds: float) -> None:
+    phases.BEAT_SECONDS = 0.05
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        phases.beat()
+        time.sleep(0.05)
 
 
 def start_grandchild(file: str) -> None:

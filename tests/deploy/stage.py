@@ -1,6 +1,7 @@
 """Runs a Supervisor in a process of its own, as in life, and writes what it tells as JSON lines for the test to read.
 
-`python -m tests.deploy.stage PLAN`: PLAN is JSON, {"children": [ChildSpec fields], "policy": RestartPolicy fields}.
+`python -m tests.deploy.stage PLAN`: PLAN is JSON, {"children": [ChildSpec fields], "policy": RestartPolicy fields,
+"watch": constants of deploy/hang_watch.py}.
 `Stage` starts that and reads along.
 """
 
@@ -15,6 +16,7 @@ import sys
 import time
 from typing import Any
 
+from deploy import hang_watch
 from deploy.child import ChildSpec
 from deploy.supervisor import RestartPolicy, Supervisor
 
@@ -43,6 +45,12 @@ class Narrator:
     def exited(self, child: ChildSpec, pid: int) -> None:
         self.tell("exited", child=child.name, pid=pid)
 
+    def silent(self, child: ChildSpec, seconds: float) -> None:
+        self.tell("silent", child=child.name, seconds=seconds)
+
+    def hung(self, child: ChildSpec) -> None:
+        self.tell("hung", child=child.name)
+
     def all_ready(self) -> None:
         self.tell("all_ready")
 
@@ -50,8 +58,9 @@ class Narrator:
 class Stage:
     """A supervisor on trial. Use as a context manager: nothing outlives the test."""
 
-    def __init__(self, *children: dict[str, Any], **policy: float) -> None:
-        plan = json.dumps({"children": children, "policy": policy})
+    def __init__(self, *children: dict[str, Any], watch: dict[str, float] | None = None, **policy: float) -> None:
+        """`watch` are constants of deploy/hang_watch.py."""
+        plan = json.dumps({"children": children, "policy": policy, "watch": watch or {}})
         argv = [sys.executable, "-m", "tests.deploy.stage", plan]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE)
         self.story: list[dict[str, Any]] = []
@@ -140,5 +149,7 @@ def wait_until_dead(*pids: int) -> None:
 
 if __name__ == "__main__":
     plan = json.loads(sys.argv[1])
+    for name, value in plan["watch"].items():
+        setattr(hang_watch, name, value)
     specs = [ChildSpec(**child) for child in plan["children"]]
     sys.exit(Supervisor(specs, Narrator(), RestartPolicy(**plan["policy"])).run())

@@ -196,7 +196,7 @@ def test_a_child_that_ignores_its_restart_is_killed_and_replaced() -> None:
 def test_sighup_of_a_terminal_that_went_away_stops() -> None:
     """A pseudo-terminal is closed under a supervisor that it controls, as when a window or an ssh session ends."""
     master, slave = os.openpty()
-    plan = json.dumps({"children": [actor("scheduler")], "policy": {}})
+    plan = json.dumps({"children": [actor("scheduler")], "policy": {}, "watch": {}})
     code = (
         "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
         f"os.execv(sys.executable, [sys.executable, '-m', 'tests.deploy.stage', {plan!r}])"
