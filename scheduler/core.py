@@ -39,6 +39,7 @@ from scheduler.replay import Replays, Stream
 from scheduler.replicas import NOBODY, Replicas
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
+from scheduler.stillness import Stillness, misplaced
 from scheduler.succession import LostEpochs, of_one_supervisor
 from scheduler.suspects import Suspects
 from scheduler.workers import NewTokens, Worker
@@ -65,6 +66,7 @@ class Scheduler:
         self._suspects = Suspects()
         self._lost = LostEpochs()
         self._deadlines = Deadlines()
+        self.stillness = Stillness()
         self.replays = Replays()
         self._open: Counter[str] = Counter()
         self.journal = Journal()
@@ -127,6 +129,18 @@ class Scheduler:
             self._note(sequence, "cancelled: nobody came back for its stream")
             self._forget(sequence)
             self.counters["cancelled"] += 1
+
+    def look_for_stuck(self, now: float) -> None:
+        """Takes requests back in line that are nowhere, and fails those for which nothing has come for too long."""
+        everyone = self.replicas.all_sequences()
+        for sequence in misplaced(everyone, self.waiting, self.workers):
+            log.error("request %s was neither in line nor on a worker: it waits again", sequence.context.request_id)
+            sequence.row, sequence.blocks = -1, []
+            self.waiting.add(sequence)
+        if self.paused:
+            self.stillness.excuse(now)
+        for sequence, error in self.stillness.stuck(everyone, self.workers, now):
+            self._fail(sequence, error)
 
     def detach(self, identity: bytes, handles: list[int]) -> None:
         """Nobody listens to these requests of a replica: those that can be taken up again go on without it."""

@@ -32,6 +32,7 @@ from interfaces import (
 )
 from scheduler.core import Scheduler
 from scheduler.process_watch import ProcessWatch
+from scheduler.stillness import LOOK_SECONDS
 from shared import phases
 from shared.curve import bind_secure
 from shared.endpoints import RunDirectory, is_local_worker
@@ -72,7 +73,7 @@ class Loop:
         self._without_worker: float | None = None
         self._complained = 0.0
         self._last_heard: dict[bytes, float] = {}
-        self._next_status = 0.0
+        self._next_status = self._next_search = 0.0
         self._last_look = time.monotonic()
         self._stopping = False
 
@@ -254,6 +255,9 @@ class Loop:
         self._last_heard = {name: at for name, at in self._last_heard.items() if name in self.scheduler.replicas}
         self._look_after_workers(now)
         self.scheduler.expire(now)
+        if now >= self._next_search:
+            self._next_search = now + LOOK_SECONDS
+            self.scheduler.look_for_stuck(now)
         status = self.scheduler.status()
         for identity in list(self.scheduler.replicas):
             if not send_to(self._api, identity, status):
@@ -264,6 +268,7 @@ class Loop:
         log.warning("this process stood still for %.1f s; nobody is blamed for that time", now - self._last_look)
         self._last_heard = dict.fromkeys(self._last_heard, now)
         self._worker_heard = dict.fromkeys(self._worker_heard, now)
+        self.scheduler.stillness.excuse(now)
         for worker in self.scheduler.workers.values():
             worker.last_step = now
 

@@ -1,0 +1,92 @@
+"""No request waits for ever: it is computed, or somebody says that it will not be."""
+
+from __future__ import annotations
+
+import pytest
+
+from interfaces import Finish
+from scheduler.stillness import LOOK_SECONDS, STUCK_SECONDS
+from tests.scheduler.simulated_worker import naive_generate
+from tests.scheduler.test_core import Yard
+
+
+def look(yard: Yard, start: float, seconds: float) -> float:
+    """Looks as often as the loop does; the time afterwards."""
+    end = start + seconds
+    while start < end:
+        start += LOOK_SECONDS
+        yard.scheduler.look_for_stuck(start)
+    yard._read_news()
+    return start
+
+
+def test_without_a_worker_a_request_waits_long_but_not_for_ever() -> None:
+    yard = Yard(workers=0)
+    yard.submit(0, [1, 2], 5, [])
+    now = look(yard, 0.0, STUCK_SECONDS)
+    assert not yard.finished, "a worker may take long to come back"
+    look(yard, now, 3 * LOOK_SECONDS)
+    assert yard.finished == {0: Finish.FAILED}
+    assert "no model worker is here" in yard.errors[0]
+
+
+def test_a_request_that_is_computed_by_nobody_fails_and_the_worker_is_named() -> None:
+    yard = Yard()
+    yard.submit(0, [1, 2], 5, [])
+    yard.scheduler.next_steps()
+    look(yard, 0.0, STUCK_SECONDS + 3 * LOOK_SECONDS)
+    assert yard.finished == {0: Finish.FAILED}
+    assert "worker 0 (test, epoch 0) in step" in yard.errors[0]
+    assert yard.scheduler.workers[0].pool.used == 0
+
+
+def test_a_long_line_and_a_long_prompt_are_no_standstill() -> None:
+    """One request runs all the time, one is before its turn, and one is a prompt in pieces."""
+    yard = Yard(max_rows=2, num_blocks=200)
+    for handle, prompt in enumerate(([1], list(range(60)), [3])):
+        yard.submit(handle, prompt, 10, [])
+    now = 0.0
+    while yard.turn():
+        now = look(yard, now, STUCK_SECONDS / 2)
+    for handle, prompt in enumerate(([1], list(range(60)), [3])):
+        assert yard.tokens[handle] == naive_generate(prompt, handle, [], len(prompt) + 10)
+
+
+@pytest.mark.parametrize("how", ["pause", "standstill"])
+def test_what_is_paused_is_not_stuck(how: str) -> None:
+    yard = Yard()
+    yard.submit(0, [1, 2], 5, [])
+    yard.turn()
+    now = look(yard, 0.0, STUCK_SECONDS / 2)
+    if how == "pause":
+        yard.scheduler.paused = True
+        now = look(yard, now, 5 * STUCK_SECONDS)
+        yard.scheduler.paused = False
+    else:
+        now += 5 * STUCK_SECONDS
+        yard.scheduler.stillness.excuse(now)
+    look(yard, now, LOOK_SECONDS)
+    yard.drain()
+    assert yard.tokens[0] == naive_generate([1, 2], 0, [], 7)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_request_that_is_nowhere_is_found(running: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As after an error of ours in the middle of moving it."""
+    yard = Yard()
+    yard.submit(0, [1, 2, 3], 6, [])
+    if running:
+        yard.turn()
+    [sequence] = yard.scheduler.replicas.all_sequences()
+    if running:
+        yard.scheduler.lose_worker(0, "was taken away", blamed=False)
+        yard.start_worker(0, epoch=1)
+    yard.scheduler.waiting.discard(sequence)
+    if running:
+        sequence.row = 3
+    yard.drain()
+    assert not yard.finished
+    look(yard, 0.0, LOOK_SECONDS)
+    assert "neither in line nor on a worker" in caplog.text
+    yard.drain()
+    assert yard.tokens[0] == naive_generate([1, 2, 3], 0, [], 9)
