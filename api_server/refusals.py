@@ -29,7 +29,7 @@ _reported: set[str] = set()
 
 
 def unless(*harmless: Any) -> Asks:
-    """Every value asks but these. `False` and 0 are two values."""
+    """Every value asks but these. Where False asks for nothing, 0 may ask."""
 
     def asks(value: Any) -> bool:
         return not any(value is ok or (not isinstance(ok, bool) and value == ok) for ok in harmless)
