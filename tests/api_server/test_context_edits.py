@@ -165,7 +165,8 @@ def test_clients_are_told(live: LiveServer, tokenizer: Tokenizer) -> None:
     events = events_of(post(live, "/v1/messages", asked | {"max_tokens": 50, "stream": True}).text)
     (delta,) = [event for event in events if event["type"] == "message_delta"]
     assert delta["context_management"] == {"applied_edits": [told.model_dump(exclude_unset=True)]}
-    for nothing in ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, {}):
+    asking_for_nothing: list[Any] = [{"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, {}]
+    for nothing in asking_for_nothing:
         answer = post(live, "/v1/messages?beta=true", asked | {"max_tokens": 5, "context_management": nothing})
         assert answer.json()["context_management"] == {"applied_edits": []}
     assert "context_management" not in post(live, "/v1/messages", {"messages": talk, "max_tokens": 5}).json()
