@@ -9,16 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from api_server.answer_reader import AnswerReader
 from api_server.parsers import detection
 from api_server.parsers.answer import AnswerParser
 from api_server.parsers.call_grammar import CallGrammar, strict_tags
-from api_server.parsers.reasoning import MarkedReasoning
+from api_server.parsers.reasoning import LONGEST_TURN, MarkedReasoning
 from api_server.parsers.registry import TOOL_FORMATS, ReasoningFormat, ToolFormat, reasoning_format, tool_format
 from api_server.tokenizer import Tokenizer
 from interfaces.constraint import Constraint, ConstraintKind
 from interfaces.requests import TextGenerationRequest
 from shared.settings import Settings
+
+Tokens = Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -58,23 +63,26 @@ class AnswerFormats:
         ids = (self.tokenizer.token_of(mark) for mark in marks if request.parse_answer)
         return frozenset(token for token in ids if token is not None)
 
-    def reader(self, request: TextGenerationRequest, prompt: Sequence[int]) -> AnswerReader | None:
+    def thinks(self, request: TextGenerationRequest, prompt: Tokens) -> bool:
+        """Whether the answers to this prompt begin within reasoning, if that matters to their readers."""
+        return _is_read(request) and self.opens(prompt)
+
+    def reader(self, request: TextGenerationRequest, thinking: bool) -> AnswerReader | None:
         """None when this answer is to stay as the model writes it."""
-        if not request.parse_answer and request.max_thinking_tokens is None:
+        if not _is_read(request):
             return None
         finder = self._finder()
-        thinking = finder is not None and self.opens(prompt)
         tools = self.tools_for(request) if request.parse_answer else None
         separate = request.separate_reasoning and request.parse_answer
         parser = AnswerParser(tools, self.reasoning if separate else None, schemas_of(request), thinking)
         return AnswerReader(parser, finder, thinking, request)
 
-    def opens(self, prompt: Sequence[int]) -> bool:
+    def opens(self, prompt: Tokens) -> bool:
         """Whether the answer begins within reasoning."""
         finder = self._finder()
         if finder is None or self.reasoning is None:
             return False
-        return self.reasoning.inside or finder.will_reason_after_prompt(prompt)
+        return self.reasoning.inside or finder.will_reason_after_prompt(list(map(int, prompt[-LONGEST_TURN:])))
 
     def opened(self, request: TextGenerationRequest) -> TextGenerationRequest:
         """The request with its reasoning opened, if it asks for reasoning and for a form that begins after it.
@@ -89,7 +97,7 @@ class AnswerFormats:
         return replace(request, opening=self.reasoning.opening)
 
     def constrained(
-        self, request: TextGenerationRequest, prompt: Sequence[int], schemas: Mapping[str, Any] | None = None
+        self, request: TextGenerationRequest, prompt: Tokens, schemas: Mapping[str, Any] | None = None
     ) -> TextGenerationRequest:
         """The request with the grammar of its calls, if they are forced, strict, or possible beside a document.
 
@@ -120,7 +128,8 @@ class AnswerFormats:
                 return given
             source = grammar.source(schemas, request.most_calls, thinks, given.source)
             return Constraint(ConstraintKind.LARK, source, given.begins_after, given.field)
-        strict = [tool["function"]["name"] for tool in request.tools or () if tool["function"].get("strict") is True]
+        functions = (tool["function"] for tool in request.tools or ())
+        strict = frozenset(each["name"] for each in functions if each.get("strict") is True)
         tags = strict_tags(tools, {**schemas_of(request), **schemas}, strict) if strict else None
         return None if tags is None else Constraint(ConstraintKind.STRUCTURAL_TAG, tags, field="tools")
 
@@ -133,6 +142,11 @@ class AnswerFormats:
         if self.reasoning is None:
             return None
         return self.reasoning.finder(self.tokenizer.piece, self.tokenizer.added)
+
+
+def _is_read(request: TextGenerationRequest) -> bool:
+    """Whether an answer is taken apart, or its reasoning counted."""
+    return request.parse_answer or request.max_thinking_tokens is not None
 
 
 def _may_think(request: TextGenerationRequest) -> bool:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from api_server.errors import shown
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -30,7 +32,7 @@ def parse(model: type[M], value: object) -> M:
         try:
             return model.model_validate(value)
         except ValidationError as error:
-            found = error.errors(include_url=False, include_context=False)
+            found = error.errors(include_url=False)
         whole = [error["loc"] for error in found if error["type"] in _WANTED_INTEGER and _is_whole(error["input"])]
         attempts += 1
         if not whole or attempts > _ATTEMPTS:
@@ -84,13 +86,20 @@ def _is_key(key: int | str, value: Any) -> bool:
 
 def _mismatch(found: list[ErrorDetails]) -> Mismatch:
     # Of the branches of a union, the one that got furthest is what the client meant, and at the same place the one
-    # whose type is right.
+    # whose type is right. With too many items nobody gets far.
     same = (e for e in found if e["loc"][:1] == found[0]["loc"][:1])
-    first = max(same, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    first = max(same, key=lambda e: (e["type"] == _TOO_MANY, len(e["loc"]), not e["type"].endswith("_type")))
     field = _path(first["loc"])
+    if first["type"] == _TOO_MANY:
+        count, most = len(first["input"]), first["ctx"]["max_length"]
+        return Mismatch(field, f"{count} entries were given; at most {most} are possible: send fewer", _TOO_MANY)
     if first["type"] == "missing":
         return Mismatch(field, f"missing field `{first['loc'][-1]}`", "missing")
-    return Mismatch(field, f"{first['msg']}, got {_shown(first['input'])}", first["type"])
+    return Mismatch(field, f"{first['msg']}, got {shown(first['input'])}", first["type"])
+
+
+_TOO_MANY = "too_long"
+"""Pydantic's name of the rule that a list or an object has broken."""
 
 
 def _path(location: tuple[int | str, ...]) -> str:
@@ -102,8 +111,3 @@ def _path(location: tuple[int | str, ...]) -> str:
         elif part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool", "none"):
             path += f".{part}" if path else part
     return path
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jinja2
+import orjson
 
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from interfaces.chat import TextGenerationRequestMessage
+from interfaces.chat import TextContentPart, TextGenerationRequestMessage
 from interfaces.requests import TextGenerationRequest
 
 _RESERVED = frozenset(
@@ -35,6 +36,20 @@ _RESERVED = frozenset(
     }
 )
 """Parameters of apply_chat_template itself: as template variables they would change the server's behaviour."""
+
+
+def size(request: TextGenerationRequest) -> int:
+    """Characters that a template is given, about."""
+    turns = sum(_length(message.content) + _length(message.reasoning_content) for message in request.messages)
+    calls = [message.tool_calls for message in request.messages if message.tool_calls]
+    options = dict(request.chat_template_options or {})
+    return turns + sum(len(orjson.dumps(given)) for given in (calls, list(request.tools or ()), options) if given)
+
+
+def _length(content: Any) -> int:
+    if isinstance(content, list):
+        return sum(len(part.text) for part in content if isinstance(part, TextContentPart))
+    return len(content or "")
 
 
 def render(tokenizer: Any, request: TextGenerationRequest) -> str:

@@ -6,11 +6,12 @@ Knows their forms and what must fit together; knows neither templates nor how a 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api_server.errors import RequestFailed, invalid, unsupported
+from api_server.errors import RequestFailed, invalid, shown, unsupported
+from api_server.item_limits import MOST_TOOLS, check_count
 from api_server.parsers.calls import is_name
 from api_server.refusals import report
 
@@ -30,6 +31,7 @@ def listed(tools: Sequence[Any], read: Reader) -> list[dict[str, Any]]:
         found += functions or ()
         if functions is None:
             left_out.append((f"{path}.type", tool.get("type")))
+    check_count(len(found), "functions", "tools", MOST_TOOLS)
     for path, kind in left_out:
         if not found:
             raise unsupported(path, f"a tool of type {kind!r:.100}, which servers run themselves,")
@@ -49,10 +51,12 @@ def tool_use(tools: Sequence[Any] | None, choice: Any) -> ToolUse:
     """Raises RequestFailed. Tools may have their function's fields in `function` or, as Responses has it, beside it."""
     functions = listed(tools or (), _function)
     names = [tool["function"]["name"] for tool in functions]
+    known: dict[str, None] = {}
     for i, name in enumerate(names):
-        if name in names[:i]:
+        if name in known:
             raise invalid(f"tools[{i}].function.name is {name!r} again: each tool needs a name of its own", "tools")
-    mode, chosen = _choice(choice, names)
+        known[name] = None
+    mode, chosen = _choice(choice, known)
     if mode == "none":
         return ToolUse()
     if mode == "required" and not functions:
@@ -114,12 +118,12 @@ def _tool(given: Mapping[str, Any], path: str) -> dict[str, Any]:
         function["parameters"] = function.pop("arguments")
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise invalid(f"{path}.function.parameters must be a JSON schema, an object, got {parameters!r}", "tools")
+        raise invalid(f"{path}.function.parameters must be a JSON schema, an object, got {shown(parameters)}", "tools")
     extra = {k: v for k, v in given.items() if k not in ("type", "function")} if isinstance(own, Mapping) else {}
     return {"type": "function", "function": function, **extra}
 
 
-def _choice(given: Any, names: Sequence[str]) -> tuple[str, list[str] | None]:
+def _choice(given: Any, names: Collection[str]) -> tuple[str, list[str] | None]:
     """`none`, `auto` or `required`, and the tools that are meant; None: all."""
     if given is None:
         return "auto", None
@@ -149,7 +153,7 @@ def _named(given: Any) -> Any:
     return (function if isinstance(function, Mapping) else given).get("name")
 
 
-def _known(name: Any, names: Sequence[str]) -> str:
+def _known(name: Any, names: Collection[str]) -> str:
     if not isinstance(name, str):
         raise _wrong_choice(name)
     if name not in names:
@@ -161,6 +165,6 @@ def _known(name: Any, names: Sequence[str]) -> str:
 def _wrong_choice(given: Any) -> RequestFailed:
     return invalid(
         "tool_choice must be none, auto, required, or name a function as "
-        f'{{"type": "function", "function": {{"name": ...}}}}, got {given!r}',
+        f'{{"type": "function", "function": {{"name": ...}}}}, got {shown(given)}',
         "tool_choice",
     )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel
@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server import resume, terms
+from api_server.bodies import MAX_BODY_BYTES, Held
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.resume import Resume
 from api_server.state import ServerState
@@ -29,9 +30,10 @@ from shared.access_keys import Caller
 
 log = logging.getLogger("tokenyard")
 
+T = TypeVar("T")
+
 DEEPEST = 200
 """Levels of a body: what writes parts of it again goes no deeper than 254."""
-MAX_BODY_BYTES = 64 * 1024 * 1024
 _MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
 """A body over the limit is read up to here and thrown away: a client that is still sending would not see the answer."""
 
@@ -42,12 +44,16 @@ class Call:
 
     server: ServerState
     scope: Scope
-    body: bytes
+    body: bytes | bytearray
     request_id: str
     """The client's x-request-id, or a fresh one; also in the response's header."""
     received: float = field(default_factory=time.monotonic)
     generates: bool = False
     """Whether the body may carry terms of a generation (`terms.py`)."""
+    size: int = 0
+    """Bytes of the body."""
+    light: bool = True
+    """Whether the body is small enough to be read on the event loop."""
 
     @property
     def path(self) -> str:
@@ -67,9 +73,30 @@ class Call:
     def headers(self) -> Headers:
         return Headers(scope=self.scope)
 
+    async def apart(self, job: Callable[[], T]) -> T:
+        """The result of work that grows with the body; a large one's is done in a thread, which shares the lock."""
+        return job() if self.light else await self.server.bodies.apart(job)
+
     @cached_property
     def json(self) -> dict[str, Any]:
         """The body as a JSON object; without a content type it is taken for JSON. Raises RequestFailed."""
+        if isinstance(self.parsed, RequestFailed):
+            raise self.parsed
+        if self.generates:
+            self._read_terms(terms.take(self.parsed))
+        return self.parsed
+
+    @cached_property
+    def parsed(self) -> dict[str, Any] | RequestFailed:
+        """What `json` tells. It is parsed once, also if that fails; from then on the text is not held any more."""
+        try:
+            return self._parse()
+        except RequestFailed as error:
+            return RequestFailed(error.kind, error.message)  # the other one knows the whole text
+        finally:
+            self.body = b""
+
+    def _parse(self) -> dict[str, Any]:
         self._check_media_type()
         try:
             value = orjson.loads(self.body)
@@ -81,8 +108,6 @@ class Call:
             )
         if self.body.count(b"[") + self.body.count(b"{") > DEEPEST and _deeper(value, DEEPEST):
             raise invalid(f"the request body is nested deeper than {DEEPEST} levels")
-        if self.generates:
-            self._read_terms(terms.take(value))
         return value
 
     def _check_media_type(self) -> None:
@@ -169,11 +194,18 @@ class Endpoint:
         state = scope["state"]
         generates = self.document is not None and (self.document.generates or self.document.frame is not None)
         call = Call(state["server"], scope, b"", state["request_id"], generates=generates)
+        with call.server.bodies.hold() as held:
+            await self._answer(call, held, receive, send)
+
+    async def _answer(self, call: Call, held: Held, receive: Receive, send: Send) -> None:
         failure: RequestFailed | None = None
         try:
-            call.body = await _read_body(receive)
+            call.body = await _read_body(receive, held)
+            await held.weigh(call.body)
+            call.size, call.light = len(call.body), held.light
         except RequestFailed as error:
             failure = error
+            call.body = b""
         except ClientGone:
             return
         client = _Client(receive, send)
@@ -181,7 +213,7 @@ class Endpoint:
         watcher = asyncio.create_task(client.watch())
         try:
             response = self._fail(failure, call) if failure else await self._respond(call)
-            await response(scope, receive, client.send)
+            await response(call.scope, receive, client.send)
         except asyncio.CancelledError:
             if not client.gone:
                 raise
@@ -192,6 +224,10 @@ class Endpoint:
 
     async def _respond(self, call: Call) -> Response:
         try:
+            if not call.light:
+                await call.apart(lambda: call.parsed)
+                # Terms belong to this task, not to the thread in which a handler may have the body read.
+                _ = call.generates and call.json
             return await self._handler(call)
         except RequestFailed as error:
             return self._fail(error, call)
@@ -227,8 +263,8 @@ async def discard_body(scope: Scope, receive: Receive) -> None:
         more = message.get("more_body", False)
 
 
-async def _read_body(receive: Receive) -> bytes:
-    chunks: list[bytes] = []
+async def _read_body(receive: Receive, held: Held) -> bytearray:
+    body, refused = bytearray(), None
     size, more = 0, True
     while more and size <= _MAX_DISCARDED_BYTES:
         message = await receive()
@@ -236,11 +272,25 @@ async def _read_body(receive: Receive) -> bytes:
             raise ClientGone
         chunk, more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
-        if size <= MAX_BODY_BYTES:
-            chunks.append(chunk)
-    if size > MAX_BODY_BYTES:
-        raise RequestFailed(ErrorKind.BODY_TOO_LARGE, f"the request body is larger than {MAX_BODY_BYTES} bytes")
-    return b"".join(chunks)
+        if refused is None:
+            refused = _taken(body, chunk, held)
+    if refused is not None:
+        raise refused
+    return body
+
+
+def _taken(body: bytearray, chunk: bytes, held: Held) -> RequestFailed | None:
+    """Why no more of this body is kept, or None."""
+    if len(body) + len(chunk) > MAX_BODY_BYTES:
+        body.clear()
+        return RequestFailed(ErrorKind.BODY_TOO_LARGE, f"the request body is larger than {MAX_BODY_BYTES} bytes")
+    try:
+        held.add(chunk)
+    except RequestFailed as error:
+        body.clear()
+        return error
+    body += chunk
+    return None
 
 
 class _Client:

@@ -6,6 +6,7 @@ Knows no HTTP status and no dialect.
 from __future__ import annotations
 
 import enum
+import reprlib
 from collections.abc import Mapping
 
 from interfaces.results import ErrorCode, RequestError
@@ -103,6 +104,17 @@ def from_scheduler(error: RequestError) -> RequestFailed:
     kind = _KIND_OF_CODE.get(error.code, ErrorKind.GENERATION_FAILED)
     retry = RETRY_AFTER_SECONDS if kind is ErrorKind.UNAVAILABLE else None
     return RequestFailed(kind, error.message, retry_after=retry)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
+_SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 10
+
+
+def shown(value: object) -> str:
+    """A value of the client's as an error quotes it: its beginning, for what that costs."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def invalid(message: str, field: str | None = None) -> RequestFailed:

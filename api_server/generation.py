@@ -69,8 +69,9 @@ class Generation:
             self._resume.open(sum(item.request.n for item in prepared))
         self.choices: list[Choice] = []
         for request_index, item in enumerate(prepared):
+            thinking = server.formats.thinks(item.request, item.prompt.tokens)
             for k in range(item.request.n):
-                self._start(item, request_index, k)
+                self._start(item, request_index, k, thinking)
 
     def __aiter__(self) -> Self:
         return self
@@ -126,14 +127,14 @@ class Generation:
             self.close()
             raise
 
-    def _start(self, item: Prepared, request_index: int, k: int) -> None:
+    def _start(self, item: Prepared, request_index: int, k: int, thinking: bool) -> None:
         context = item.context(k)
         choice = Choice(len(self.choices), item.request, request_index, item.prompt.text, context, item.only_scores)
         choice.submitted = time.monotonic()
         self.choices.append(choice)
         for observer in self._server.observers:
             observer.started(choice)
-        reader = self._server.formats.reader(item.request, choice.prompt_token_ids.tolist())
+        reader = self._server.formats.reader(item.request, thinking)
         choice.answer = choice.answer if reader is None else reader.answer
         if choice.sampling.max_new_tokens == 0:
             self._ready.append(self._finished(choice, Finish("length")))

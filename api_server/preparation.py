@@ -10,7 +10,7 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from api_server import resume
+from api_server import item_limits, resume
 from api_server.answer_formats import AnswerFormats
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
@@ -71,6 +71,7 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
     limit, vocab_size = server.max_model_len, server.engine.vocab_size
     formats = server.formats
     found = [await prepare_one(server.tokenizer, formats.opened(each), limit, vocab_size) for each in batch]
+    item_limits.check_total(sum(item.request.n * len(item.prompt.tokens) for item in found), "n")
     compile_constraint = server.constraints.compile
     return [
         await constrained(await _formed(formats, item, compile_constraint), server.tokenizer, compile_constraint)
@@ -81,7 +82,7 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
 async def _formed(formats: AnswerFormats, item: Prepared, compile_constraint: Compile) -> Prepared:
     """With the form of the calls that it may make, if that is prescribed. Raises RequestFailed."""
     schemas = await held_to(item.request, compile_constraint)
-    return replace(item, request=formats.constrained(item.request, item.prompt.tokens.tolist(), schemas))
+    return replace(item, request=formats.constrained(item.request, item.prompt.tokens, schemas))
 
 
 async def constrained(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from api_server.answer_formats import AnswerFormats
+from api_server.bodies import Bodies
 from api_server.constraints.compiler import ConstraintCompiler
 from api_server.crowd import Crowd
 from api_server.engine_client import EngineClient
@@ -49,6 +50,7 @@ class ServerState:
     """Unix time shown as the model's creation time."""
     processes_file: Path | None = None
     """Where the supervisor writes which processes are silent; None without one."""
+    bodies: Bodies = field(default_factory=Bodies)
     crowd: Crowd = field(default_factory=Crowd)
     """Who was refused, and when they come again."""
     keys: AccessKeys = field(init=False)

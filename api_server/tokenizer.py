@@ -180,7 +180,11 @@ class Tokenizer:
             self._jobs -= 1
 
     def _encode_prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
-        text = chat_template.render(self._tokenizer, request) if request.messages else str(request.prompt)
+        if request.messages:
+            self._refuse_endless_turns(request, max_tokens)
+            text = chat_template.render(self._tokenizer, request)
+        else:
+            text = str(request.prompt)
         if not text.rstrip().endswith(request.opening.rstrip()):
             text += request.opening
         add_special_tokens = request.add_special_tokens
@@ -192,6 +196,20 @@ class Tokenizer:
             refuse_long(len(text), "prompt")
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         return Prompt(text, _truncated(np.array(encoding.ids, np.int32), request))
+
+    def _refuse_endless_turns(self, request: TextGenerationRequest, max_tokens: int | None) -> None:
+        """Before a template is rendered, which takes time for every character, and may take it several times.
+
+        A template may leave out a part of what it is given, so this limit is generous where the context is small.
+        """
+        most = max(MAX_TEXT, (max_tokens or 0) * self._longest_token)
+        characters = chat_template.size(request)
+        if characters > most:
+            raise RequestFailed(
+                ErrorKind.TOO_LONG,
+                f"the messages and tools have {characters} characters; at most {most} are possible: send fewer",
+                field="messages",
+            )
 
     def _refuse_endless(self, text: str, max_tokens: int) -> None:
         fewest = len(text) // self._longest_token

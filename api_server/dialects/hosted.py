@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 from typing import Any, Literal
 
 import orjson
@@ -38,6 +39,7 @@ from api_server.dialects.tgi.schema import ErrorResponse, GenerateRequest
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.generation import generate
+from api_server.item_limits import check_count
 from interfaces.requests import TextGenerationRequest
 
 Form = Literal["tgi", "sglang", "chat", "completion"]
@@ -123,33 +125,40 @@ async def invocations(call: Call) -> Response:
 
 async def vertex(call: Call) -> Response:
     """All instances run together, as one batch."""
-    try:
-        instances = parse(VertexBody, call.json).instances
-    except Mismatch as mismatch:
-        raise tgi_errors.BodyMismatch(str(mismatch), mismatch.field) from None
+    instances = await call.apart(lambda: _instances(call))
     parsed = [await _instance(i, instance, call) for i, instance in enumerate(instances)]
     generation = await generate(call.server, [request for _, request in parsed])
     drawn = await generation.collect()
-    texts = [
-        await _prediction(body, [choice for choice in drawn if choice.request_index == index], call)
-        for index, (body, _) in enumerate(parsed)
-    ]
+    answers = (list(choices) for _, choices in groupby(drawn, key=lambda choice: choice.request_index))
+    texts = [await _prediction(body, choices, call) for (body, _), choices in zip(parsed, answers, strict=True)]
     return Response(VertexAnswer(predictions=texts).model_dump_json(), media_type="application/json")
+
+
+def _instances(call: Call) -> list[dict[str, Any]]:
+    given = call.json.get("instances")
+    if isinstance(given, list):
+        check_count(len(given), "entries", "instances", call.server.settings.max_queued)
+    try:
+        return parse(VertexBody, call.json).instances
+    except Mismatch as mismatch:
+        raise tgi_errors.BodyMismatch(str(mismatch), mismatch.field) from None
 
 
 async def _instance(
     index: int, instance: dict[str, Any], call: Call
 ) -> tuple[GenerateRequest | None, TextGenerationRequest]:
     """The request of one instance, and its body when it is TGI's. Raises RequestFailed that names the instance."""
-    part = Call(call.server, call.scope, orjson.dumps(instance), call.request_id, call.received)
+    data = await call.apart(lambda: orjson.dumps(instance))
+    part = Call(call.server, call.scope, data, call.request_id, call.received, light=call.light)
     forms = {_KEYS[name] for name in _given(instance)}
     try:
         if forms == {"tgi"}:
-            body = read(GenerateRequest, part)
+            body = await part.apart(lambda: read(GenerateRequest, part))
             check(body, part, streaming=False)
             return body, internal_request(body, part, streaming=False)
         if forms == {"chat"}:
-            request = await openai_requests.chat_request(part, openai_requests.read(part, ChatBody))
+            given = await part.apart(lambda: openai_requests.read(part, ChatBody))
+            request = await openai_requests.chat_request(part, given)
             if request.n != 1:
                 raise invalid(f"n must be 1 here, got {request.n}: an instance has one prediction", "n")
             return None, request

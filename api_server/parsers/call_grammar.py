@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,7 @@ FORMS: Mapping[str, CallForm] = {
 """By the names of the formats. A NUL stands for the number of a call."""
 
 
-def strict_tags(tools: ToolFormat, schemas: Mapping[str, Any], strict: Collection[str]) -> str | None:
+def strict_tags(tools: ToolFormat, schemas: Mapping[str, Any], strict: frozenset[str]) -> str | None:
     """A structural tag: free text, in which calls of the `strict` tools have arguments of their schemas.
 
     None for a format whose calls do not begin with a mark of their own.
@@ -173,7 +173,8 @@ class CallGrammar:
         """Arguments in the order of the schema; a separator stands between two that are there."""
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         names = list(properties) if isinstance(properties, Mapping) else []
-        required = schema.get("required") or () if isinstance(schema, Mapping) else ()
+        listed = schema.get("required") if isinstance(schema, Mapping) else None
+        required = {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
         separator = self._literal(form.separator)
         first = self._rule(f"first_{number}_{len(names)}", '""')
         later = self._rule(f"later_{number}_{len(names)}", '""')

@@ -105,7 +105,7 @@ class MarkedReasoning(ReasoningParser):
     def will_reason_after_prompt(self, prompt_token_ids: Sequence[int]) -> bool:
         """Looks at the last turn only: what a user writes opens nothing."""
         pieces: list[str] = []
-        for token in reversed(prompt_token_ids[-_LONGEST_TURN:]):
+        for token in reversed(prompt_token_ids[-LONGEST_TURN:]):
             pieces.append(self._piece(token))
             if token in self._added and pieces[-1] not in self.markers.all:
                 break
@@ -125,7 +125,7 @@ class MarkedReasoning(ReasoningParser):
         return False
 
 
-_LONGEST_TURN = 1 << 14
+LONGEST_TURN = 1 << 14
 """Tokens of a turn that are looked at."""
 
 

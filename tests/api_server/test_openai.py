@@ -342,7 +342,7 @@ LONG = "fox " * 300
         ("completions", {"prompt": "x", "logprobs": True}, "logprobs"),
         ("completions", {"prompt": "x", "max_tokens": -1}, "max_tokens"),
         ("completions", {"prompt": LONG}, "prompt"),
-        ("completions", {"prompt": ["x"] * 2000}, "n"),
+        ("completions", {"prompt": ["x"] * 2000}, "prompt"),
     ],
 )  # fmt: skip
 def test_bad_bodies_are_400_and_name_the_field(live: LiveServer, path: str, body: Any, param: str) -> None:

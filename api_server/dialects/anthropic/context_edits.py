@@ -169,9 +169,10 @@ def _without_results(messages: Messages, edit: ClearToolUses) -> tuple[Messages,
     uses = _uses(messages)
     keep = edit.keep.value if edit.keep else _KEPT_TOOL_USES
     old = list(uses.items())[: max(0, len(uses) - keep)]
-    cleared = {call_id: name for call_id, name in old if name not in (edit.exclude_tools or ())}
-    emptied = edit.clear_tool_inputs or ()
-    without_input = {i for i, name in cleared.items() if emptied is True or (emptied and name in emptied)}
+    excluded, given = frozenset(edit.exclude_tools or ()), edit.clear_tool_inputs
+    cleared = {call_id: name for call_id, name in old if name not in excluded}
+    emptied = frozenset(given if isinstance(given, list) else ())
+    without_input = {i for i, name in cleared.items() if given is True or name in emptied}
 
     def left(block: Any) -> Any:
         if _is(block, "tool_result") and block.get("tool_use_id") in cleared:

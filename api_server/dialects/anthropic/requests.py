@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from api_server import body, documents, refusals
+from api_server import body, documents, item_limits, refusals
 from api_server.chat_tools import listed, tool_use
 from api_server.constraints.given import response_format
 from api_server.dialects.anthropic.client_tools import as_function, is_run_by_servers
@@ -90,20 +90,24 @@ class Asked:
 
 async def request(call: Call, given: Conversation) -> Asked:
     """The conversation as one internal request; its length and sampling if it is to be answered."""
+    await call.apart(lambda: item_limits.check_parts(given.messages, "messages"))
     await documents.load(call.server, given.messages, "messages", document_block)
     counted: list[tuple[Messages, int]] = []
+
+    async def read(messages: Messages) -> TextGenerationRequest:
+        return await call.apart(lambda: _request(call, given, messages))
 
     async def count(messages: Messages) -> int:
         """Each conversation is counted once."""
         known = next((tokens for same, tokens in counted if same is messages), None)
         if known is not None:
             return known
-        prompt = await call.server.tokenizer.prompt(_request(call, given, messages), None)
+        prompt = await call.server.tokenizer.prompt(await read(messages), None)
         counted.append((messages, len(prompt.tokens)))
         return len(prompt.tokens)
 
     left = await edited(given.messages, given.context_management, count)
-    return Asked(_request(call, given, left.messages), left, count)
+    return Asked(await read(left.messages), left, count)
 
 
 def _request(call: Call, given: Conversation, said: Messages) -> TextGenerationRequest:

@@ -55,7 +55,7 @@ def routes() -> list[BaseRoute]:
 
 
 async def messages(call: Call) -> Response:
-    body = requests.read(call, MessagesBody)
+    body = await call.apart(lambda: requests.read(call, MessagesBody))
     model = call.server.model_name
     asked = await requests.request(call, body)
     generation = await generate(call.server, asked.request)
@@ -68,7 +68,7 @@ async def messages(call: Call) -> Response:
 
 
 async def count_tokens(call: Call) -> Response:
-    given = requests.read(call, Conversation)
+    given = await call.apart(lambda: requests.read(call, Conversation))
     asked = await requests.request(call, given)
     count: dict[str, Any] = {"input_tokens": await asked.count(asked.edited.messages)}
     if asked.edits is not None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from api_server.dialects.anthropic.context_edits import ContextManagement
+from api_server.item_limits import MOST_TOOLS, Turns
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 StopText = Annotated[str, Field(min_length=1)]
@@ -53,13 +54,15 @@ class Conversation(_Body):
     """What is counted, and what is answered."""
 
     model: str | None = Field(None, description="The served model's name, or nothing")
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+    messages: Annotated[Turns, Field(min_length=1)] = Field(
         description="Turns: role (user, assistant, system) and content (a text, or blocks of type text, document, "
         "tool_use, tool_result and thinking). The answer continues a last turn of the assistant"
     )
-    system: str | list[dict[str, Any]] | None = Field(None, description="System prompt: a text, or blocks of type text")
+    system: str | Turns | None = Field(None, description="System prompt: a text, or blocks of type text")
     thinking: Thinking | None = None
-    tools: list[Tool] | None = Field(None, description="Functions that the model may call")
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = Field(
+        None, description="Functions that the model may call"
+    )
     tool_choice: ToolChoice | None = None
     context_management: ContextManagement | None = None
 

@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 import orjson
 
-from api_server import body, documents, refusals
+from api_server import body, documents, item_limits, refusals
 from api_server.chat_messages import chat_messages
-from api_server.chat_tools import tool_use
+from api_server.chat_tools import ToolUse, tool_use
 from api_server.constraints import given as given_constraints
 from api_server.dialects.openai.responses_schema import ResponsesBody
 from api_server.dialects.openai.responses_tools import Toolbox
 from api_server.dialects.openai.schema import ChatBody, CompletionBody, ExtendedBody, TextBody
 from api_server.endpoint import Call
-from api_server.errors import invalid, unsupported
+from api_server.errors import invalid, shown, unsupported
 from api_server.logit_processors import processor_problem
 from api_server.refusals import ALWAYS, Refusals, unless
 from api_server.stop_patterns import pattern_problem
@@ -82,6 +82,8 @@ def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -
     _check(
         raw, model, {name: rule for name, rule in _REFUSED.items() if name not in model.model_fields} | dict(refused)
     )
+    if "prompt" in model.model_fields:
+        item_limits.check_prompts(raw.get("prompt"), "prompt", call.server, bool(raw.get("truncate_prompt_tokens")))
     try:
         parsed = body.parse(model, raw)
     except body.Mismatch as error:
@@ -95,18 +97,33 @@ def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -
 
 async def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     """The conversation as one internal request."""
+    use = await call.apart(lambda: _tool_use(given))
+    await documents.load(call.server, given.messages, "messages", documents.file_part)
+    return await call.apart(lambda: _chat_request(call, given, use))
+
+
+def _tool_use(given: ChatBody) -> ToolUse:
+    """The tools, and whether the fields fit together, before any document is fetched. Raises RequestFailed."""
+    item_limits.check_parts(given.messages, "messages")
     if given.continue_final_message and given.add_generation_prompt:
         raise invalid("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
     use = tool_use(given.tools, given.tool_choice)
-    asked = given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
+    asked = _max_tokens(given)
     if asked is not None and asked < 1:
         raise invalid(f"max_tokens must be at least 1, got {asked}", "max_tokens")
     if given.top_logprobs and not given.logprobs:
         raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+    return use
+
+
+def _max_tokens(given: ChatBody) -> int | None:
+    return given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
+
+
+def _chat_request(call: Call, given: ChatBody, use: ToolUse) -> TextGenerationRequest:
     wanted = given.top_logprobs or 0 if given.logprobs else None
-    await documents.load(call.server, given.messages, "messages", documents.file_part)
     return TextGenerationRequest(
-        **_extended(call, given, _common(call, given, asked, wanted)),
+        **_extended(call, given, _common(call, given, _max_tokens(given), wanted)),
         messages=chat_messages(given.messages),
         tools=use.tools,
         forced_tools=use.forced,
@@ -236,13 +253,13 @@ def _extended(call: Call, given: ExtendedBody, common: dict[str, Any]) -> dict[s
 
 def _bad_words(call: Call, words: list[str]) -> list[list[int]]:
     """Each with a space before it and without: those are other tokens."""
-    found: list[list[int]] = []
+    found: dict[tuple[int, ...], None] = {}
     for i, word in enumerate(words):
         if not word.strip() or len(word) > LONGEST_BAD_WORD:
             raise invalid(f"bad_words[{i}] must be a text of 1 to {LONGEST_BAD_WORD} characters", "bad_words")
         forms = (call.server.tokenizer.ids_of(form) for form in (word, f" {word.lstrip()}"))
-        found += [ids for ids in forms if ids and ids not in found]
-    return found
+        found |= dict.fromkeys(tuple(ids) for ids in forms if ids)
+    return [list(ids) for ids in found]
 
 
 def _sampling(given: TextBody, max_tokens: int | None) -> SamplingParamsInput:
@@ -268,8 +285,8 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     if given is None:
         return None
     for token, bias in given.items():
-        if not token.isascii() or not token.isdigit():
-            raise invalid(f"logit_bias must map token ids to numbers, got the key {token!r}", "logit_bias")
+        if not token.isascii() or not token.isdigit() or len(token) > item_limits.LONGEST_NUMBER:
+            raise invalid(f"logit_bias must map token ids to numbers, got the key {shown(token)}", "logit_bias")
         if not -100 <= bias <= 100:
             raise invalid(f"logit_bias[{token}] must be between -100 and 100, got {bias}", "logit_bias")
     return {int(token): bias for token, bias in given.items()}

@@ -48,8 +48,7 @@ def routes() -> list[BaseRoute]:
 
 
 async def responses(call: Call) -> Response:
-    body = requests.read(call, ResponsesBody, responses_input.REFUSED)
-    tools = Toolbox.of(body.tools)
+    body, tools = await call.apart(lambda: _read(call))
     form = Form(call.request_id, call.server.model_name, body, tools, call.server.seal)
     generation = await generate(call.server, await _request(call, body, tools))
     if body.stream:
@@ -61,16 +60,24 @@ async def responses(call: Call) -> Response:
 
 async def input_tokens(call: Call) -> Response:
     """Tokens of an input, as the model would read it."""
-    body = requests.read(call, ResponsesBody, responses_input.REFUSED)
-    prompt = await call.server.tokenizer.prompt(await _request(call, body, Toolbox.of(body.tools)), None)
+    body, tools = await call.apart(lambda: _read(call))
+    prompt = await call.server.tokenizer.prompt(await _request(call, body, tools), None)
     count = {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
     return Response(orjson.dumps(count), media_type="application/json")
 
 
+def _read(call: Call) -> tuple[ResponsesBody, Toolbox]:
+    body = requests.read(call, ResponsesBody, responses_input.REFUSED)
+    responses_input.check_parts(body)
+    return body, Toolbox.of(body.tools)
+
+
 async def _request(call: Call, body: ResponsesBody, tools: Toolbox) -> TextGenerationRequest:
     await responses_input.load_documents(call.server, body)
-    messages = responses_input.messages(body, call.server.seal)
-    request = requests.responses_request(call, body, messages, tools)
+    seal = call.server.seal
+    request = await call.apart(
+        lambda: requests.responses_request(call, body, responses_input.messages(body, seal), tools)
+    )
     return await responses_context.managed(call.server, body, request)
 
 

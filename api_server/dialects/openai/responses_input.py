@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from api_server import documents
+from api_server import documents, item_limits
 from api_server.chat_messages import chat_messages, last_answer
 from api_server.dialects.openai.responses_items import content, turns_of
 from api_server.dialects.openai.responses_schema import ResponsesBody
@@ -55,6 +55,12 @@ REFUSED: Refusals = {
 _ROLES = ("user", "assistant", "system", "developer")
 
 
+def check_parts(given: ResponsesBody) -> None:
+    """Raises RequestFailed(INVALID) for too many of them."""
+    if not isinstance(given.input, str):
+        item_limits.check_parts(given.input, "input")
+
+
 async def load_documents(server: ServerState, given: ResponsesBody) -> None:
     """Makes texts of the files in the input. Raises RequestFailed."""
     if not isinstance(given.input, str):
@@ -71,16 +77,18 @@ def messages(given: ResponsesBody, seal: Seal) -> list[TextGenerationRequestMess
     if isinstance(given.input, str):
         return chat_messages([*before, {"role": "user", "content": given.input}])
     turns: list[dict[str, Any]] = before
-    thought, answered = "", last_answer(given.input)
+    thoughts: list[str] = []
+    answered = last_answer(given.input)
     for i, item in enumerate(given.input):
         path = f"input[{i}]"
         if item.get("type") == "reasoning":
-            thought += _thought(item, path, seal)
+            thoughts.append(_thought(item, path, seal))
             continue
         for turn in _turns(item, path, i < answered):
             if turn["role"] == "assistant":
-                if thought:
-                    turn["reasoning_content"], thought = thought, ""
+                if any(thoughts):
+                    turn["reasoning_content"] = "".join(thoughts)
+                thoughts = []
                 if "tool_calls" in turn and turns and turns[-1]["role"] == "assistant":
                     # A message and the calls that followed it were one answer.
                     turns[-1].setdefault("tool_calls", []).extend(turn["tool_calls"])

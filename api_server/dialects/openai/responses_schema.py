@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
-from api_server.dialects.openai.schema import Body, TextBody
+from api_server.dialects.openai.schema import LONGEST_NAME, Body, TextBody
+from api_server.item_limits import Tools, Turns
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -38,13 +39,15 @@ class Compaction(Body):
 class ResponsesBody(TextBody):
     """One answer to one conversation; the server keeps nothing of it."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+    input: str | Annotated[Turns, Field(min_length=1)] = Field(
         description="What the user says, or items: messages (role and content: a text, or parts of type input_text and "
         "input_file), calls of tools, their outputs and reasoning, as an answer had them"
     )
     instructions: str | None = Field(None, description="A system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="Given back as it is")
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=LONGEST_NAME)]], Field(max_length=16)] | None = Field(
+        None, description="Given back as it is"
+    )
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     store: bool | None = Field(None, description="Without effect: nothing is stored, and answers say so")
@@ -55,7 +58,7 @@ class ResponsesBody(TextBody):
     context_management: list[Compaction] | None = Field(
         None, description="Refused when it would act: nothing is compacted"
     )
-    tools: list[dict[str, Any]] | None = Field(
+    tools: Tools | None = Field(
         None, description="What the model may call: function, custom, namespace, shell, local_shell, apply_patch"
     )
     tool_choice: str | dict[str, Any] | None = Field(

@@ -58,7 +58,7 @@ def routes() -> list[BaseRoute]:
 
 
 async def chat_completions(call: Call) -> Response:
-    body = requests.read(call, ChatBody)
+    body = await call.apart(lambda: requests.read(call, ChatBody))
     envelope = rendering.envelope(call.server, "chatcmpl")
     generation = await generate(call.server, await requests.chat_request(call, body))
     writer = _writer(call, body, body.top_logprobs or 0) if body.logprobs else None
@@ -73,9 +73,9 @@ async def chat_completions(call: Call) -> Response:
 
 
 async def completions(call: Call) -> Response:
-    body = requests.read(call, CompletionBody)
+    body = await call.apart(lambda: requests.read(call, CompletionBody))
     envelope = rendering.envelope(call.server, "cmpl")
-    generation = await generate(call.server, requests.completion_requests(call, body))
+    generation = await generate(call.server, await call.apart(lambda: requests.completion_requests(call, body)))
     echoes = await _echoes(call.server, body, generation)
     writer = None if body.logprobs is None else _writer(call, body, body.logprobs)
     if body.stream:

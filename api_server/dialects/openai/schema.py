@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from api_server.item_limits import MOST_TOKEN_IDS, Biases, StopIds, Tools, Turns
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -19,6 +21,8 @@ class Body(BaseModel):
 
 
 MOST_LOGPROBS = 20
+LONGEST_NAME = 65_536
+"""Characters of what is only carried, or given back."""
 
 
 class StreamOptions(Body):
@@ -45,7 +49,7 @@ class TextBody(Body):
     )
     presence_penalty: float | None = Field(None, description="Lowers the score of tokens that occurred, -2 to 2")
     frequency_penalty: float | None = Field(None, description="Lowers it by how often they occurred, -2 to 2")
-    logit_bias: dict[str, float] | None = Field(None, description="Added to the score of token ids, -100 to 100")
+    logit_bias: Biases | None = Field(None, description="Added to the score of token ids, -100 to 100")
     seed: int | None = Field(
         None, ge=-(1 << 63), le=(1 << 64) - 1, description="Seed of the random draws; the same seed gives the same text"
     )
@@ -54,9 +58,7 @@ class TextBody(Body):
     repetition_penalty: float | None = Field(None, description="Above 1 penalises tokens of the answer so far")
     min_tokens: int | None = Field(None, description="No stop token and no stop string before this many tokens")
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token")
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = Field(
-        None, description="Further tokens that end it"
-    )
+    stop_token_ids: StopIds | None = Field(None, description="Further tokens that end it")
     include_stop_str_in_output: bool | None = Field(None, description="Keep what ended the answer in its text")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text (default true)")
     add_special_tokens: bool | None = Field(
@@ -64,7 +66,7 @@ class TextBody(Body):
     )
     truncate_prompt_tokens: int | None = Field(None, ge=1, description="Keep only the last n tokens of the prompt")
     cache_salt: str | None = Field(None, description="Share cached prompts only with requests of the same salt")
-    user: str | None = Field(None, description="Accepted, without effect")
+    user: str | None = Field(None, max_length=LONGEST_NAME, description="Accepted, without effect")
     response_format: dict[str, Any] | None = Field(
         None,
         description="The form of the answer: json_schema, json_object, structural_tag or text; TGI's json or regex",
@@ -91,8 +93,8 @@ class ExtendedBody(TextBody):
     bad_words: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = Field(
         None, description="Words that the answer may not have"
     )
-    allowed_token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=100_000)] | None = Field(
-        None, description="The only tokens that the answer may have"
+    allowed_token_ids: Annotated[list[int], Field(fail_fast=True, min_length=1, max_length=MOST_TOKEN_IDS)] | None = (
+        Field(None, description="The only tokens that the answer may have")
     )
     extra_key: str | None = Field(None, description="As cache_salt; both count")
     custom_logit_processor: str | None = Field(
@@ -116,7 +118,7 @@ class Message(BaseModel):
 
 
 class ChatBody(ExtendedBody):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+    messages: Annotated[Turns, Field(min_length=1)] = Field(
         description="The conversation: role and content (a text, or parts of type text and file)"
     )
     max_completion_tokens: int | None = Field(None, description="Newer name of max_tokens")
@@ -124,7 +126,7 @@ class ChatBody(ExtendedBody):
     top_logprobs: int | None = Field(
         None, ge=0, le=MOST_LOGPROBS, description="Report so many most likely tokens at each place; needs logprobs"
     )
-    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call")
+    tools: Tools | None = Field(None, description="Functions that the model may call")
     tool_choice: str | dict[str, Any] | None = Field(
         None,
         description="auto (default); none hides the tools from the model; required, or the name of a tool: the answer "

@@ -125,7 +125,7 @@ async def _order(call: Call, action: int, rids: Sequence[str] = ()) -> OrderAnsw
 def _read(model: type[M], call: Call) -> M:
     """The body, which may be left out."""
     try:
-        return parse(model, call.json if call.body else {})
+        return parse(model, call.json if call.size else {})
     except Mismatch as mismatch:
         raise invalid(str(mismatch), mismatch.field) from None
 

@@ -18,7 +18,7 @@ from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameter
 
 NO_INPUT = "Either text, input_ids or input_embeds should be provided."
 
-_SPREAD: tuple[tuple[str, Any], ...] = (
+SPREAD: tuple[tuple[str, Any], ...] = (
     ("sampling_params", SamplingParameters()),
     ("return_logprob", False),
     ("logprob_start_len", -1),
@@ -65,7 +65,7 @@ def expand(body: GenerateRequest, fresh_rid: str) -> Batch:
     """One item per prompt."""
     prompts, is_batch = _prompts(body)
     size = len(prompts)
-    columns = [_spread(name, getattr(body, name), default, size, is_batch) for name, default in _SPREAD]
+    columns = [_spread(name, getattr(body, name), default, size, is_batch) for name, default in SPREAD]
     rids = _rids(body, fresh_rid, size, is_batch)
     columns.append(_named_tokens(body.token_ids_logprob or [], size))
     items = [Item(*values) for values in zip(rids, prompts, *columns, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import orjson
@@ -21,6 +22,7 @@ from api_server.dialects.sglang.rendering import Naming, result
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest, GenerateResponse, SamplingParameters
 from api_server.dialects.sglang.sessions import remember, resumed
 from api_server.dialects.sglang.validation import (
+    check_sizes,
     logprob_problem,
     sampling_problem,
     unsupported_field,
@@ -56,18 +58,12 @@ _in_flight: set[str] = set()
 
 async def generate_native(call: Call, stream: bool = False) -> Response:
     """Answers a body of this dialect; `stream` streams even if the body does not say so."""
-    body = _read(call)
-    try:
-        batch = expand(body, call.request_id)
-    except ValueError as error:
-        raise invalid(str(error)) from None
-    if body.session_id is not None and body.session_params is not None:
-        raise invalid("session_id and session_params cannot both be set.", "session_id")
-    _check(body, batch, call)
+    body, batch = await call.apart(lambda: _checked(call))
     with ExitStack() as cleanup:
         cleanup.enter_context(_claimed(body, batch))
         batch = await resumed(call, body, batch)
-        generation = await generate(call.server, [_internal(item, call, body) for item in batch.items])
+        requests = await call.apart(partial(_all_internal, batch, call, body))
+        generation = await generate(call.server, requests)
         naming = Naming.of(batch, generation.choices, call.server.tokenizer.piece)
         if not (stream or body.stream):
             await generation.collect()
@@ -101,8 +97,21 @@ def _is_due(batch: Batch, choice: Choice, shown: int) -> bool:
     return shown == 0 or choice.completion_tokens - shown >= interval
 
 
+def _checked(call: Call) -> tuple[GenerateRequest, Batch]:
+    body = _read(call)
+    try:
+        batch = expand(body, call.request_id)
+    except ValueError as error:
+        raise invalid(str(error)) from None
+    if body.session_id is not None and body.session_params is not None:
+        raise invalid("session_id and session_params cannot both be set.", "session_id")
+    _check(body, batch, call)
+    return body, batch
+
+
 def _read(call: Call) -> GenerateRequest:
     refusals.check(call.json, GenerateRequest, {})
+    check_sizes(call.json, call.server)
     try:
         return parse(GenerateRequest, call.json)
     except Mismatch as mismatch:
@@ -154,6 +163,10 @@ def _claimed(body: GenerateRequest, batch: Batch) -> Iterator[None]:
         yield
     finally:
         _in_flight.difference_update(rids)
+
+
+def _all_internal(batch: Batch, call: Call, body: GenerateRequest) -> list[TextGenerationRequest]:
+    return [_internal(item, call, body) for item in batch.items]
 
 
 def _internal(item: Item, call: Call, body: GenerateRequest) -> TextGenerationRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
@@ -15,6 +15,7 @@ from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import invalid
+from api_server.item_limits import Tools
 from api_server.parsers import answer
 from api_server.parsers.answer import AnswerParser, Passage
 from api_server.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, tool_format
@@ -30,7 +31,7 @@ class _Body(BaseModel):
 
 class ParseFunctionCallRequest(_Body):
     text: str = Field(max_length=LONGEST_TEXT)
-    tools: list[dict[str, Any]] = Field(default_factory=list, description="As in /v1/chat/completions")
+    tools: Tools = Field(default_factory=list, description="As in /v1/chat/completions")
     tool_call_parser: str | None = Field(None, description="Default: the served model's")
 
 
@@ -96,8 +97,8 @@ def routes() -> list[Route]:
 
 
 async def parse_function_call(call: Call) -> Response:
-    body = _read(ParseFunctionCallRequest, call)
-    tools = tool_use(body.tools, None).tools or []
+    body = await call.apart(lambda: _read(ParseFunctionCallRequest, call))
+    tools = (await call.apart(lambda: tool_use(body.tools, None))).tools or []
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     parser = AnswerParser(_tools(body.tool_call_parser, call), None, schemas)
     found = await asyncio.to_thread(answer.parse, parser, body.text)

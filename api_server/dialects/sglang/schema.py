@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from api_server.item_limits import Biases, StopIds
+
 # A long list of wrong values would otherwise make one error each.
 Integers = Annotated[list[int], Field(fail_fast=True)]
 Vectors = Annotated[list[Annotated[list[float], Field(fail_fast=True)]], Field(fail_fast=True)]
@@ -33,7 +35,7 @@ class SamplingParameters(BaseModel):
     presence_penalty: float | None = Field(None, description="-2 to 2, over the output")
     repetition_penalty: float | None = Field(None, description="Above 0 up to 2, over the output")
     stop: str | Texts | None = Field(None, description="Texts that end the answer; cut from it")
-    stop_token_ids: Integers | None = Field(None, description="Token ids that end the answer")
+    stop_token_ids: StopIds | None = Field(None, description="Token ids that end the answer")
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-sequence token")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; default true")
     spaces_between_special_tokens: bool | None = Field(
@@ -41,7 +43,7 @@ class SamplingParameters(BaseModel):
     )
     no_stop_trim: bool | None = Field(None, description="Keep the stop text in the answer")
     n: int | None = Field(None, description="Answers to draw per prompt")
-    logit_bias: dict[str, float] | None = Field(None, description="Token id to a number added to its score")
+    logit_bias: Biases | None = Field(None, description="Token id to a number added to its score")
     sampling_seed: int | None = Field(None, description="Seed of the random draws")
     stop_regex: str | Texts | None = Field(
         None, description="Patterns in RE2's syntax that end the answer when they match in it; what matched stays"

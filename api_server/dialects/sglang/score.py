@@ -18,6 +18,7 @@ from api_server.dialects.sglang.schema import ErrorResponse, Integers, Texts
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import invalid
 from api_server.generation import generate
+from api_server.item_limits import check_prompts, check_total
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import MOST_LOGPROB_IDS, LogprobMode, SamplingParamsInput
@@ -65,7 +66,7 @@ def route() -> Route:
 
 
 async def score(call: Call) -> Response:
-    body = _read(call)
+    body = await call.apart(lambda: _read(call))
     call.server.check_model(body.model or "")
     prompts = await _prompts(body, call)
     generation = await generate(call.server, [_request(call, prompt, body.label_token_ids) for prompt in prompts])
@@ -81,6 +82,8 @@ async def score(call: Call) -> Response:
 
 
 def _read(call: Call) -> ScoreRequest:
+    check_prompts(call.json.get("items"), "items", call.server)
+    check_prompts(call.json.get("query"), "query", call.server)
     try:
         body = parse(ScoreRequest, call.json)
     except Mismatch as mismatch:
@@ -91,9 +94,6 @@ def _read(call: Call) -> ScoreRequest:
             raise invalid(f"Token ID {token} is out of vocabulary: ids are 0 to {vocab_size - 1}", "label_token_ids")
     if body.items == []:
         raise invalid("items must not be empty", "items")
-    most = call.server.settings.max_queued
-    if not isinstance(body.items, str) and len(body.items) > most:
-        raise invalid(f"items has {len(body.items)} entries; at most {most} are possible in one request", "items")
     return body
 
 
@@ -102,14 +102,15 @@ async def _prompts(body: ScoreRequest, call: Call) -> list[list[int]]:
     if any(isinstance(item, str) != isinstance(body.query, str) for item in items):
         raise invalid("query and items must both be texts or both be token ids", "items")
     if not isinstance(body.query, str):
-        return [_joined(body, list(body.query), item) for item in items]
+        return _joined(body, list(body.query), items)
     query = await _encode(call, body.query, None if not body.item_first else False)
     ends = [await _encode(call, item, None if body.item_first else False) for item in items]
-    return [_joined(body, query, end) for end in ends]
+    return _joined(body, query, ends)
 
 
-def _joined(body: ScoreRequest, query: list[int], item: list[int]) -> list[int]:
-    return item + query if body.item_first else query + item
+def _joined(body: ScoreRequest, query: list[int], items: list[list[int]]) -> list[list[int]]:
+    check_total(len(query) * len(items) + sum(map(len, items)), "items")
+    return [item + query if body.item_first else query + item for item in items]
 
 
 async def _encode(call: Call, text: str, add_special_tokens: bool | None) -> list[int]:

@@ -15,7 +15,9 @@ from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Integers
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import invalid
-from api_server.tokenizer import refuse_long
+from api_server.item_limits import Tools, Turns, check_count, check_parts
+from api_server.tokenizer import MAX_TEXT, refuse_long
+from interfaces.chat import TextGenerationRequestMessage
 from interfaces.request_id import RequestID
 from interfaces.requests import TextGenerationRequest
 
@@ -30,8 +32,8 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
     prompt: str | list[str] | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Turns | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = Field(None, description="Default: for a prompt yes, after a chat template no")
@@ -87,27 +89,34 @@ def routes() -> list[Route]:
 
 async def detokenize(call: Call) -> Response:
     """Answers with the text, singly or as a list."""
-    body = _read(DetokenizeRequest, call)
-    listed = bool(body.tokens) and isinstance(body.tokens[0], list)
-    lists: list[Any] = list(body.tokens) if listed else [body.tokens]
-    if len(lists) > MAX_PROMPTS:
-        raise invalid(f"tokens has {len(lists)} lists; at most {MAX_PROMPTS} are possible in one request", "tokens")
-    for ids in lists:
-        call.server.tokenizer.check_ids(ids, "tokens")
+    body, lists, listed = await call.apart(lambda: _lists(call))
     texts = [await call.server.tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
     answer = DetokenizeResponse(text=texts if listed else texts[0])
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
+def _lists(call: Call) -> tuple[DetokenizeRequest, list[list[int]], bool]:
+    given = call.json.get("tokens")
+    listed = isinstance(given, list) and bool(given) and isinstance(given[0], list)
+    if isinstance(given, list):
+        inner = [each for each in given if isinstance(each, list)] if listed else [given]
+        check_count(len(inner), "lists", "tokens", MAX_PROMPTS)
+        check_count(sum(map(len, inner)), "tokens", "tokens", MAX_TEXT)
+    body = _read(DetokenizeRequest, call)
+    lists: list[Any] = list(body.tokens) if listed else [body.tokens]
+    for ids in lists:
+        call.server.tokenizer.check_ids(ids, "tokens")
+    return body, lists, listed
+
+
 async def tokenize(call: Call) -> Response:
     """Answers with the ids, singly or as lists."""
-    body = _read(TokenizeRequest, call)
+    body = await call.apart(lambda: _read_tokenize(call))
     prompts: list[str | None] = list(body.prompt) if isinstance(body.prompt, list) else [body.prompt]
-    if len(prompts) > MAX_PROMPTS:
-        raise invalid(f"prompt has {len(prompts)} texts; at most {MAX_PROMPTS} are possible in one request", "prompt")
     refuse_long(sum(len(prompt or "") for prompt in prompts), "prompt")
     await documents.load(call.server, body.messages or (), "messages", documents.file_part)
-    ids = [await _ids(prompt, body, call) for prompt in prompts]
+    messages = await call.apart(lambda: chat_messages(body.messages or ()))
+    ids = [await _ids(prompt, messages, body, call) for prompt in prompts]
     listed = isinstance(body.prompt, list)
     answer = TokenizeResponse(
         tokens=ids if listed else ids[0],
@@ -124,12 +133,25 @@ def _read(model: type[M], call: Call) -> M:
         raise invalid(str(mismatch), mismatch.field) from None
 
 
-async def _ids(prompt: str | None, body: TokenizeRequest, call: Call) -> list[int]:
+def _read_tokenize(call: Call) -> TokenizeRequest:
+    given = call.json.get("prompt")
+    if isinstance(given, list):
+        check_count(len(given), "texts", "prompt", MAX_PROMPTS)
+    body = _read(TokenizeRequest, call)
+    if isinstance(body.prompt, list) and body.messages:
+        raise invalid("prompt and messages exclude each other: give one of them", "prompt")
+    check_parts(body.messages or (), "messages")
+    return body
+
+
+async def _ids(
+    prompt: str | None, messages: list[TextGenerationRequestMessage], body: TokenizeRequest, call: Call
+) -> list[int]:
     try:
         request = TextGenerationRequest(
             request_id=RequestID(call.request_id),
             prompt=prompt,
-            messages=chat_messages(body.messages or ()),
+            messages=messages,
             tools=body.tools,
             chat_template_options=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,

@@ -6,11 +6,13 @@ Knows no HTTP: a problem is a sentence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from api_server.dialects.sglang.batch import Item
+from api_server.dialects.sglang.batch import SPREAD, Item
 from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
+from api_server.item_limits import LONGEST_NUMBER, check_count, check_prompts, check_vectors
+from api_server.state import ServerState
 from api_server.stop_patterns import pattern_problem
 from interfaces.sampling import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
 
@@ -50,6 +52,16 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "sampling_seed must be an integer in [-2**63, 2**63 - 1]",
     ),
 )
+
+
+def check_sizes(raw: Mapping[str, Any], server: ServerState) -> None:
+    """Raises RequestFailed for more prompts, or values for prompts, than may wait, and for more tokens than fit."""
+    check_prompts(raw.get("text"), "text", server)
+    check_prompts(raw.get("input_ids"), "input_ids", server)
+    check_vectors(raw.get("input_embeds"), "input_embeds", server)
+    for name, _ in SPREAD:
+        if isinstance(raw.get(name), list):
+            check_count(len(raw[name]), "entries", name, server.settings.max_queued)
 
 
 def unsupported_field(body: GenerateRequest) -> str | None:
@@ -98,8 +110,8 @@ def _sampling_problems(given: SamplingParameters, vocab_size: int) -> Iterator[s
     yield from _stop_problems(given)
     yield from _pattern_problems(given)
     for key in given.logit_bias or {}:
-        if not (key.isascii() and key.isdigit() and int(key) < vocab_size):
-            yield f"logit_bias must has keys in [0, {vocab_size - 1}], got {key}."
+        if not (key.isascii() and key.isdigit() and len(key) <= LONGEST_NUMBER and int(key) < vocab_size):
+            yield f"logit_bias must has keys in [0, {vocab_size - 1}], got {key:.100}."
     if sum(bool(getattr(given, name)) for name in _GRAMMARS) > 1:
         yield "Only one of json_schema, regex, ebnf, or structural_tag can be set."
 

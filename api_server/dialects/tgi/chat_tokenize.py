@@ -37,7 +37,8 @@ def route() -> Route:
 
 async def chat_tokenize(call: Call) -> Response:
     """The template writes the special tokens itself, so the tokenizer adds none."""
-    request = await openai.chat_request(call, openai.read(call, ChatBody))
+    body = await call.apart(lambda: openai.read(call, ChatBody))
+    request = await openai.chat_request(call, body)
     prompt = await call.server.tokenizer.prompt(request, call.server.max_model_len)
     text = prompt.text or ""
     spans = await call.server.tokenizer.spans(text, add_special_tokens=False)

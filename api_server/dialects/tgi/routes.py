@@ -80,23 +80,23 @@ def routes() -> list[Route]:
 
 async def generate_once(call: Call) -> Response:
     """POST /generate; a `stream` key is ignored here, as upstream."""
-    return await _complete(read(GenerateRequest, call), call, listed=False)
+    return await _complete(await call.apart(lambda: read(GenerateRequest, call)), call, listed=False)
 
 
 async def generate_stream(call: Call) -> Response:
     """POST /generate_stream."""
-    return await _stream(read(GenerateRequest, call), call)
+    return await _stream(await call.apart(lambda: read(GenerateRequest, call)), call)
 
 
 async def compat_generate(call: Call) -> Response:
     """POST /."""
-    body = read(CompatGenerateRequest, call)
+    body = await call.apart(lambda: read(CompatGenerateRequest, call))
     return await (_stream(body, call) if body.stream else _complete(body, call, listed=True))
 
 
 async def tokenize(call: Call) -> Response:
     """POST /tokenize with `inputs`: the tokens with their places in the text."""
-    body = read(TokenizeRequest, call)
+    body = await call.apart(lambda: read(TokenizeRequest, call))
     spans = await call.server.tokenizer.spans(body.inputs)
     keep = body.parameters.truncate if body.parameters else None
     shown = spans if keep is None else spans[max(0, len(spans) - keep) :]
