@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -94,7 +95,11 @@ def test_a_large_body_is_answered_as_a_small_one(
     apart = Bodies.apart
 
     async def watched(self: Bodies, job: Any) -> Any:
-        return await apart(self, lambda: (threads.append(threading.current_thread().name), job())[1])
+        def noted() -> Any:
+            threads.append(threading.current_thread().name)
+            return job()
+
+        return await apart(self, noted)
 
     monkeypatch.setattr(Bodies, "apart", watched)
     assert [answered(each) for each in terms] == small
@@ -117,7 +122,7 @@ def test_only_so_much_is_held_at_once_and_small_bodies_still_get_in(live: LiveSe
     with contextlib.ExitStack() as cleanup:
         for i in range(13):
             connection = cleanup.enter_context(opened(live, large))
-            live.double.wait(lambda i=i: len(live.double.running) == i + 1)
+            live.double.wait(partial(runs, live, i + 1))
         assert live.state.bodies.held > 13 * 60_000
         refused = httpx.post(f"{live.url}/v1/completions", json=large)
         assert refused.status_code == 429
@@ -138,6 +143,10 @@ def test_only_so_much_is_held_at_once_and_small_bodies_still_get_in(live: LiveSe
         assert b"200 OK" in connection.recv(1000)
     live.double.wait(lambda: live.state.bodies.held == 0)
     assert httpx.post(f"{live.url}/v1/completions", json=large).status_code == 200
+
+
+def runs(live: LiveServer, count: int) -> bool:
+    return len(live.double.running) == count
 
 
 def opened(live: LiveServer, body: dict[str, Any], part: int | None = None) -> socket.socket:
