@@ -42,12 +42,14 @@ def parse(model: type[M], value: object) -> M:
 
 
 _WANTED_INTEGER = ("int_type", "literal_error")
+_INTEGERS = 1 << 63
+"""Beyond these a number of JSON is no integer that could be written again."""
 _ATTEMPTS = 8
 """Each corrects all places that pydantic has named; in a list of lists it names the first only."""
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
+    return isinstance(value, float) and value.is_integer() and abs(value) < _INTEGERS
 
 
 def _correct(value: Any, place: Sequence[int | str]) -> None:
