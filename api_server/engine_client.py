@@ -11,22 +11,21 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import zmq
 
+from api_server.fan_out import fan_out, fit_together
+from api_server.questions import Questions
 from api_server.submission import Inbox, Submission
 from interfaces.codec import WireError, decode, encode
-from interfaces.hidden_states import HiddenStates
-from interfaces.logprob_reports import LogprobReports
 from interfaces.messages import (
     REGISTRATION_SIZE,
     Cancel,
     Detach,
-    Finish,
     Goodbye,
     Hello,
     Order,
@@ -40,7 +39,6 @@ from interfaces.messages import (
 )
 from interfaces.results import ErrorCode, RequestError
 from interfaces.shared_memory import Segments
-from interfaces.status import GenerationStatus
 from interfaces.text_context import TextContext
 from shared.sockets import MAX_MESSAGE_BYTES, connect_dealer, readable, same_host
 
@@ -57,17 +55,10 @@ MOST_LOSSES = 5
 """A request that was lost so often in a row fails: something about it cannot be sent."""
 STALL_SECONDS = 120.0
 """Requests run, and no worker has completed a step for this long: the engine is stuck."""
-ORDER_SECONDS = 10.0
 RECENT_SECONDS = 5.0
 """Tokens that came so recently prove that the engine works."""
 _BURST = 64
 """Messages handled before other callbacks of the loop get their turn."""
-
-_STATUS_OF_CODE = {
-    Finish.STOP: GenerationStatus.END_OF_SEQUENCE,
-    Finish.LENGTH: GenerationStatus.MAXIMUM_LENGTH,
-    Finish.CANCELLED: GenerationStatus.CANCELLED,
-}
 
 
 @dataclass(frozen=True)
@@ -98,8 +89,7 @@ class EngineClient:
         self._was_ready = False
         self._max_model_len = self._vocab_size = 0
         self._hello: asyncio.TimerHandle | None = None
-        self._orders: dict[int, asyncio.Future[Any]] = {}
-        self._last_order = 0
+        self._questions = Questions(self._send)
         self._moved = -math.inf
 
     def start(self) -> None:
@@ -201,26 +191,15 @@ class EngineClient:
 
         TimeoutError when it does not answer.
         """
-        answer: OrderAnswer = await self._ask(lambda number: Order(number, action, list(request_ids)))
+        answer: OrderAnswer = await self._questions.ask(lambda number: Order(number, action, list(request_ids)))
         return answer
 
     async def session(self, action: int, session: str, **fields: Any) -> SessionAnswer:
         """Has the scheduler do something with a session (`SessionAction`). TimeoutError when it does not answer."""
-        answer: SessionAnswer = await self._ask(lambda number: SessionOrder(number, action, session, **fields))
+        answer: SessionAnswer = await self._questions.ask(
+            lambda number: SessionOrder(number, action, session, **fields)
+        )
         return answer
-
-    async def _ask(self, message: Callable[[int], Any]) -> Any:
-        self._last_order += 1
-        number = self._last_order
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._orders[number] = answer
-        try:
-            if not self._send(message(number)):
-                raise TimeoutError("the scheduler does not read its messages")
-            async with asyncio.timeout(ORDER_SECONDS):
-                return await answer
-        finally:
-            del self._orders[number]
 
     @property
     def moves(self) -> bool:
@@ -333,7 +312,7 @@ class EngineClient:
         elif isinstance(message, Unknown):
             self._submit_unknown(message)
         elif isinstance(message, OrderAnswer | SessionAnswer):
-            self._answered(message)
+            self._questions.answered(message)
         else:
             if self.status is not None and _steps(message) > _steps(self.status):
                 self._moved = self._heard
@@ -341,11 +320,6 @@ class EngineClient:
             self._max_model_len = message.max_model_len or self._max_model_len
             self._vocab_size = message.vocab_size or self._vocab_size
             self._was_ready |= message.ready
-
-    def _answered(self, message: OrderAnswer | SessionAnswer) -> None:
-        waiting = self._orders.get(message.number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
 
     def _is_current(self, incarnation: int) -> bool:
         if incarnation == self._incarnation:
@@ -390,63 +364,14 @@ class EngineClient:
 
     def _take_results(self, results: Results) -> None:
         """Hands them out. After results that were lost, or that make no sense, no later ones count: there is a gap."""
-        if not _fit_together(results):
+        if not fit_together(results):
             log.error("dropped results whose parts do not fit together")
             return
         if results.number != self._last_results + 1 and results.number % REGISTRATION_SIZE:
             self._submit_again(list(self._open.values()), "results were lost on their way", blamed=True)
         self._last_results = results.number
-        if results.reports is not None:
-            self._take_reports(results.reports)
-        if results.hidden is not None:
-            self._take_hidden(results.hidden)
-        self._fan_out(results)
-
-    def _take_hidden(self, hidden: HiddenStates) -> None:
-        for handle, position, vector in hidden.entries():
-            submission = self._open.get(handle)
-            if submission is not None:
-                submission.hidden[position] = vector
-
-    def _take_reports(self, reports: LogprobReports) -> None:
-        for handle, position, report in reports.entries():
-            submission = self._open.get(handle)
-            if submission is not None:
-                submission.report(position, report)
-
-    def _fan_out(self, results: Results) -> None:
-        logprobs = results.logprobs.tolist() if results.logprobs is not None else [None] * len(results.handles)
-        tokens = results.tokens.tolist()
-        if max(tokens, default=-1) >= 0:
+        if fan_out(results, self._open, self._forget):
             self._moved = self._heard
-        columns = zip(results.handles.tolist(), tokens, results.finished.tolist(), logprobs, strict=False)
-        for handle, count in results.cached.items():
-            if handle in self._open:
-                self._open[handle].context.cached_prefix_length = count
-        for handle, microseconds in results.queued.items():
-            if handle in self._open:
-                self._open[handle].queued = microseconds / 1e6
-        for handle, token, finished, logprob in columns:
-            submission = self._open.get(handle)
-            if submission is None:
-                continue  # cancelled here while its token was on the way
-            submission.add(token, logprob)
-            if finished != Finish.ACTIVE:
-                self._forget(submission)
-                if finished == Finish.FAILED:
-                    submission.fail(results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given")))
-                else:
-                    submission.end(_STATUS_OF_CODE.get(finished, GenerationStatus.CANCELLED))
-
-
-def _fit_together(results: Results) -> bool:
-    """Whether each entry has all its parts."""
-    if not len(results.handles) == len(results.tokens) == len(results.finished):
-        return False
-    if results.logprobs is not None and len(results.logprobs) != len(results.handles):
-        return False
-    parts = (results.reports, results.hidden)
-    return all(part is None or part.consistent for part in parts)
 
 
 def _steps(status: Status) -> int:

@@ -1,0 +1,39 @@
+"""Questions to the scheduler that each have one answer: orders of operators, and what is done with sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from interfaces.messages import OrderAnswer, SessionAnswer
+
+SECONDS_TO_ANSWER = 10.0
+
+
+class Questions:
+    """Those that are open. `send` says whether a message could be sent."""
+
+    def __init__(self, send: Callable[[Any], bool]) -> None:
+        self._send = send
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._last = 0
+
+    async def ask(self, message: Callable[[int], Any]) -> Any:
+        """The answer to the message, which is made for a number. TimeoutError when none comes."""
+        self._last += 1
+        number = self._last
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open[number] = answer
+        try:
+            if not self._send(message(number)):
+                raise TimeoutError("the scheduler does not read its messages")
+            async with asyncio.timeout(SECONDS_TO_ANSWER):
+                return await answer
+        finally:
+            del self._open[number]
+
+    def answered(self, message: OrderAnswer | SessionAnswer) -> None:
+        waiting = self._open.get(message.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
