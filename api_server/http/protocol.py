@@ -30,6 +30,9 @@ log = logging.getLogger("tokenyard")
 REQUEST_SECONDS = 30.0
 """For a head, from its first byte or from the start of the connection; for a body, from one piece to the next."""
 
+MOST_WAITING = 8
+"""Requests that are read while the answer to one before them is under way."""
+
 LINGER_SECONDS = 2.0
 """A refused client that is still sending would lose the answer if its connection were closed at once."""
 
@@ -135,6 +138,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         check(self.parser.get_http_version(), self.url, self.headers)
         super().on_headers_complete()
+        if len(self.pipeline) < MOST_WAITING:
+            self.flow.resume_reading()  # uvicorn stops at the first that waits, and so would not see the client leave
         self.headers = []  # trailers come here: they must not be taken for headers
         self._phase = _BODY
         self._heard = self.loop.time()

@@ -84,9 +84,11 @@ class Line:
         version, status, _ = self._reader.readline().decode().split(" ", 2)
         assert version == "HTTP/1.1"
         headers = http.client.parse_headers(self._reader)
-        return Answer(int(status), headers, b"" if method == "HEAD" else self._body(headers))
+        return Answer(int(status), headers, b"" if method == "HEAD" else self._body(int(status), headers))
 
-    def _body(self, headers: Message) -> bytes:
+    def _body(self, status: int, headers: Message) -> bytes:
+        if status == 100:
+            return b""
         if headers["transfer-encoding"] == "chunked":
             return b"".join(self._chunks())
         return self._reader.read(int(headers["content-length"]) if "content-length" in headers else -1)

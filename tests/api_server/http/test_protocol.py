@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from api_server.http import descriptors, protocol
+from api_server.http import protocol
 from api_server.http.heads import MAX_HEAD_BYTES, MAX_HEADERS
 from tests.api_server.conftest import LiveServer, SchedulerDouble
 from tests.api_server.http.conftest import KEEP_ALIVE, Answer, Line, request
@@ -492,28 +491,36 @@ def test_a_connection_that_ends_without_a_request(line: Line) -> None:
     assert line.ended
 
 
-# Connections
+def test_a_client_that_leaves_with_requests_in_line_is_noticed(line: Line, server: LiveServer) -> None:
+    endless(server.double)
+    line.send(request("/v1/completions", {"prompt": "x", "max_tokens": 10_000}), request("/v1/completions", ASK))
+    server.double.wait(lambda: server.double.running)
+    line.close()
+    server.double.wait(lambda: not server.double.running, 1)
+    assert len(server.double.submits) == 1
 
 
-def test_more_connections_than_descriptors_are_answered_and_logged(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(descriptors, "most_connections", lambda: 2)
-    monkeypatch.setattr(descriptors, "_last_line", -descriptors.QUIET_SECONDS)
-    with caplog.at_level(logging.WARNING):
-        lines = [Line(server) for _ in range(4)]
-        for served in lines[:2]:
-            served.send(PING)
-            assert served.answer().status == 200
-        for turned_away in lines[2:]:
-            assert turned_away.answer().status == 503
-            assert turned_away.ended
-    assert len([r for r in caplog.records if "no more can be held" in r.getMessage()]) == 1
-    for line in lines:
-        line.close()
+def test_requests_in_line_are_read_up_to_a_bound(line: Line, server: LiveServer) -> None:
+    server.double.hold.set()
+    line.send(request("/v1/completions", ASK))
+    server.double.wait(lambda: server.double.running)
+    line.socket.settimeout(1)
+    sent = 0
+    with contextlib.suppress(TimeoutError):
+        for _ in range(2000):
+            line.send(PING * 1000)
+            sent += 1
+    assert sent < 2000
+    line.close()
+    server.double.hold.clear()
 
 
-def test_some_descriptors_are_kept_back() -> None:
-    descriptors.most_connections.cache_clear()
-    assert descriptors.most_connections() > 100
-    assert not descriptors.are_short(1)
+def test_a_word_before_the_body_is_part_of_an_answer_that_has_begun(line: Line, server: LiveServer) -> None:
+    server.double.hold.set()
+    line.send(request("/v1/completions", ASK, "Expect: 100-continue"))
+    line.shut_down()
+    server.double.wait(lambda: server.double.running)
+    server.double.hold.clear()
+    assert line.answer().status == 100
+    assert line.answer().status == 200
+    assert line.ended
