@@ -64,9 +64,9 @@ class Settings:
     api_key: str = _setting(
         "access",
         "",
-        "key that clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`, or several with commas between "
-        "them, each in plain or as sha256:HEX, and as --api-key=KEY if it begins with a dash; none: everybody who "
-        "reaches the port is served",
+        "key that clients must send as `Authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`, or several "
+        "with commas between them, each in plain or as sha256:HEX, and as --api-key=KEY if it begins with a dash; "
+        "none: everybody who reaches the port is served",
         secret=True,
     )
     api_key_file: str = _setting(

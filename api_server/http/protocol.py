@@ -75,7 +75,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._clock = self.loop.call_later(REQUEST_SECONDS, self._look_at_clock)
         if descriptors.are_short(len(self.connections)):
-            self._refuse(Refused(503, "this server has as many connections as it can hold; come again in a moment"))
+            self._deaf = True
+            self._answer(Refused(503, "this server has as many connections as it can hold; come again in a moment"))
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -170,6 +171,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, refused: Refused) -> None:
         """Reads nothing more. The answer is sent if the client can tell which request it is about."""
+        if self._deaf:
+            return
         self._deaf = True
         log.info("refused a request from %s: %s", self.client[0] if self.client else "?", refused.reason)
         pending = self.cycle is not None and not self.cycle.response_complete
@@ -178,12 +181,15 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             tells = not pending
         if tells:
-            self.transport.write(answer(refused, STATUS_LINE[refused.status], self.server_state.default_headers))
+            self._answer(refused)
             self._linger()
         elif self._phase == _BODY:
             self.transport.close()
         else:
             self.cycle.keep_alive = False  # requests before the one that is refused are answered first
+
+    def _answer(self, refused: Refused) -> None:
+        self.transport.write(answer(refused, STATUS_LINE[refused.status], self.server_state.default_headers))
 
     def _linger(self) -> None:
         if self.transport.can_write_eof():
@@ -193,7 +199,9 @@ class HttpProtocol(HttpToolsProtocol):
     # Clients that say no more
 
     def _look_at_clock(self) -> None:
-        waits = self._phase != _COMPLETE and not self.flow.read_paused and not self._deaf
+        if self.flow.read_paused:
+            self._heard = self.loop.time()  # it is not the client who does not go on
+        waits = self._phase != _COMPLETE and not self._deaf
         left = self._heard + REQUEST_SECONDS - self.loop.time() if waits else REQUEST_SECONDS
         if left > 0:
             self._clock = self.loop.call_later(left, self._look_at_clock)
@@ -211,8 +219,7 @@ class HttpProtocol(HttpToolsProtocol):
         """
         cycle = self._answering
         if self._phase == _BODY:
-            if not self._deaf:
-                self._refuse(Refused(400, "the connection ended before the body did"))
+            self._refuse(Refused(400, "the connection ended before the body did"))
             return False
         if cycle is None or cycle.response_complete or self.scheme == "https":
             return False

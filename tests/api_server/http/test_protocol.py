@@ -326,6 +326,13 @@ def test_what_has_no_end_is_refused(line: Line, what: str) -> None:
     assert line.ended
 
 
+@pytest.mark.parametrize("size", [MAX_HEAD_BYTES - 1, MAX_HEAD_BYTES, MAX_HEAD_BYTES + 1, 4 * MAX_HEAD_BYTES])
+def test_what_is_malformed_and_too_large_is_refused_once(line: Line, size: int) -> None:
+    line.send(b"GET / HTTP/1.1\r\nHost: x\r\n" + b"\0" * size)
+    assert line.answer().status == 400
+    assert line.ended
+
+
 def test_heads_up_to_the_bounds_are_read(server: LiveServer) -> None:
     state = "X-State: " + "s" * 100_000
     many = [f"X-{i}: y" for i in range(MAX_HEADERS - 1)]
