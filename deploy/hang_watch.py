@@ -18,7 +18,8 @@ from shared.liveness import last_frame, nudge
 
 LOOK_SECONDS = 1.0
 QUIET_SECONDS = 8.0
-"""A child that has not been heard for so long is named, in metrics and by `tokenyard status`."""
+"""A child that has not been heard for so long, and for a quarter of what it may be silent, is named in metrics and by
+`tokenyard status`."""
 START_SECONDS = 1800.0
 """That a start may take without a word: weights may be many and come over a slow network."""
 STANDSTILL_SECONDS = 5.0
@@ -61,16 +62,17 @@ class HangWatch:
             self._judge(child, now, now - child.heard_at)
 
     def _judge(self, child: Child, now: float, silent: float) -> None:
+        limit = child.spec.hang_seconds or 0.0
         if child.beating is None:
             if silent > START_SECONDS and child not in self._quiet:
                 self._kill(child, silent)
-        elif silent < QUIET_SECONDS:
+        elif silent < max(QUIET_SECONDS, limit / 4):
             self._welcome_back(child)
         elif child not in self._quiet:
             self._quiet[child] = None
             self._observer.silent(child.spec, silent)
         elif self._quiet[child] is None:
-            if silent > (child.spec.hang_seconds or 0.0):
+            if silent > limit:
                 self._quiet[child] = now + SECONDS_FOR_LAST_WORDS
                 nudge(child.beating, child.pid, bool(child.spec.stack_file))
         elif now >= (self._quiet[child] or 0.0):

@@ -106,9 +106,12 @@ class Wire:
         if self.answers:
             self.answers.popleft()
 
-    def step(self) -> None:
+    def compute(self) -> None:
         for _, step in self.loop.scheduler.next_steps():
             self.loop.scheduler.step_result(self.worker.run(step))
+
+    def step(self) -> None:
+        self.compute()
         self.loop._send_news()
 
     def drop(self) -> None:
@@ -219,13 +222,17 @@ async def test_a_replica_that_was_dropped_is_told_so_and_goes_on_where_it_was() 
         assert running.outcome(0) == (expected(0), GenerationStatus.MAXIMUM_LENGTH)
 
 
-async def test_an_end_under_way_is_no_loss() -> None:
-    """The replica says hello while the end of its request is on the way to it."""
+@pytest.mark.parametrize("sent", [True, False])
+async def test_an_end_under_way_is_no_loss(sent: bool) -> None:
+    """The replica says hello while the end of its request is on the way to it, or about to be sent."""
     with pytest.MonkeyPatch.context() as patch, wire(patch) as running:
         running.submit()
         running.up()
         for _ in range(LENGTH + 3):
-            running.step()
+            if sent:
+                running.step()
+            else:
+                running.compute()
         running.hello()
         running.up()
         while running.answers:
