@@ -63,7 +63,7 @@ def main() -> int:
     hide_torch()
     try:
         phases.phase("load tokenizer")
-        tokenizer = Tokenizer.load(settings.model)
+        tokenizer = Tokenizer.load(settings.model, settings.control_tokens)
         AnswerFormats.of(settings, tokenizer)
         listener = listen(settings.host, settings.port)
     except (OSError, ValueError) as error:

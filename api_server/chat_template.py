@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 import orjson
 
+from api_server.control_tokens import ControlTokens, parts
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from interfaces.chat import TextContentPart, TextGenerationRequestMessage
 from interfaces.requests import TextGenerationRequest
@@ -52,8 +53,11 @@ def _length(content: Any) -> int:
     return len(content or "")
 
 
-def render(tokenizer: Any, request: TextGenerationRequest) -> str:
-    """The prompt's text. Raises RequestFailed(INVALID or TEMPLATE)."""
+def render(tokenizer: Any, request: TextGenerationRequest, control: ControlTokens | None = None) -> list[str]:
+    """The prompt's text, in parts, each to be tokenized by itself. Raises RequestFailed(INVALID or TEMPLATE).
+
+    With `control` the names of control tokens in messages are cut, so that they are text; otherwise there is one part.
+    """
     options = dict(request.chat_template_options or {})
     for name in options.keys() & _RESERVED:
         raise invalid(f"chat_template_kwargs must not contain {name!r}", "chat_template_kwargs")
@@ -64,17 +68,22 @@ def render(tokenizer: Any, request: TextGenerationRequest) -> str:
     if request.continue_final_message and not messages[-1]["content"]:
         raise invalid("continue_final_message needs a last message with content to continue", "messages")
 
-    def applied(turns: list[dict[str, Any]]) -> str:
+    tools: Any = [dict(tool) for tool in request.tools] if request.tools else None
+    sign = ""
+    if control is not None:
+        messages, tools, sign = control.guarded(messages, tools)
+
+    def applied(turns: list[dict[str, Any]]) -> list[str]:
         text: str = tokenizer.apply_chat_template(
             turns,
-            tools=[dict(tool) for tool in request.tools] if request.tools else None,
+            tools=tools,
             chat_template=template,
             add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
             continue_final_message=request.continue_final_message,
             tokenize=False,
             **options,
         )
-        return text
+        return parts(text, sign)
 
     try:
         try:

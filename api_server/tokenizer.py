@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api_server import chat_template
+from api_server.control_tokens import ControlTokens
 from api_server.detokenizer import Detokenizer, Vocabulary
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from interfaces.requests import TextGenerationRequest
@@ -44,6 +46,8 @@ class Prompt:
 
     text: str | None
     tokens: NDArray[np.int32]
+    parts: tuple[str, ...] = ()
+    """Of the text, which were tokenized one by one, if they are several (control_tokens.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +63,8 @@ class TokenSpan:
 class Tokenizer:
     """Safe to use from several threads: the underlying tokenizer is never changed after loading."""
 
-    def __init__(self, tokenizer: Any, generation_config: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, generation_config: dict[str, Any], control_tokens: bool = False) -> None:
+        """With `control_tokens` their names stand for them in messages, too."""
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # Truncation and padding are state of the backend, which several threads read at once.
@@ -74,9 +79,10 @@ class Tokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         """One more than the highest id."""
         self._longest_token = max(map(len, vocabulary))
+        self._control = None if control_tokens else ControlTokens(self._backend, self.chat_template)
 
     @classmethod
-    def load(cls, model: str) -> Tokenizer:
+    def load(cls, model: str, control_tokens: bool = False) -> Tokenizer:
         """From a Hugging Face directory or hub name. Raises OSError or ValueError, with the reason, if it cannot.
 
         transformers is imported here, so that a process can `hide_torch` first.
@@ -86,7 +92,7 @@ class Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(model)
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"the tokenizer of {model} has no tokenizer.json form, which this server needs")
-        return cls(tokenizer, _read_generation_config(model))
+        return cls(tokenizer, _read_generation_config(model), control_tokens)
 
     async def prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
         """The request's prompt as token ids. Raises RequestFailed.
@@ -100,10 +106,13 @@ class Tokenizer:
             return Prompt(None, _truncated(self._checked(request.prompt), request))
         return await self._in_thread(lambda: self._encode_prompt(request, max_tokens))
 
-    async def spans(self, text: str, add_special_tokens: bool = True) -> list[TokenSpan]:
-        """The tokens of a text with their places in it (TGI's /tokenize). Raises RequestFailed when it is too long."""
+    async def spans(self, text: str, add_special_tokens: bool = True, parts: Sequence[str] = ()) -> list[TokenSpan]:
+        """The tokens of a text with their places in it (TGI's /tokenize). Raises RequestFailed when it is too long.
+
+        `parts` of the text, if given, are tokenized one by one.
+        """
         refuse_long(len(text), "inputs")
-        return await self._in_thread(lambda: self._spans(text, add_special_tokens))
+        return await self._in_thread(lambda: self._spans(text, parts or [text], add_special_tokens))
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids. Raises RequestFailed for ids outside the vocabulary."""
@@ -182,11 +191,12 @@ class Tokenizer:
     def _encode_prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
         if request.messages:
             self._refuse_endless_turns(request, max_tokens)
-            text = chat_template.render(self._tokenizer, request)
+            parts = chat_template.render(self._tokenizer, request, self._control)
         else:
-            text = str(request.prompt)
-        if not text.rstrip().endswith(request.opening.rstrip()):
-            text += request.opening
+            parts = [str(request.prompt)]
+        if not parts[-1].rstrip().endswith(request.opening.rstrip()):
+            parts[-1] += request.opening
+        text = "".join(parts)
         add_special_tokens = request.add_special_tokens
         if add_special_tokens is None:
             add_special_tokens = not request.messages
@@ -194,8 +204,25 @@ class Tokenizer:
             self._refuse_endless(text, max_tokens)
         else:
             refuse_long(len(text), "prompt")
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return Prompt(text, _truncated(np.array(encoding.ids, np.int32), request))
+        ids = np.array(self._encoded(parts, add_special_tokens).ids, np.int32)
+        return Prompt(text, _truncated(ids, request), tuple(parts) if len(parts) > 1 else ())
+
+    def _encoded(self, parts: Sequence[str], add_special_tokens: bool) -> Any:
+        """The tokens of a text that no token crosses the parts of, as `tokenizers` has them."""
+        if len(parts) == 1:
+            return self._backend.encode(parts[0], add_special_tokens=add_special_tokens)
+        first, *others = parts
+        encodings = [self._backend.encode(first, add_special_tokens=False)]
+        encodings += [self._inner.encode(part, add_special_tokens=False) for part in others]
+        merged = type(encodings[0]).merge(encodings, growing_offsets=True)
+        return self._backend.post_process(merged, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def _inner(self) -> Any:
+        """The backend for what does not stand where a text begins, where some put a space."""
+        form = json.loads(self._backend.to_str())
+        unspaced = _without_first_space(form)
+        return self._backend if unspaced == form else type(self._backend).from_str(json.dumps(unspaced))
 
     def _refuse_endless_turns(self, request: TextGenerationRequest, max_tokens: int | None) -> None:
         """Before a template is rendered, which takes time for every character, and may take it several times.
@@ -233,12 +260,31 @@ class Tokenizer:
             bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise invalid(f"{field} contains token id {bad}; ids are 0 to {self.vocab_size - 1}", field)
 
-    def _spans(self, text: str, add_special_tokens: bool) -> list[TokenSpan]:
-        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+    def _spans(self, text: str, parts: Sequence[str], add_special_tokens: bool) -> list[TokenSpan]:
+        encoding = self._encoded(parts, add_special_tokens)
         return [
             TokenSpan(token, text[start:stop] or self.token_text(token), start, stop)
             for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
+
+
+def _without_first_space(form: Any) -> Any:
+    """A tokenizer's JSON without whatever puts a space before a text."""
+    if isinstance(form, list):
+        return [_without_first_space(part) for part in form if not _is_prepend(part)]
+    if not isinstance(form, dict):
+        return form
+    steps = ("normalizer", "pre_tokenizer", "normalizers", "pretokenizers")
+    found = {
+        name: None if _is_prepend(part) else _without_first_space(part) if name in steps else part
+        for name, part in form.items()
+    }
+    changes = {"add_prefix_space": False, "prepend_scheme": "never"}
+    return found | {name: value for name, value in changes.items() if name in found}
+
+
+def _is_prepend(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "Prepend"
 
 
 def refuse_long(characters: int, field: str) -> None:

@@ -152,6 +152,12 @@ class Settings:
         "auto",
         "how the model marks reasoning (docs/tools.md); auto: as its chat template shows; none: as text",
     )
+    control_tokens: bool = _setting(
+        "model",
+        False,
+        "let the name of a control token in a message (</s>, say) stand for that token, as it does in plain prompts; "
+        "whoever writes part of a message can then forge turns of the conversation",
+    )
     overlap: bool = _setting(
         "behaviour", True, "keep two steps in flight, so that the device never waits for the scheduler"
     )

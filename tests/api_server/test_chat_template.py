@@ -26,7 +26,7 @@ CALLS = (
 def render(template: str | None, messages: list[Any], **more: Any) -> str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), chat_template=template)
     request = TextGenerationRequest(RequestID("r"), messages=chat_messages(messages), **more)
-    return chat_template.render(tokenizer, request)
+    return "".join(chat_template.render(tokenizer, request))
 
 
 def failure(template: str | None, messages: list[Any], **more: Any) -> RequestFailed:

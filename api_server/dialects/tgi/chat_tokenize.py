@@ -41,7 +41,7 @@ async def chat_tokenize(call: Call) -> Response:
     request = await openai.chat_request(call, body)
     prompt = await call.server.tokenizer.prompt(request, call.server.max_model_len)
     text = prompt.text or ""
-    spans = await call.server.tokenizer.spans(text, add_special_tokens=False)
+    spans = await call.server.tokenizer.spans(text, add_special_tokens=False, parts=prompt.parts)
     tokens = [SimpleToken(id=s.id, text=s.text, start=s.start, stop=s.stop) for s in spans]
     answer = ChatTokenizeResponse(tokenize_response=tokens, templated_text=text)
     return Response(answer.model_dump_json(), media_type="application/json")
