@@ -12,8 +12,7 @@ from api_server.choice import Choice, Finish, TextDelta, TokenDelta
 from api_server.parsers.answer import text_of
 from api_server.parsers.scanner import Piece
 from api_server.state import ServerState
-from api_server.stop_patterns import StopPatterns
-from api_server.stop_strings import StopStrings
+from api_server.stops import Stops
 from interfaces.log_probabilities import LogProbabilities
 from interfaces.outputs import TextGenerationOutput
 from interfaces.status import GenerationStatus
@@ -38,9 +37,10 @@ class Answer:
         self._text = tokenizer.detokenizer(context, request.skip_special_tokens, server.formats.kept(request))
         self._details = tokenizer.detokenizer(context, False) if request.token_details else None
         self._is_special = tokenizer.is_special
-        self._stops = StopStrings(choice.sampling.stop or [], request.keep_stop)
-        self._patterns = StopPatterns(request.stop_patterns)
-        self._stoppable = bool(choice.sampling.stop or request.stop_patterns)
+        self._stops = Stops(choice.sampling.stop or [], request.stop_patterns, request.keep_stop)
+        self._parsed = reader is not None and request.parse_answer
+        if reader is not None and self._parsed:
+            reader.stops = self._stops
         self._min_tokens = choice.sampling.min_new_tokens
 
     def absorb(self, output: TextGenerationOutput) -> TextDelta:
@@ -64,26 +64,28 @@ class Answer:
             if self._details is not None:
                 choice.tokens.append(self._detail(self._details.add(token), token, report))
             hidden = at_stop_token and i == last and not choice.request.keep_stop
-            pieces.append("" if hidden else self._cut(self._text.add(token)))
+            # As with EOS and stop ids, stop strings count only after the minimum length.
+            self._stops.active = choice.completion_tokens > self._min_tokens
+            pieces.append("" if hidden else self._seen(self._text.add(token)))
             if self._reader is not None:
                 self._reader.add(token, pieces[-1])
                 if self._reader.enough or self.has_thought_enough:
                     break
-            if self._stoppable and (self._stops.matched is not None or self._patterns.matched is not None):
+            if self._stops.exist and self._stops.matched is not None:
                 break
         if not before:
             choice.cached_tokens = output.num_cached_tokens or choice.cached_tokens
         goes_on = self.has_thought_enough and output.final_status is not GenerationStatus.CANCELLED
         finish = None if goes_on else self._end(output.final_status, pieces)
-        parts = self._read(pieces[i + 1 :], finish)
-        text = "".join(pieces) if self._reader is None or not choice.request.parse_answer else text_of(parts)
+        parts = self._taken(self._reader)
+        text = text_of(parts) if self._parsed else "".join(pieces)
         choice.pieces.append(text)
         return TextDelta(choice.index, text, choice.completion_tokens - before, choice.tokens[before:], finish, parts)
 
     @property
     def may_end_itself(self) -> bool:
         """Whether its text may say that no more tokens are wanted."""
-        return self._reader is not None or self._stoppable
+        return self._reader is not None or self._stops.exist
 
     @property
     def has_thought_enough(self) -> bool:
@@ -105,24 +107,16 @@ class Answer:
             context.receive_token(token, LogProbabilities([0.0], [{}]) if context.log_probabilities else None)
         return context
 
-    def _read(self, rest: Sequence[str], finish: Finish | None) -> Sequence[Piece]:
-        """The pieces of a delta; `rest` is text that came with no token of its own."""
-        if self._reader is None:
+    def _taken(self, reader: AnswerReader | None) -> Sequence[Piece]:
+        """The pieces of a delta."""
+        if reader is None:
             return ()
-        self._reader.feed("".join(rest))
-        if finish is not None:
-            self._reader.finish()
-        self.choice.reasoning_tokens = self._reader.reasoning_tokens
-        return self._reader.take()
+        self.choice.reasoning_tokens = reader.reasoning_tokens
+        return reader.take()
 
-    def _cut(self, piece: str) -> str:
-        # As with EOS and stop ids, stop strings count only after the minimum length.
-        if not self._stoppable or self.choice.completion_tokens <= self._min_tokens:
-            return piece
-        text = self._stops.add(piece)
-        if self._stops.matched is None:
-            self._patterns.add(piece)
-        return text
+    def _seen(self, piece: str) -> str:
+        """New text, as far as it may go out. Where it is taken apart, its reader shows the stops what is visible."""
+        return piece if self._parsed else self._stops.add(piece)
 
     def _detail(self, text: str, token: int, report: LogProbabilities | None) -> TokenDelta:
         special = self._is_special(token)
@@ -139,20 +133,25 @@ class Answer:
         )
 
     def _end(self, status: GenerationStatus, pieces: list[str]) -> Finish | None:
-        if status is _GOES_ON and self._reader is None and not self._stoppable:
+        """Why it ends here, if it does. Text that was held back is added to the pieces, and given to the reader."""
+        if status is _GOES_ON and self._reader is None and not self._stops.exist:
             return None
-        if self._reader is not None and self._reader.enough:
+        enough = self._reader is not None and self._reader.enough
+        ends = status.is_done or enough or self._stops.matched is not None
+        if ends and self._stops.matched is None and not enough:
+            pieces.append(self._seen(self._text.flush()))
+            if self._reader is not None:
+                self._reader.feed(pieces[-1])
+        if ends and self._reader is not None:
+            self._reader.finish(cut=status is not GenerationStatus.END_OF_SEQUENCE)
+        if ends and not self._parsed:
+            pieces.append(self._stops.flush())
+        if enough:
             return Finish("stop_token")
-        if self._stops.matched is None and status.is_done:
-            pieces.append(self._stops.add(self._text.flush()))
         if self._stops.matched is not None:
             return Finish("stop_string", self._stops.matched)
-        if self._patterns.matched is not None:
-            pieces.append(self._stops.flush())
-            return Finish("stop_string", self._patterns.matched)
         if not status.is_done:
             return None
-        pieces.append(self._stops.flush())
         if status is GenerationStatus.END_OF_SEQUENCE:
             return Finish("stop_token", self.choice.token_ids[-1] if self.choice.completion_tokens else None)
         return Finish("length" if status is GenerationStatus.MAXIMUM_LENGTH else "cancelled")

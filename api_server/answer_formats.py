@@ -74,7 +74,8 @@ class AnswerFormats:
         finder = self._finder()
         tools = self.tools_for(request) if request.parse_answer else None
         separate = request.separate_reasoning and request.parse_answer
-        parser = AnswerParser(tools, self.reasoning if separate else None, schemas_of(request), thinking)
+        forced = request.forced_tools is not None
+        parser = AnswerParser(tools, self.reasoning if separate else None, schemas_of(request), thinking, forced)
         return AnswerReader(parser, finder, thinking, request)
 
     def opens(self, prompt: Tokens) -> bool:

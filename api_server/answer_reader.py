@@ -6,10 +6,12 @@ Knows what a request wants of reasoning and of calls. Knows no format, and nothi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from api_server.parsers.answer import AnswerParser, ParsedAnswer, merged
 from api_server.parsers.reasoning import MarkedReasoning
 from api_server.parsers.scanner import Piece, Thought
+from api_server.stops import Stops
 from interfaces.parsers import ParsedToolCallDelta
 from interfaces.requests import TextGenerationRequest
 
@@ -24,6 +26,8 @@ class AnswerReader:
         """All pieces so far."""
         self.reasoning_tokens = 0
         """Tokens of reasoning, its markers included."""
+        self.stops: Stops | None = None
+        """What ends the answer by its visible text."""
         self._parser = parser
         self._finder = finder
         self._thinking = thinking
@@ -40,6 +44,10 @@ class AnswerReader:
         return self._most_calls is not None and self._parser.completed_calls >= self._most_calls
 
     @property
+    def _stopped(self) -> bool:
+        return self.stops is not None and self.stops.matched is not None
+
+    @property
     def exhausted(self) -> bool:
         """Whether the model has thought as long as it may, and still does."""
         return self._thinking and self._budget is not None and self.reasoning_tokens >= self._budget
@@ -51,13 +59,15 @@ class AnswerReader:
         self.feed(text)
 
     def feed(self, text: str) -> None:
-        if text:
+        if text and not self._stopped:
             self._tell(self._parser.feed(text))
 
-    def finish(self) -> None:
-        """The answer has ended: what was held back."""
-        self._tell(self._parser.finish())
+    def finish(self, cut: bool) -> None:
+        """The answer has ended: what was held back. `cut`: it was not the model that ended it."""
+        if not (self.enough or self._stopped):
+            self._tell(self._parser.finish(cut))
         self._tell_thoughts()
+        self._tell_held()
 
     def take(self) -> Sequence[Piece]:
         """The pieces since the last call."""
@@ -75,15 +85,31 @@ class AnswerReader:
 
     def _tell(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            if not isinstance(piece, Thought):
-                self._tell_thoughts()
-                self._news.append(piece)
-            elif self._inline:
-                self._news.append(ParsedToolCallDelta(0, content=piece.text))
-            elif self._at_once:
-                self._thoughts.append(piece.text)
+            if isinstance(piece, Thought) and self._inline:
+                self._tell_text(ParsedToolCallDelta(0, content=piece.text))
+            elif isinstance(piece, Thought):
+                self._tell_held()
+                if self._at_once:
+                    self._thoughts.append(piece.text)
+                else:
+                    self._news.append(piece)
             else:
-                self._news.append(piece)
+                self._tell_thoughts()
+                self._tell_text(piece)
+            if self._stopped:
+                return
+
+    def _tell_text(self, piece: ParsedToolCallDelta) -> None:
+        """Visible text as far as its stops let it out; part of a call, which they do not see."""
+        if piece.content is None or self.stops is None:
+            self._tell_held()
+            self._news.append(piece)
+        elif text := self.stops.add(piece.content):
+            self._news.append(replace(piece, content=text))
+
+    def _tell_held(self) -> None:
+        if self.stops is not None and (text := self.stops.flush()):
+            self._news.append(ParsedToolCallDelta(0, content=text))
 
     def _tell_thoughts(self) -> None:
         if self._thoughts:

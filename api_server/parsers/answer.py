@@ -28,9 +28,13 @@ class AnswerParser:
         reasoning: ReasoningFormat | None,
         schemas: Mapping[str, Any] | None = None,
         opened: bool = False,
+        forced: bool = False,
     ) -> None:
-        """`schemas` are those of the tools' parameters, by name. `opened`: the prompt leaves the model in reasoning."""
-        self._calls = Calls(schemas, tools.new_id) if tools is not None else Calls(schemas)
+        """`schemas` are those of the tools' parameters, by name. `opened`: the prompt leaves the model in reasoning.
+
+        `forced`: besides reasoning there is nothing but calls.
+        """
+        self._calls = Calls(schemas, tools.new_id, forced) if tools is not None else Calls(schemas)
         self._stages: list[Machine] = []
         one_reader = any(each is not None and each.name == "harmony" for each in (tools, reasoning))
         if one_reader:
@@ -57,11 +61,11 @@ class AnswerParser:
             pieces = _through(stage, pieces)
         return pieces
 
-    def finish(self) -> list[Piece]:
-        """The text has ended: what was held back."""
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """The text has ended: what was held back. `cut`: what begins a mark or a call is what is left of one."""
         pieces: list[Piece] = []
         for stage in self._stages:
-            pieces = [*_through(stage, pieces), *stage.finish()]
+            pieces = [*_through(stage, pieces), *stage.finish(cut)]
         return pieces
 
     def _add(self, read: Any) -> None:

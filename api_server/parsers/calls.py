@@ -20,10 +20,16 @@ def random_id() -> str:
 
 
 class Calls:
-    """`tools` maps names to the schemas of their parameters; empty when they are not known."""
+    """`tools` maps names to the schemas of their parameters; empty when they are not known.
 
-    def __init__(self, tools: Mapping[str, Any] | None = None, new_id: Callable[[], str] = random_id) -> None:
+    `forced`: the answer is nothing but calls.
+    """
+
+    def __init__(
+        self, tools: Mapping[str, Any] | None = None, new_id: Callable[[], str] = random_id, forced: bool = False
+    ) -> None:
         self.tools = tools or {}
+        self.forced = forced
         self._new_id = new_id
         self.begun = 0
         self.completed = 0

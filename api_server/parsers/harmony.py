@@ -13,7 +13,7 @@ import re
 
 from api_server.parsers.calls import Calls, is_name
 from api_server.parsers.reasoning import MarkedReasoning, Markers
-from api_server.parsers.scanner import Malformed, Reading, Scanner, Thought, passage, peek, space, until
+from api_server.parsers.scanner import CutOff, Malformed, Reading, Scanner, Thought, passage, peek, space, until
 
 START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN = (
     "<|start|>",
@@ -42,7 +42,10 @@ def harmony(scanner: Scanner, calls: Calls) -> Reading[None]:
             continue
         try:
             header, _ = yield from until(scanner, (MESSAGE,))
-        except Malformed:
+        except Malformed as error:
+            if isinstance(error, CutOff) and scanner.cut:
+                scanner.take(len(scanner.text))
+                return
             if (yield from passage(scanner, _ENDS[:-1], calls.content)) is None:
                 return
             continue

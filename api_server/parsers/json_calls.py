@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from api_server.parsers.calls import Calls, is_name
 from api_server.parsers.json_text import arguments, call_object
-from api_server.parsers.scanner import Malformed, Reading, Scanner, match, passage, peek, space, until
+from api_server.parsers.scanner import CutOff, Malformed, Reading, Scanner, match, passage, peek, space, until
 
 Reader = Callable[[Scanner, Calls], Reading[None]]
 
@@ -14,13 +14,18 @@ Reader = Callable[[Scanner, Calls], Reading[None]]
 def attempt(scanner: Scanner, calls: Calls, marker: str, read: Reader) -> Reading[bool]:
     """Reads calls after a marker; what turns out to be none goes on as plain text, the marker included.
 
-    A call that has begun and breaks off stays as it is.
+    A call that has begun and breaks off stays as it is. One that a cut has ended before its name was there is left out:
+    nothing that a client could use is known of it, and its marks are no text.
     """
     begun = calls.begun
     scanner.record()
     try:
         yield from read(scanner, calls)
-    except Malformed:
+    except Malformed as error:
+        if isinstance(error, CutOff) and scanner.cut and (marker or calls.forced):
+            scanner.take(len(scanner.text))
+            scanner.recorded()
+            return False
         text = (scanner.dropped + marker if marker else "") + scanner.recorded()
         if calls.begun == begun:
             if text:

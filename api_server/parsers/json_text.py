@@ -11,7 +11,7 @@ from collections.abc import Callable
 import orjson
 
 from api_server.parsers.calls import Calls
-from api_server.parsers.scanner import Malformed, Piece, Reading, Scanner, expect, match, peek, space
+from api_server.parsers.scanner import CutOff, Malformed, Piece, Reading, Scanner, expect, match, peek, space
 
 _OUTSIDE = re.compile(r'["{}\[\]]|[^\s:,\w+\-.]')
 """What matters outside of strings: the beginning of one, brackets, and characters that no JSON has there."""
@@ -94,7 +94,7 @@ def value(scanner: Scanner, piece: Callable[[str], Piece] | None = None) -> Read
         yield None
     text = "".join(parts)
     if (end is None and (not text or text[0] in '"{[')) or not text or not _is_closed(text):
-        raise Malformed("a JSON value is missing or unfinished")
+        raise (CutOff if end is None else Malformed)("a JSON value is missing or unfinished")
     return text
 
 

@@ -14,7 +14,7 @@ import orjson
 
 from api_server.parsers.calls import Calls
 from api_server.parsers.json_calls import attempt
-from api_server.parsers.scanner import Malformed, Reading, Scanner, match, passage, space, until
+from api_server.parsers.scanner import CutOff, Malformed, Reading, Scanner, expect, match, passage, space, until
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _IDENTIFIER = re.compile(r"[^\W\d][\w.\-]*")
@@ -35,8 +35,7 @@ def _list(scanner: Scanner, calls: Calls) -> Reading[None]:
     yield from space(scanner)
     yield from match(scanner, _START)
     yield from space(scanner)
-    if not (yield from match(scanner, "[")):
-        raise Malformed("no list")
+    yield from expect(scanner, "[")
     while True:
         yield from space(scanner)
         if (yield from match(scanner, "]")):
@@ -79,7 +78,7 @@ def _value(scanner: Scanner) -> Reading[str]:
         parts.append(scanner.take(found.start() if found else len(scanner.text)))
         if found is None:
             if scanner.ended:
-                raise Malformed("the text ends within a value")
+                raise CutOff("the text ends within a value")
             yield None
             continue
         mark = found[0]

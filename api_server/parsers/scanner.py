@@ -35,14 +35,19 @@ class Malformed(Exception):
     """The text is not what the format says; whoever catches it decides what becomes of what was read."""
 
 
-class Scanner:
-    """The text that is not read yet. `ended`: no more will come."""
+class CutOff(Malformed):
+    """The text ended within it."""
 
-    __slots__ = ("_recorded", "dropped", "ended", "text")
+
+class Scanner:
+    """The text that is not read yet. `ended`: no more will come. `cut`: it was not the model that ended it."""
+
+    __slots__ = ("_recorded", "cut", "dropped", "ended", "text")
 
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
+        self.cut = False
         self.dropped = ""
         """White space that `passage` has left out before the last marker."""
         self._recorded: list[str] | None = None
@@ -80,17 +85,19 @@ def peek(scanner: Scanner, options: Sequence[str]) -> Reading[str | None]:
 
 
 def match(scanner: Scanner, *options: str) -> Reading[str | None]:
-    """As `peek`, and reads it."""
+    """As `peek`, and reads it. What a cut has left of one is read, too, and is none."""
     found = yield from peek(scanner, options)
     if found is not None:
         scanner.take(len(found))
+    elif scanner.cut and any(option.startswith(scanner.text) for option in options):
+        scanner.take(len(scanner.text))
     return found
 
 
 def expect(scanner: Scanner, *options: str) -> Reading[str]:
     found = yield from match(scanner, *options)
     if found is None:
-        raise Malformed(f"expected one of {options}")
+        raise _broken_off(scanner)(f"expected one of {options}")
     return found
 
 
@@ -140,9 +147,15 @@ def until(scanner: Scanner, markers: Sequence[str], longest: int = 256) -> Readi
             at, marker = found
             return scanner.take(at + len(marker))[:at], marker
         seen = _free(scanner.text, markers, False)
-        if scanner.ended or found is not None or seen > longest:
+        if found is not None or seen > longest:
             raise Malformed(f"none of {markers} came")
+        if scanner.ended:
+            raise CutOff(f"none of {markers} came")
         yield None
+
+
+def _broken_off(scanner: Scanner) -> type[Malformed]:
+    return CutOff if scanner.ended and not scanner.text else Malformed
 
 
 def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str] | None:
@@ -187,9 +200,9 @@ class Machine:
         self._scanner.text += text
         return self._run()
 
-    def finish(self) -> list[Piece]:
-        """The text has ended: what was held back."""
-        self._scanner.ended = True
+    def finish(self, cut: bool = False) -> list[Piece]:
+        """The text has ended: what was held back. `cut`: it was not the model that ended it."""
+        self._scanner.ended, self._scanner.cut = True, cut
         return self._run() if self._reading is not None else []
 
     def _run(self) -> list[Piece]:

@@ -13,7 +13,7 @@ import orjson
 
 from api_server.parsers.calls import Calls, is_name, schema_of
 from api_server.parsers.json_calls import attempt
-from api_server.parsers.scanner import Malformed, Reading, Scanner, expect, match, passage, space, until
+from api_server.parsers.scanner import CutOff, Malformed, Reading, Scanner, expect, match, passage, space, until
 
 _LONGEST_VALUE = 1 << 24
 
@@ -111,7 +111,7 @@ def _argument(scanner: Scanner, calls: Calls, tool: str, tags: Tags, number: int
         yield calls.arguments('"')
         end = yield from passage(scanner, tags.end_value, lambda part: calls.arguments(_literal(part)[1:-1]))
         if end is None:
-            raise Malformed("the text ends within an argument")
+            raise CutOff("the text ends within an argument")
         yield calls.arguments('"')
     else:
         text, _ = yield from until(scanner, tags.end_value, _LONGEST_VALUE)

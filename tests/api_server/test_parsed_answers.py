@@ -360,3 +360,54 @@ def test_what_is_wrong_is_400_and_named(live: LiveServer, path: str, body: dict[
     response: httpx.Response = post(live, path, body)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
+
+
+def whole_and_streamed(live: LiveServer, **more: Any) -> tuple[dict[str, Any], str]:
+    """The message and its finish reason; streamed, it is the same."""
+    choice = post(live, "/v1/chat/completions", chat(**more)).json()["choices"][0]
+    raw = post(live, "/v1/chat/completions", chat(stream=True, **more)).text
+    frames = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith("data: {")]
+    deltas = [each["delta"] for frame in frames for each in frame["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == (choice["message"]["content"] or "")
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    arguments = "".join(call["function"].get("arguments") or "" for call in calls)
+    assert arguments == "".join(each["function"]["arguments"] for each in choice["message"].get("tool_calls") or ())
+    assert frames[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    return choice["message"], choice["finish_reason"]
+
+
+@pytest.mark.parametrize("stop", ["weather", "\n", "}", "Zürich", "<tool_call>", "</think>", "name"])
+def test_stop_strings_match_neither_reasoning_nor_marks_nor_calls(
+    live: LiveServer, tokenizer: Tokenizer, stop: str
+) -> None:
+    says(live.double, tokenizer, ANSWER)
+    message, reason = whole_and_streamed(live, stop=[stop])
+    assert reason == "tool_calls"
+    assert message["content"] == "Let me see."
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == ARGUMENTS
+
+
+def test_a_stop_string_in_the_visible_text_ends_the_answer(live: LiveServer, tokenizer: Tokenizer) -> None:
+    says(live.double, tokenizer, ANSWER)
+    message, reason = whole_and_streamed(live, stop=["me"])
+    assert (message["content"], message.get("tool_calls"), reason) == ("Let ", None, "stop")
+    kept, _ = whole_and_streamed(live, stop=["me"], include_stop_str_in_output=True)
+    assert kept["content"] == "Let me"
+    inline, reason = whole_and_streamed(live, stop=["weather"], separate_reasoning=False)
+    assert inline["content"].endswith("What ")
+    assert reason == "stop"
+    pattern, reason = whole_and_streamed(live, stop_regex=["e s"])
+    assert pattern["content"].startswith("Let me s")
+    assert reason == "stop"
+
+
+def test_a_call_that_is_cut_before_its_name_is_there_is_left_out(live: LiveServer, tokenizer: Tokenizer) -> None:
+    says(live.double, tokenizer, CALLS)
+    found = []
+    for length in range(1, len(encode(tokenizer, CALLS))):
+        message, reason = whole_and_streamed(live, max_tokens=length)
+        found.append(len(message.get("tool_calls") or ()))
+        assert reason == "length"
+        assert not message["content"] or "<tool_call>".startswith(message["content"])
+    assert sorted(found) == found
+    assert {0, 1, 2} == set(found)

@@ -203,3 +203,15 @@ def test_merging_changes_no_answer(kinds: list[str]) -> None:
     joined.add(merged(pieces))
     assert facts(joined) == facts(plain)
     assert len(merged(pieces)) == len(plain.blocks)
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_a_cut_leaves_no_marks_in_the_text(name: str) -> None:
+    """Wherever forced calls are cut, what is left of them is part of a call, or nothing."""
+    text = WRITERS[name]([("get_weather", {"city": "x"}), ("get_weather", {"city": "y"})])
+    for at in range(len(text)):
+        parser = AnswerParser(TOOL_FORMATS[name], None, SCHEMAS, forced=True)
+        answer = ParsedAnswer()
+        answer.add([*parser.feed(text[:at]), *parser.finish(cut=True)])
+        assert not answer.text or any(mark.startswith(answer.text) for mark in TOOL_FORMATS[name].marks), text[:at]
+        assert all(call.name == "get_weather" for call in answer.calls)
