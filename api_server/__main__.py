@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from api_server.access_log import logged
 from api_server.answer_formats import AnswerFormats
 from api_server.app import create
 from api_server.engine_client import EngineClient
@@ -56,7 +57,7 @@ def main() -> int:
     run_directory = RunDirectory(options.run_dir)
     settings = Settings.read(run_directory.settings_file)
     role = f"api_server:{options.index}"
-    logs.configure(role, settings.log_level)
+    logs.configure(role, settings.log_level, settings.log_format)
     liveness.become(role, run_directory.stack_file(role))
     liveness.give_way()
     phases.phase("import")
@@ -111,7 +112,7 @@ async def _serve(
     server = ServerState(settings, tokenizer, engine, processes_file=run_directory.processes_file)
     application = create(server)
     config = uvicorn.Config(
-        application,
+        logged(application, settings),
         http=HttpProtocol,
         ws="none",
         loop="none",

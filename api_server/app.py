@@ -40,9 +40,13 @@ from api_server.http.paths import above, meant
 from api_server.metrics import Metrics, generation_paths, metrics_route
 from api_server.product import release
 from api_server.state import ServerState
+from shared import logs
 
 log = logging.getLogger("tokenyard")
 
+_ID_HEADERS = (b"x-request-id", b"traceparent")
+_TRACE = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
+"""W3C's trace context; a later version may have more fields."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -87,7 +91,8 @@ class Application:
         await serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = _request_id(scope)
+        request_id, trace_id = _ids(scope)
+        logs.of_request.set({"request_id": request_id, **({"trace_id": trace_id} if trace_id else {})})
         scope["state"] = {"server": self.server, "request_id": request_id}
         scope["app"] = self  # makes the router raise HTTPException instead of answering by itself
         header = (b"x-request-id", request_id.encode())
@@ -154,10 +159,12 @@ def _check_path(path: str) -> None:
         raise HTTPException(404)
 
 
-def _request_id(scope: Scope) -> str:
-    """The client's x-request-id if it is fit for headers and logs, else a fresh one."""
-    given: list[str] = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"]
-    return given[0] if given and _REQUEST_ID.fullmatch(given[0]) else uuid.uuid4().hex
+def _ids(scope: Scope) -> tuple[str, str]:
+    """The client's x-request-id if it is fit for headers and logs, else a fresh one; and its trace's id, if any."""
+    given: dict[bytes, str] = {name: value.decode("latin-1") for name, value in scope["headers"] if name in _ID_HEADERS}
+    request_id = given.get(b"x-request-id", "")
+    trace = _TRACE.fullmatch(given.get(b"traceparent", ""))
+    return request_id if _REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex, trace[1] if trace else ""
 
 
 def health_routes() -> list[BaseRoute]:

@@ -27,7 +27,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from api_server import preparation, resume, terms
+from api_server import access_log, preparation, resume, terms
 from api_server.answer import Answer
 from api_server.choice import Choice, Finish, TextDelta
 from api_server.errors import from_scheduler
@@ -68,6 +68,8 @@ class Generation:
         if self._resume is not None:
             self._resume.open(sum(item.request.n for item in prepared))
         self.choices: list[Choice] = []
+        if (entry := access_log.current.get()) is not None:
+            entry.choices.append(self.choices)
         for request_index, item in enumerate(prepared):
             thinking = server.formats.thinks(item.request, item.prompt.tokens)
             for k in range(item.request.n):

@@ -26,8 +26,9 @@ from starlette.routing import BaseRoute, Route
 from api_server.choice import Choice
 from api_server.dialects.openai.errors import render_error
 from api_server.endpoint import Call, Document, endpoint
-from api_server.errors import ErrorKind, RequestFailed
+from api_server.errors import RequestFailed
 from api_server.metrics_aliases import aliases
+from api_server.outcomes import Outcome, outcome_of
 from api_server.server_facts import process_facts, scheduler_facts
 from interfaces.messages import Status
 from shared.process_table import ProcessState
@@ -44,25 +45,6 @@ WRITE_SECONDS = 0.1
 """That figures are gathered before they are written where other replicas read them."""
 
 LENGTHS = tuple(float(1 << power) for power in range(21))
-
-
-class Outcome:
-    """How a request ended; values of the label `outcome`."""
-
-    OK = "ok"
-    INVALID = "invalid"
-    OVERLOADED = "overloaded"
-    UNAVAILABLE = "unavailable"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-_OUTCOME_OF_KIND = {
-    ErrorKind.OVERLOADED: Outcome.OVERLOADED,
-    ErrorKind.UNAVAILABLE: Outcome.UNAVAILABLE,
-    ErrorKind.GENERATION_FAILED: Outcome.FAILED,
-    ErrorKind.INTERNAL: Outcome.FAILED,
-}
 
 
 class _Tally:
@@ -192,7 +174,7 @@ class Metrics:
 
     def failed(self, path: str, error: RequestFailed) -> None:
         if path in self._routes:
-            self._count(path, _OUTCOME_OF_KIND.get(error.kind, Outcome.INVALID))
+            self._count(path, outcome_of(error.kind))
 
     def write(self) -> None:
         """What was added up goes into the shared counters."""

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from api_server import access_log
 from api_server.answer_formats import AnswerFormats
 from api_server.bodies import Bodies
 from api_server.constraints.compiler import ConstraintCompiler
@@ -99,6 +100,8 @@ class ServerState:
         """Whoever answers a request with an error says so here, once, before it is rendered."""
         if error.kind is ErrorKind.OVERLOADED and error.retry_after is None:
             error.retry_after = self.crowd.turned_away()
+        if (entry := access_log.current.get()) is not None:
+            entry.error = error
         for observer in () if error.counted else self.observers:
             observer.failed(path, error)
 

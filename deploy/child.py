@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.liveness import SUPERVISOR_PID, open_pidfd
+from shared.logs import trouble_in
 from shared.phases import STATUS_FD
 from shared.successors import FORKS
 
 _LINES_KEPT = 30
 _LONGEST_LINE = 64 * 1024
 _TELLING = re.compile(r"\b\w*(Error|Exception|Killed)\b|Fatal Python error|\b(ERROR|CRITICAL)\b|terminate called")
-_ROUTINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING) ")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Child:
         """Why it was killed, else the last line that names an error, else the last that is no routine log line."""
         if self.verdict:
             return self.verdict
-        lines = [line.strip() for line in self._last_lines if not _ROUTINE.match(line)]
+        lines = [trouble for line in self._last_lines if (trouble := trouble_in(line))]
         telling = [line for line in lines if _TELLING.search(line)]
         return (telling or lines or [""])[-1]
 

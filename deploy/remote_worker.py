@@ -49,7 +49,7 @@ def work(settings: Settings, endpoint: str, index: int) -> int:
     folder = Path(settings.curve_keys).expanduser().resolve()
     curve.check_peer_keys(folder)
     settings = dataclasses.replace(settings, curve_keys=str(folder))
-    timeline = Timeline(on_ready=lambda: None, on_exit=lambda pid: sweep_shared_memory())
+    timeline = Timeline(on_ready=lambda: None, on_exit=lambda pid: sweep_shared_memory(), form=settings.log_format)
     with private_run_directory(parent_directory()) as directory:
         directory.settings_file.write_text(settings.to_json())
         environment = common_environment(directory)

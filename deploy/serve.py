@@ -27,7 +27,7 @@ from deploy.readiness import Announcer
 from deploy.run_directory import parent_directory, private_run_directory
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
-from shared import process_table
+from shared import logs, process_table
 from shared.access_keys import with_digests
 from shared.endpoints import RunDirectory
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
@@ -67,6 +67,7 @@ def _supervise(settings: Settings, directory: RunDirectory) -> int:
         directory,
         on_ready=lambda: announcer.start(timeline.say),
         on_exit=lambda pid: _forget(pid, directory),
+        form=settings.log_format,
     )
     sweep_shared_memory()
     timeline.output(f"tokenyard: {settings.model} as {settings.public_model_name!r} on {settings.devices}")
@@ -81,8 +82,10 @@ def _supervise(settings: Settings, directory: RunDirectory) -> int:
 class _Chronicle(Timeline):
     """A time line that also writes down what went wrong, for `tokenyard status` and `/metrics`."""
 
-    def __init__(self, directory: RunDirectory, on_ready: Callable[[], None], on_exit: Callable[[int], None]) -> None:
-        super().__init__(on_ready, on_exit)
+    def __init__(
+        self, directory: RunDirectory, on_ready: Callable[[], None], on_exit: Callable[[int], None], form: str
+    ) -> None:
+        super().__init__(on_ready, on_exit, form=form)
         self._directory = directory
         self._errors: deque[str] = deque(maxlen=_ERRORS_KEPT)
         self._states: dict[str, ProcessState] = {}
@@ -90,7 +93,7 @@ class _Chronicle(Timeline):
     def say(self, level: str, text: str) -> None:
         super().say(level, text)
         if level == "ERROR":
-            self._errors.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+            self._errors.append(f"{logs.utc(time.time())} {text}")
             with contextlib.suppress(OSError):
                 self._directory.deaths_file.write_text("\n".join(self._errors) + "\n")
 

@@ -1,7 +1,8 @@
 """What a person sees while the server starts: one line per process with the time of each phase, and progress bars.
 
-On a terminal the phases in work are shown live; elsewhere each process gets plain lines. Everything goes to standard
-error. Knows phases by the names that the children report (shared/phases.py), and nothing of what they mean.
+On a terminal the phases in work are shown live; elsewhere each process gets plain lines, or lines of JSON. Everything
+goes to standard error. Knows phases by the names that the children report (shared/phases.py), and nothing of what they
+mean.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from deploy.child import ChildSpec
+from shared import logs
 
 _SECONDS_BETWEEN_LINES = 5.0
 _FIRST_PHASE = "start python"
@@ -50,7 +52,9 @@ class Timeline:
         on_ready: Callable[[], None] = lambda: None,
         on_exit: Callable[[int], None] = lambda _: None,
         console: Console | None = None,
+        form: str = "text",
     ) -> None:
+        self._form = form
         self._console = console or Console(stderr=True)
         self._on_ready, self._on_exit = on_ready, on_exit
         self._tracks: dict[str, _Track] = {}
@@ -61,7 +65,7 @@ class Timeline:
         now = time.monotonic()
         self._width = max(self._width, len(child.name))
         track = self._tracks[child.name] = _Track(now, phase_since=now, said_at=now)
-        if self._console.is_terminal:
+        if self._console.is_terminal and self._form == "text":
             track.bar = self._show_bar(child.name)
 
     def event(self, child: ChildSpec, event: dict[str, Any]) -> None:
@@ -74,11 +78,15 @@ class Timeline:
                 self._progress(child.name, track, event, now)
             case "ready":
                 self._hide_bar(track)
-                facts = ", ".join(f"{key} {value}" for key, value in event.items() if key != "event")
-                line = f"  {child.name:{self._width}}  {track.summary(now)}"
-                self.output(f"{line}  ({facts})" if facts else line)
+                facts = {key: value for key, value in event.items() if key != "event"}
+                self._say_ready(child.name, track.summary(now), facts)
 
     def output(self, line: str) -> None:
+        """A line of a child, or one about the whole server. In JSON every line is, whoever has written it."""
+        raw = self._form == "json" and not logs.is_record(line)
+        self._write(logs.line("json", time.time(), "INFO", "output", line, {}) if raw else line)
+
+    def _write(self, line: str) -> None:
         # A terminal that went away or a closed pipe must not end the server.
         with contextlib.suppress(OSError):
             if self._bars is not None:
@@ -88,7 +96,7 @@ class Timeline:
                 self._console.file.flush()
 
     def say(self, level: str, text: str) -> None:
-        self.output(f"{time.strftime('%H:%M:%S')} {level:7} supervisor: {text}")
+        self._write(logs.line(self._form, time.time(), level, "supervisor", text, {}))
 
     def exited(self, child: ChildSpec, pid: int) -> None:
         self._hide_bar(self._tracks[child.name])
@@ -109,6 +117,14 @@ class Timeline:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
+
+    def _say_ready(self, name: str, summary: str, facts: dict[str, Any]) -> None:
+        if self._form == "json":
+            told = {"process": name, **facts}
+            self._write(logs.line("json", time.time(), "INFO", "supervisor", f"{name} is ready: {summary}", told))
+            return
+        beside = ", ".join(f"{key} {value}" for key, value in facts.items())
+        self._write(f"  {name:{self._width}}  {summary}" + (f"  ({beside})" if beside else ""))
 
     def _progress(self, name: str, track: _Track, event: dict[str, Any], now: float) -> None:
         done, total, unit = int(event.get("done", 0)), int(event.get("total", 0)), str(event.get("unit", ""))

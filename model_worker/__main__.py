@@ -46,7 +46,7 @@ def main() -> None:
     role = f"model_worker:{arguments.index}"
     become(f"{role} {arguments.device}", run_directory.stack_file(role))
     settings = Settings.read(run_directory.settings_file)
-    logs.configure(f"{role} {arguments.device}", settings.log_level)
+    logs.configure(f"{role} {arguments.device}", settings.log_level, settings.log_format)
     phases.phase("import")
     _import()
     epoch = successors.successor(arguments.epoch)

@@ -44,7 +44,7 @@ def main() -> None:
     become("scheduler", run_directory.stack_file("scheduler"))
     give_way()
     settings = Settings.read(run_directory.settings_file)
-    logs.configure("scheduler", settings.log_level)
+    logs.configure("scheduler", settings.log_level, settings.log_format)
     core = Scheduler(limits_of(settings), incarnation=secrets.randbits(31))
     try:
         loop = Loop(core, run_directory, settings.worker_endpoint, settings.curve_keys)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 
+from shared.logs import utc
+
 MOST_REQUESTS = 4096
 MOST_ENTRIES = 64
 """Of one request: its beginning and its latest; what was between them is counted."""
@@ -72,4 +74,4 @@ class _Entries:
 
 def _line(entry: _Entry) -> str:
     seconds, text = entry
-    return f"{time.strftime('%H:%M:%S', time.localtime(seconds))}.{int(seconds * 1000) % 1000:03d} {text}"
+    return f"{utc(seconds)} {text}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.fetch_hosts import FetchHosts
+from shared.logs import FORMATS
 
 ENV_PREFIX = "TOKENYARD_"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
@@ -186,6 +187,14 @@ class Settings:
         "behaviour", 30, "seconds that running requests get to finish after SIGTERM; then they end with an error"
     )
     log_level: str = _setting("behaviour", "info", "debug, info, warning or error")
+    log_format: str = _setting(
+        "behaviour", "text", "text, or json: one object a line, of all processes and the supervisor"
+    )
+    access_log: bool = _setting(
+        "behaviour",
+        False,
+        "write a line for each HTTP request: path, status, key's name, tokens, durations, outcome; never a text or key",
+    )
 
     def __post_init__(self) -> None:
         _check(self.host != "", "host", self.host, "an address, such as 127.0.0.1 or 0.0.0.0")
@@ -210,6 +219,7 @@ class Settings:
         _check(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
         _check(self.quantization in QUANTIZATIONS, "quantization", self.quantization, "none or int8")
         _check(self.log_level in LOG_LEVELS, "log_level", self.log_level, "one of " + ", ".join(LOG_LEVELS))
+        _check(self.log_format in FORMATS, "log_format", self.log_format, "text or json")
         parse_memory(self.kv_memory)
         _check(
             all(re.fullmatch(r"(\w+=)?[\w.]+:\w+", entry) for entry in _entries(self.logit_processors)),

@@ -23,6 +23,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from api_server.__main__ import _Server, listen
+from api_server.access_log import logged
 from api_server.app import create
 from api_server.engine_client import EngineClient
 from api_server.http.protocol import HttpProtocol
@@ -393,7 +394,7 @@ def serving(
         found["state"] = ServerState(settings, tokenizer, engine)
         found["web"] = _Server(
             uvicorn.Config(
-                create(found["state"]),
+                logged(create(found["state"]), settings),
                 http=HttpProtocol,
                 ws="none",
                 loop="none",
@@ -422,7 +423,10 @@ def serving(
 
 @pytest.fixture
 def live(
-    double: SchedulerDouble, run_directory: RunDirectory, tokenizer: Tokenizer, model_directory: Path
+    double: SchedulerDouble,
+    run_directory: RunDirectory,
+    tokenizer: Tokenizer,
+    model_directory: Path,
 ) -> Iterator[LiveServer]:
     with serving(double, run_directory, tokenizer, Settings(model=str(model_directory))) as server:
         yield server

@@ -238,4 +238,4 @@ def test_our_own_page_and_tools_are(live: LiveServer, name: str) -> None:
 def test_refusals_are_counted(guarded: LiveServer) -> None:
     HTTP.post(guarded.url + "/v1/completions", json={"prompt": "x"})
     metrics = HTTP.get(guarded.url + "/metrics").text
-    assert 'outcome="invalid",route="/v1/completions"} 1.0' in metrics
+    assert 'outcome="unauthorized",route="/v1/completions"} 1.0' in metrics

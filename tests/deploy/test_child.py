@@ -29,8 +29,12 @@ def run(code: str) -> tuple[Child, int]:
         ("raise ValueError('no such device')", "ValueError: no such device"),
         ("import sys; sys.exit('cannot listen on port 80')", "cannot listen on port 80"),
         ("print('KeyError: 7'); print(); print('bye')", "KeyError: 7"),
-        ("print('12:00:00 ERROR   worker: out of blocks'); print('12:00:01 INFO    worker: bye')", "out of blocks"),
-        ("print('12:00:01 INFO    worker: all is well')", ""),
+        (
+            "print('2026-11-25T12:00:00.123Z ERROR   worker: out of blocks'); "
+            "print('2026-11-25T12:00:01.123Z INFO    worker: bye')",
+            "out of blocks",
+        ),
+        ("print('2026-11-25T12:00:01.123Z INFO    worker: all is well')", ""),
         ("pass", ""),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import time
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from deploy.child import ChildSpec
 from deploy.timeline import Timeline
+from shared import logs
 
 WORKER, SCHEDULER = ChildSpec("model_worker:0", []), ChildSpec("scheduler", [])
 
@@ -48,6 +50,25 @@ def test_one_line_per_process_with_the_time_of_each_phase(clock: Clock) -> None:
         "  model_worker:0  start python 0.2s | import 1.9s | load weights 0.4s | compile kernels 0.8s | ready 3.3s"
         "  (blocks 512, attention cpu)\n"
     )
+
+
+def test_in_json_every_line_is_an_object_whoever_wrote_it(clock: Clock) -> None:
+    file = io.StringIO()
+    timeline = Timeline(console=Console(file=file, force_terminal=True), form="json")
+    timeline.started(WORKER)
+    clock.now += 0.2
+    timeline.event(WORKER, {"event": "phase", "name": "import"})
+    clock.now += 0.3
+    timeline.event(WORKER, {"event": "ready", "blocks": 512})
+    timeline.output("Fatal Python error")
+    timeline.output(logs.line("json", 0.0, "INFO", "scheduler", "mine", {}))
+    timeline.say("ERROR", "it died")
+    ready, raw, own, said = map(json.loads, file.getvalue().splitlines())
+    assert ready["message"] == "model_worker:0 is ready: start python 0.2s | import 0.3s | ready 0.5s"
+    assert (ready["role"], ready["process"], ready["blocks"]) == ("supervisor", "model_worker:0", 512)
+    assert (raw["role"], raw["message"]) == ("output", "Fatal Python error")
+    assert (own["role"], own["message"], own["time"]) == ("scheduler", "mine", "1970-01-01T00:00:00.000Z")
+    assert (said["level"], said["role"], said["message"]) == ("error", "supervisor", "it died")
 
 
 def test_a_restart_is_timed_anew(clock: Clock) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from interfaces.shared_memory import WATERMARK_VARIABLES
 from shared.liveness import SUPERVISOR_PID
+from shared.logs import FORMATS
 from shared.phases import STATUS_FD
 from shared.settings import (
     DTYPES,
@@ -63,6 +64,8 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "stall_timeout": st.integers(1, 10**6),
     "drain_timeout": st.integers(0, 3600),
     "log_level": st.sampled_from(LOG_LEVELS),
+    "log_format": st.sampled_from(FORMATS),
+    "access_log": st.booleans(),
 }
 digests = st.binary(min_size=32, max_size=32).map(lambda digest: f"sha256:{digest.hex()}")
 values |= {name: st.lists(digests, min_size=1, max_size=3).map(",".join) for name in SECRETS}
@@ -126,6 +129,7 @@ def test_the_run_directorys_file_brings_the_same_settings(
         ({"max_model_len": 1}, ["max_model_len must be at least 2"]),
         ({"quantization": "int4"}, ["quantization must be none or int8, got 'int4'", "command line"]),
         ({"dtype": "int4"}, ["dtype must be one of auto, float32", "'int4'"]),
+        ({"log_format": "xml"}, ["log_format must be text or json, got 'xml'", "command line"]),
         ({"log_level": "loud"}, ["log_level", "'loud'", "warning"]),
         ({"devices": "tpu"}, ["devices", "'tpu'", "cuda:N"]),
         ({"devices": "auto,cpu"}, ["devices"]),

@@ -1,0 +1,31 @@
+"""How a request ended, in one word for metrics and the access log."""
+
+from __future__ import annotations
+
+from api_server.errors import ErrorKind
+
+
+class Outcome:
+    """Values of the label `outcome`."""
+
+    OK = "ok"
+    INVALID = "invalid"
+    UNAUTHORIZED = "unauthorized"
+    OVERLOADED = "overloaded"
+    UNAVAILABLE = "unavailable"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+_OF_KIND = {
+    ErrorKind.UNAUTHORIZED: Outcome.UNAUTHORIZED,
+    ErrorKind.FORBIDDEN: Outcome.UNAUTHORIZED,
+    ErrorKind.OVERLOADED: Outcome.OVERLOADED,
+    ErrorKind.UNAVAILABLE: Outcome.UNAVAILABLE,
+    ErrorKind.GENERATION_FAILED: Outcome.FAILED,
+    ErrorKind.INTERNAL: Outcome.FAILED,
+}
+
+
+def outcome_of(kind: ErrorKind) -> str:
+    return _OF_KIND.get(kind, Outcome.INVALID)
