@@ -27,6 +27,7 @@ from api_server.answer_formats import AnswerFormats
 from api_server.app import create
 from api_server.engine_client import EngineClient
 from api_server.http.protocol import HttpProtocol
+from api_server.rotation import Rotation
 from api_server.state import ServerState
 from api_server.tokenizer import Tokenizer, hide_torch
 from shared import liveness, logs, phases
@@ -128,6 +129,8 @@ async def _serve(
         timeout_graceful_shutdown=settings.drain_timeout + SECONDS_FOR_LAST_FRAMES,
         **tls_options(settings),
     )
+    config.load()
+    rotation = Rotation(run_directory.settings_file, server, config)
     web = _Server(config)
     loop = asyncio.get_running_loop()
 
@@ -138,6 +141,7 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
+    loop.add_signal_handler(signal.SIGHUP, rotation.read_again)
     # What exists now lives as long as the process: no collection need look at it again.
     gc.collect()
     gc.freeze()

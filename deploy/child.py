@@ -33,6 +33,7 @@ class ChildSpec:
 
     `counts_starts` appends `--epoch N`, N counting the starts of this child from `first_epoch`. `stop_seconds` is what
     the child gets between SIGTERM and SIGKILL. `rolling` children are restarted one after the other on SIGHUP.
+    `rereads`: it reads keys and certificates again when it gets SIGHUP.
     `forks` says that the child's process, where it counts its starts, can fork the next one (shared/successors.py).
     One that has said that it lives (shared/phases.py: beat) may be silent for `hang_seconds`; None: as long as it
     likes. Asked for its stack, it writes it to `stack_file`.
@@ -46,6 +47,7 @@ class ChildSpec:
     first_epoch: int = 0
     stop_seconds: float = 10.0
     rolling: bool = False
+    rereads: bool = False
     forks: bool = False
     hang_seconds: float | None = None
     stack_file: str = ""
@@ -135,6 +137,11 @@ class Child:
 
     def terminate(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
+
+    def hang_up(self) -> None:
+        """Has it read keys and certificates again. Before it is ready it would end by the signal."""
+        if self.spec.rereads and self.ready_at is not None:
+            os.kill(self.pid, signal.SIGHUP)
 
     def kill(self) -> None:
         """Ends the child and all it has started, now."""

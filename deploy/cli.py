@@ -45,7 +45,8 @@ examples:
 
 precedence: command line, then {ENV_PREFIX}* variables, then the --config file, then defaults.
 signals: SIGTERM or Ctrl-C stops in order (running requests finish first), a second Ctrl-C at once;
-         SIGHUP restarts workers and, if there are several, API processes one by one: no request is lost.
+         SIGHUP reads keys and certificates again, and restarts workers and, if there are several, API processes one
+         by one: no request is lost.
 exit status: 0 after a signal, 1 when a process could not be kept alive, 2 for a setting that cannot work.
 """
 
@@ -187,12 +188,13 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
-    resolved = resolve(flags, os.environ, getattr(arguments, "config", None) or config_file())
+    environ, config = dict(os.environ), getattr(arguments, "config", None) or config_file()
+    resolved = resolve(flags, environ, config)
     if "print_settings" in arguments:
         print(settings_as_toml(resolved))
         return 0
     _forget_secrets(arguments)
-    return serve(resolved.settings)
+    return serve(resolved.settings, lambda: resolve(flags, environ, config).settings)
 
 
 def _forget_secrets(arguments: argparse.Namespace) -> None:

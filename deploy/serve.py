@@ -11,7 +11,6 @@ import dataclasses
 import os
 import re
 import resource
-import ssl
 import sys
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from deploy import machine
+from deploy import credentials, machine
 from deploy.child import ChildSpec
 from deploy.readiness import Announcer
 from deploy.run_directory import parent_directory, private_run_directory
@@ -47,21 +46,23 @@ HANG_SECONDS = 30.0
 """An API process or a scheduler that has not come round its loop for so long is replaced."""
 
 
-def serve(settings: Settings) -> int:
-    """Serves until a signal; the exit status for the process. SettingsError says what cannot work and the remedy."""
-    settings = with_digests(resolve_tls(resolve_devices(resolve_model(settings))))
+def serve(given: Settings, given_now: Callable[[], Settings] | None = None) -> int:
+    """Serves until a signal; the exit status for the process. SettingsError says what cannot work and the remedy.
+
+    `given_now` gives the operator's settings anew, for keys and certificates that may change meanwhile.
+    """
+    settings = with_digests(credentials.resolve_tls(resolve_devices(resolve_model(given))))
     settings = resolve_curve(settings)
     problem = machine.port_problem(settings.host, settings.port)
     if problem is not None:
         raise SettingsError(problem)
     _raise_open_files_limit()
     with private_run_directory(parent_directory()) as directory:
-        directory.settings_file.touch(0o600)
-        directory.settings_file.write_text(settings.to_json())
-        return _supervise(settings, directory)
+        credentials.write(settings, directory)
+        return _supervise(settings, directory, given_now or (lambda: given))
 
 
-def _supervise(settings: Settings, directory: RunDirectory) -> int:
+def _supervise(settings: Settings, directory: RunDirectory, given_now: Callable[[], Settings]) -> int:
     announcer = Announcer(settings)
     timeline = _Chronicle(
         directory,
@@ -71,8 +72,11 @@ def _supervise(settings: Settings, directory: RunDirectory) -> int:
     )
     sweep_shared_memory()
     timeline.output(f"tokenyard: {settings.model} as {settings.public_model_name!r} on {settings.devices}")
+    for text in credentials.exposed(given_now()):
+        timeline.say("WARNING", text)
+    kept = credentials.Credentials(settings, directory, given_now, timeline.say)
     try:
-        return Supervisor(child_specs(settings, directory), timeline).run()
+        return Supervisor(child_specs(settings, directory), timeline, on_hangup=kept.read_again).run()
     finally:
         announcer.stop()
         timeline.close()
@@ -183,30 +187,6 @@ def resolve_curve(settings: Settings) -> Settings:
     return dataclasses.replace(settings, curve_keys=str(folder))
 
 
-def resolve_tls(settings: Settings) -> Settings:
-    """Makes the paths of certificates absolute. SettingsError when they do not fit together."""
-    names = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-    given: dict[str, str] = {name: getattr(settings, name) for name in names}
-    paths = {name: os.path.abspath(Path(path).expanduser()) if path else "" for name, path in given.items()}
-    if not paths["ssl_certfile"]:
-        for name in names:
-            if paths[name]:
-                raise SettingsError(f"{name} {paths[name]!r} has no effect without ssl_certfile; set that as well")
-        return settings
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    name = "ssl_certfile"
-    try:
-        # A password prompt would wait for nobody: an encrypted key is refused instead.
-        context.load_cert_chain(paths["ssl_certfile"], paths["ssl_keyfile"] or None, password=lambda: "")
-        name = "ssl_ca_certs"
-        if paths[name]:
-            context.load_verify_locations(paths[name])
-    except (OSError, ssl.SSLError) as error:
-        raise SettingsError(f"{name} {paths[name]!r} cannot be used: {error}; give unencrypted PEM files") from None
-    certificate, key, authorities = (paths[name] for name in names)
-    return dataclasses.replace(settings, ssl_certfile=certificate, ssl_keyfile=key, ssl_ca_certs=authorities)
-
-
 def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
     """The processes of one server, in the order of their dependence: stopping goes backwards."""
     devices = settings.devices.split(",")
@@ -243,6 +223,7 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
                 _module("api_server", directory, "--index", str(index)),
                 common,
                 stop_seconds=settings.drain_timeout + _SECONDS_AFTER_DRAIN,
+                rereads=True,
                 # The only one would leave its clients before a closed door.
                 rolling=settings.api_servers > 1,
                 hang_seconds=HANG_SECONDS,

@@ -96,13 +96,22 @@ class _Slot:
 class Supervisor:
     """Runs the children of `specs` until a signal ends it or a child cannot be kept alive."""
 
-    def __init__(self, specs: Sequence[ChildSpec], observer: Observer, policy: RestartPolicy | None = None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        observer: Observer,
+        policy: RestartPolicy | None = None,
+        on_hangup: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_hangup` prepares what children find when they read again (child.py: rereads)."""
         self._slots = [_Slot(spec, policy or RestartPolicy()) for spec in specs]
         self._observer = observer
         self._selector = selectors.DefaultSelector()
         self._hang_watch = HangWatch(observer)
         self._exit_status: int | None = None
         self._all_ready = False
+        self._on_hangup_first = on_hangup
+        self._hung_up_at = 0.0
         self._first_signal_at: float | None = None
         self._impatient = False
         self._to_restart: deque[_Slot] = deque()
@@ -208,6 +217,8 @@ class Supervisor:
                 self._give_up(f"{slot.spec.title} cannot work: {event.get('message')}")
             case "ready":
                 child.ready_at = time.monotonic()
+                if child.started_at <= self._hung_up_at:  # it has begun with what was there before
+                    child.hang_up()
             case "beat":
                 return
             case "died":
@@ -291,6 +302,10 @@ class Supervisor:
                 self._exit_status = 0
 
     def _on_hangup(self) -> None:
+        self._on_hangup_first()
+        self._hung_up_at = time.monotonic()
+        for child in _children(self._slots):
+            child.hang_up()
         slots = [slot for slot in self._slots if slot.spec.rolling]
         self._to_restart = deque(slot for slot in slots if slot is not self._restarting)
         names = ", ".join(slot.spec.name for slot in slots)

@@ -16,6 +16,7 @@ import pytest
 
 from api_server.access_log import LONGEST_PATH
 from api_server.tokenizer import Tokenizer
+from interfaces.codec import encode as wire
 from interfaces.results import ErrorCode, RequestError
 from shared import logs
 from shared.access_keys import AccessKeys, digest_of
@@ -121,13 +122,16 @@ def test_a_client_that_leaves(live: LiveServer, lines: Lines, stream: bool, stat
 
 
 def test_a_stream_that_fails_in_its_middle(live: LiveServer, lines: Lines) -> None:
-    live.double.hold.set()
-    with HTTP.stream("POST", live.url + "/v1/completions", json={"prompt": "x", "stream": True, "timeout": 0.2}) as got:
-        got.read()
-    live.double.hold.clear()
-    live.double.refuse = RequestError(ErrorCode.FAILED, "the model failed")
-    HTTP.post(live.url + "/v1/completions", json={"prompt": "x", "stream": True})
-    assert [line["outcome"] for line in lines(2)][1] == "failed"
+    ids = encode(live.state.tokenizer, "Hello, world!")
+    live.double.answer = lambda _: ids
+    live.double.step_seconds = 0.01
+    with HTTP.stream("POST", live.url + "/v1/completions", json={"prompt": "x", "stream": True}) as response:
+        live.double.wait(lambda: any(running.done > 3 for running in live.double.running.values()))
+        failure = live.double._refusal(live.double.submits[0], RequestError(ErrorCode.FAILED, "the model failed"))
+        live.double.send_raw(wire(failure))
+        assert "the model failed" in response.read().decode()
+    (line,) = lines(1)
+    assert (line["status"], line["outcome"]) == (200, "failed")
 
 
 def test_a_batch_counts_each_prompt_once(live: LiveServer, lines: Lines) -> None:

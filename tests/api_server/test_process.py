@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -15,7 +17,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import trustme
 
+from shared.access_keys import digest_of
 from shared.endpoints import RunDirectory
 from shared.phases import STATUS_FD
 from shared.settings import Settings
@@ -145,6 +149,77 @@ def _refused(url: str) -> bool:
     except httpx.TransportError:
         return True
     return False
+
+
+def test_keys_are_exchanged_by_a_signal_and_streams_go_on(
+    run_directory: RunDirectory, port: int, double: SchedulerDouble
+) -> None:
+    settings = Settings.read(run_directory.settings_file)
+    locked = dataclasses.replace(settings, api_key=digest_of("old"))
+    run_directory.settings_file.write_text(locked.to_json())
+    double.step_seconds = 0.02
+    double.answer = lambda _: [40]
+    with started(run_directory, port) as process:
+        process.wait_ready()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+
+        def status(key: str) -> int:
+            return httpx.get(f"{process.url}/v1/models", headers={"x-api-key": key}).status_code
+
+        def turn_to(text: str) -> None:
+            run_directory.settings_file.write_text(text)
+            process.popen.send_signal(signal.SIGHUP)
+
+        assert (status("old"), status("new")) == (200, 401)
+        body = {"prompt": "x", "max_tokens": 60, "stream": True}
+        headers = {"x-api-key": "old"}
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, headers=headers, timeout=20) as response:
+            lines = response.iter_lines()
+            next(lines)
+            turn_to(dataclasses.replace(settings, api_key=digest_of("new")).to_json())
+            double.wait(lambda: status("new") == 200)
+            assert status("old") == 401
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        turn_to('{"cut')
+        time.sleep(0.2)
+        assert (status("old"), status("new")) == (401, 200)
+
+
+def test_a_renewed_certificate_is_shown_to_the_next_connection(
+    run_directory: RunDirectory, port: int, double: SchedulerDouble, tmp_path: Path
+) -> None:
+    file, old, new = tmp_path / "server.pem", trustme.CA(), trustme.CA()
+
+    def issue(authority: trustme.CA) -> None:
+        authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(file))
+
+    def trusts(authority: trustme.CA) -> bool:
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        try:
+            return httpx.get(f"https://127.0.0.1:{port}/v1/models", verify=context).status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    settings = Settings.read(run_directory.settings_file)
+    run_directory.settings_file.write_text(dataclasses.replace(settings, ssl_certfile=str(file)).to_json())
+    issue(old)
+    with started(run_directory, port) as process:
+        process.wait_ready()
+        double.wait(lambda: trusts(old))
+        context = ssl.create_default_context()
+        old.configure_trust(context)
+        with httpx.Client(verify=context) as kept:
+            assert kept.get(f"https://127.0.0.1:{port}/v1/models").status_code == 200
+            issue(new)
+            process.popen.send_signal(signal.SIGHUP)
+            double.wait(lambda: trusts(new))
+            assert not trusts(old)
+            assert kept.get(f"https://127.0.0.1:{port}/v1/models").status_code == 200  # its connection is still there
+        file.write_text("no PEM")
+        process.popen.send_signal(signal.SIGHUP)
+        time.sleep(0.2)
+        assert trusts(new)
 
 
 def test_a_model_without_tokenizer_is_fatal(run_directory: RunDirectory, port: int, tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""Keys and certificates of a process that serves, exchanged for those that the supervisor has found at a SIGHUP.
+
+Requests and connections that are there stay; the next ones meet the new keys and the new certificate.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from pathlib import Path
+
+import uvicorn
+from uvicorn.config import create_ssl_context
+
+from api_server.state import ServerState
+from shared.access_keys import AccessKeys
+from shared.settings import Settings, SettingsError
+
+log = logging.getLogger("tokenyard")
+
+
+class Rotation:
+    """`read_again` is for the signal; `config` is loaded, so that its TLS context is there, if it has one."""
+
+    def __init__(self, settings_file: Path, server: ServerState, config: uvicorn.Config) -> None:
+        self._file = settings_file
+        self._server = server
+        self._config = config
+        self._context = config.ssl
+        if config.ssl is not None:
+            # A listener keeps the context that it was made with; that one asks at each handshake which is in force.
+            config.ssl.sni_callback = self._hand_over
+
+    def read_again(self) -> None:
+        """What cannot be read changes nothing; the supervisor has checked it a moment ago."""
+        try:
+            settings = Settings.read(self._file)
+            keys, context = AccessKeys.of(settings), self._fresh_context(settings)
+        except (OSError, ValueError, SettingsError) as error:
+            log.warning("keys and certificates stay as they are: %s", error)
+            return
+        self._server.keys, self._context = keys, context
+        log.info("keys and certificates were read again")
+
+    def _fresh_context(self, settings: Settings) -> ssl.SSLContext | None:
+        if self._config.ssl is None:
+            return None
+        return create_ssl_context(
+            certfile=settings.ssl_certfile,
+            keyfile=settings.ssl_keyfile or None,
+            password=None,
+            ssl_version=self._config.ssl_version,
+            cert_reqs=self._config.ssl_cert_reqs,
+            ca_certs=settings.ssl_ca_certs or None,
+            ciphers=self._config.ssl_ciphers,
+        )
+
+    def _hand_over(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        if self._context is not None:
+            connection.context = self._context
