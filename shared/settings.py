@@ -71,7 +71,9 @@ class Settings:
         secret=True,
     )
     api_key_file: str = _setting(
-        "access", "", "file with further such keys, one a line; it is read at the start and at SIGHUP, and keeps them out of `ps`"
+        "access",
+        "",
+        "file with further such keys, one a line; it is read at the start and at SIGHUP, and keeps them out of `ps`",
     )
     admin_api_key: str = _setting(
         "access",
