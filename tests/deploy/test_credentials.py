@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -84,7 +85,8 @@ def test_what_cannot_be_used_leaves_the_old(yard: Yard, spoil: Callable[[Yard], 
 
 @pytest.mark.parametrize("name", ["api_key_file", "admin_api_key", "ssl_certfile"])
 def test_a_door_is_not_taken_away_while_it_is_used(yard: Yard, name: str) -> None:
-    yard.given = lambda: dataclasses.replace(yard.settings(), **{name: ""})
+    without: dict[str, Any] = {name: ""}
+    yard.given = lambda: dataclasses.replace(yard.settings(), **without)
     yard.credentials.read_again()
     assert "was taken away, which takes a restart" in yard.said[0][1]
     assert yard.opens("first")
