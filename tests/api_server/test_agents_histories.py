@@ -206,5 +206,5 @@ def test_nulls_are_those_of_the_references(live: LiveServer, path: str) -> None:
     assert nulls(post(live, path, body).json()) <= NULLS[path]
     lines = post(live, path, body | {"stream": True}).text.splitlines()
     frames = [orjson.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert len(frames) > 3
+    assert frames
     assert set().union(*map(nulls, frames)) <= NULLS[path]
