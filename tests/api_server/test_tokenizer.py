@@ -42,6 +42,34 @@ async def test_an_endless_text_is_refused_without_tokenizing(tokenizer: Tokenize
     await tokenizer.prompt(request(longest * 50), 50)
 
 
+LONG = "word " * (tokenizer_module.MAX_TEXT // 8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"messages": [{"role": "user", "content": LONG}] * 2},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}] * 2}]},
+        {"messages": [{"role": "assistant", "reasoning_content": LONG, "content": LONG}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": LONG * 2}}]}]},
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"function": {"name": "f", "description": LONG * 2}}],
+        },
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_options": {"more": LONG * 2}},
+    ],
+)
+async def test_endless_messages_are_refused_before_a_template_sees_them(
+    tokenizer: Tokenizer, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api_server.chat_template.render", lambda *_: pytest.fail("it was rendered"))
+    for limit in (None, 4096):
+        with pytest.raises(RequestFailed) as caught:
+            await tokenizer.prompt(TextGenerationRequest(RequestID("a"), **given), limit)
+        assert caught.value.kind is ErrorKind.TOO_LONG
+        assert f"at most {tokenizer_module.MAX_TEXT} are possible" in caught.value.message
+
+
 async def test_the_queue_for_threads_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, "MAX_JOBS", 3)
     jobs = [asyncio.ensure_future(tokenizer.prompt(request("x" * 1000), None)) for _ in range(10)]
