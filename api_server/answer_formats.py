@@ -88,11 +88,12 @@ class AnswerFormats:
     def opened(self, request: TextGenerationRequest) -> TextGenerationRequest:
         """The request with its reasoning opened, if it asks for reasoning and for a form that begins after it.
 
-        Otherwise the model might leave reasoning out, and the form would never begin.
+        Otherwise the model might leave reasoning out, and the form would never begin; or, with strict tools, the text
+        around their calls would have no place for the mark that begins reasoning.
         """
         options = request.chat_template_options or {}
         wanted = options.get("enable_thinking") is True or options.get("thinking") is True
-        formed = request.constraint is not None or request.forced_tools is not None
+        formed = request.constraint is not None or request.forced_tools is not None or bool(_strict_tools(request))
         if self.reasoning is None or not (request.messages and wanted and formed) or request.continue_final_message:
             return request
         return replace(request, opening=self.reasoning.opening)
@@ -129,8 +130,7 @@ class AnswerFormats:
                 return given
             source = grammar.source(schemas, request.most_calls, thinks, given.source)
             return Constraint(ConstraintKind.LARK, source, given.begins_after, given.field)
-        functions = (tool["function"] for tool in request.tools or ())
-        strict = frozenset(each["name"] for each in functions if each.get("strict") is True)
+        strict = _strict_tools(request)
         tags = strict_tags(tools, {**schemas_of(request), **schemas}, strict) if strict else None
         return None if tags is None else Constraint(ConstraintKind.STRUCTURAL_TAG, tags, field="tools")
 
@@ -153,6 +153,11 @@ def _is_read(request: TextGenerationRequest) -> bool:
 def _may_think(request: TextGenerationRequest) -> bool:
     options = request.chat_template_options or {}
     return options.get("enable_thinking") is not False and options.get("thinking") is not False
+
+
+def _strict_tools(request: TextGenerationRequest) -> frozenset[str]:
+    functions = (tool["function"] for tool in request.tools or ())
+    return frozenset(each["name"] for each in functions if each.get("strict") is True)
 
 
 def schemas_of(request: TextGenerationRequest) -> dict[str, Any]:

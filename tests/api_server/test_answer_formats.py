@@ -81,6 +81,14 @@ def test_reasoning_is_opened_where_a_form_is_to_begin_after_it(formats: AnswerFo
         assert formats.opened(asked(**more)).opening == ""
 
 
+def test_reasoning_is_opened_for_strict_tools_whose_grammar_has_no_place_for_its_mark(formats: AnswerFormats) -> None:
+    thinking = {"chat_template_options": {"enable_thinking": True}}
+    strict = {"tools": [tool("f"), {"type": "function", "function": {"name": "g", "strict": True}}]}
+    assert formats.opened(asked(**thinking, **strict)).opening == "<think>\n"
+    assert formats.opened(asked(**strict)).opening == ""
+    assert formats.opened(asked(**thinking, tools=[tool("f")])).opening == ""
+
+
 async def test_what_is_opened_is_part_of_the_prompt_once(tokenizer: Tokenizer) -> None:
     for options, opening in (({}, "<think>\n"), ({"enable_thinking": True}, "<think>\n"), ({}, "")):
         request = asked(chat_template_options=options, opening=opening)
