@@ -4,6 +4,8 @@ VENV ?= .venv
 ARGS ?=
 PEER ?=
 WORK ?=
+CASES ?=
+MODEL ?=
 # The first Python on the path that is new enough, unless PYTHON names one.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
@@ -11,9 +13,11 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TEST_INSTALLED := $(VENV)/.installed-test
+CLIENTS := $(VENV)/clients
+CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test run test fuzz lint check bench peer chaos audit demo-model
+.PHONY: help setup setup-test run test test-clients cases fuzz lint check bench peer chaos audit demo-model
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +31,12 @@ run: $(INSTALLED)  ## serve the embedded model on 127.0.0.1:PORT (ARGS adds a mo
 
 test: $(TEST_INSTALLED)  ## run every test (ARGS adds pytest arguments)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-clients: $(CLIENTS_INSTALLED)  ## the clients that people have, unmodified, against a server (docs/clients.md)
+	SERVER_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients tests/clients -rs $(ARGS)
+
+cases: $(TEST_INSTALLED)  ## run the case scripts of a folder against this checkout (CASES=DIR MODEL=DIR; ARGS="--help")
+	$(BIN)/python -m tests.cases "$(CASES)" $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 fuzz: $(TEST_INSTALLED)  ## the tests that send strange requests, at length (about an hour)
 	TOKENYARD_TEST_FUZZ=2000 $(BIN)/python -m pytest --timeout 7200 tests/system/test_contract.py tests/system/test_malformed.py $(ARGS)
@@ -68,3 +78,11 @@ $(INSTALLED): pyproject.toml | $(BIN)/python
 $(TEST_INSTALLED): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --editable '.[test]'
 	@touch $@ $(INSTALLED)
+
+# The clients' environment is not the server's: they share no package version. Node's clients need npm; without it their tests are skipped.
+$(CLIENTS_INSTALLED): pyproject.toml tests/clients/versions.txt tests/clients/package-lock.json | $(INSTALLED)
+	$(BIN)/python -m venv $(CLIENTS)
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["test-clients"], sep="\n")' > $(CLIENTS)/requirements.txt
+	$(CLIENTS)/bin/python -m pip install --requirement $(CLIENTS)/requirements.txt --constraint tests/clients/versions.txt
+	cd tests/clients && npm ci --no-audit --no-fund || echo "npm is missing or failed: the tests of node's clients are skipped"
+	@touch $@

@@ -26,6 +26,9 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 hypothesis.settings.register_profile("house", deadline=None)
 hypothesis.settings.load_profile("house")
 
+collect_ignore = ["clients"]
+"""They run in an environment of their own: `make test-clients`."""
+
 SERVING = ("tests/system/", "tests/chaos/", "tests/deploy/", "tests/benchmarks/")
 
 

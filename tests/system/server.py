@@ -43,6 +43,8 @@ class Server:
     key: str = ""
     """Sent with every request, when there is one."""
     tls: ssl.SSLContext | None = None
+    python: str = sys.executable
+    """The interpreter that has tokenyard."""
 
     @property
     def url(self) -> str:
@@ -51,7 +53,7 @@ class Server:
     def __enter__(self) -> Self:
         self._file = self.log.open("w")
         model = [] if self.model is None else [str(self.model)]
-        command = [sys.executable, "-m", "deploy.cli", "serve", *model, "--port", str(self.port), *self.flags]
+        command = [self.python, "-m", "deploy.cli", "serve", *model, "--port", str(self.port), *self.flags]
         self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=os.environ.copy())
         try:
             self.wait_until_ready()
