@@ -59,6 +59,8 @@ class Entry:
             return Outcome.CANCELLED
         if self.status < 400:
             return Outcome.OK
+        if self.status == 503:  # of a health page, which tells no error
+            return Outcome.UNAVAILABLE
         return Outcome.FAILED if self.status >= 500 else Outcome.INVALID
 
     @property

@@ -148,6 +148,14 @@ def test_what_generates_nothing_has_no_tokens(live: LiveServer, lines: Lines) ->
     assert set(line) == {"request_id", "client", "method", "path", "status", "outcome", "seconds"}
 
 
+def test_a_health_page_that_says_no_is_no_failure(live: LiveServer, lines: Lines) -> None:
+    live.double.ready = False
+    live.double.wait(lambda: not live.state.engine.health().ready)
+    HTTP.get(live.url + "/ready")
+    (line,) = lines(1)
+    assert (line["status"], line["outcome"]) == (503, "unavailable")
+
+
 def test_a_path_is_written_as_it_was_sent(live: LiveServer, lines: Lines) -> None:
     HTTP.get(live.url + "/v1/models/a%0AERROR%20b?key=abc")
     HTTP.get(live.url + "/" + "y" * 5000)
