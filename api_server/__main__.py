@@ -1,6 +1,6 @@
-"""One API process: `python -m api_server --run-dir DIR --index I`.
+"""One API process: `python -m api_server --run-dir DIR --index I --listener FD`.
 
-Loads the tokenizer, connects to the scheduler, listens on the port it shares with its siblings, and ends in order.
+Loads the tokenizer, connects to the scheduler, accepts connections from the socket it was given, and ends in order.
 """
 
 from __future__ import annotations
@@ -27,23 +27,21 @@ from api_server.answer_formats import AnswerFormats
 from api_server.app import create
 from api_server.engine_client import EngineClient
 from api_server.http.protocol import HttpProtocol
+from api_server.leaving import SECONDS_FOR_LAST_FRAMES, Leaving
 from api_server.rotation import Rotation
 from api_server.state import ServerState
 from api_server.tokenizer import Tokenizer, hide_torch
 from shared import liveness, logs, phases
 from shared.addresses import LOOPBACK_NETWORKS
 from shared.endpoints import RunDirectory
+from shared.load_errors import may_pass
 from shared.settings import Settings
-
-BACKLOG = 2048
-SECONDS_FOR_LAST_FRAMES = 3
-"""After the drain: the requests that were ended tell their clients so."""
 
 log = logging.getLogger("tokenyard")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with the signals left to `_serve`: its own handling ends the process before the goodbye."""
+    """uvicorn, with the signals left to `Leaving`: its own handling ends the process before the goodbye."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -54,6 +52,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="api_server", description=__doc__)
     parser.add_argument("--run-dir", type=Path, required=True, help="the server's run directory")
     parser.add_argument("--index", type=int, required=True, help="number of this replica, from 0")
+    parser.add_argument("--listener", type=int, required=True, help="descriptor of the listening socket")
     options = parser.parse_args()
     run_directory = RunDirectory(options.run_dir)
     settings = Settings.read(run_directory.settings_file)
@@ -67,12 +66,11 @@ def main() -> int:
         phases.phase("load tokenizer")
         tokenizer = Tokenizer.load(settings.model, settings.control_tokens)
         AnswerFormats.of(settings, tokenizer)
-        listener = listen(settings.host, settings.port)
     except (OSError, ValueError) as error:
-        phases.fatal(str(error))
+        phases.fatal(str(error), may_pass(error))
         log.error("%s", error)
         return 1
-    uvloop.run(_serve(settings, run_directory, role, tokenizer, listener))
+    uvloop.run(_serve(settings, run_directory, role, tokenizer, socket.socket(fileno=options.listener)))
     return 0
 
 
@@ -86,23 +84,6 @@ def tls_options(settings: Settings) -> dict[str, Any]:
         "ssl_ca_certs": settings.ssl_ca_certs or None,
         "ssl_cert_reqs": ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
     }
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that other replicas may share; the kernel spreads connections over them."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise OSError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another --host or --port"
-        ) from None
-    listener.listen(BACKLOG)
-    return listener
 
 
 async def _serve(
@@ -126,22 +107,15 @@ async def _serve(
         timeout_keep_alive=settings.keep_alive_timeout,
         # What they say of their clients is for the log: rights come by keys and by the connection alone (access.py).
         forwarded_allow_ips=os.environ.get("FORWARDED_ALLOW_IPS", ",".join(LOOPBACK_NETWORKS)),
-        timeout_graceful_shutdown=settings.drain_timeout + SECONDS_FOR_LAST_FRAMES,
+        timeout_graceful_shutdown=SECONDS_FOR_LAST_FRAMES,
         **tls_options(settings),
     )
     config.load()
     rotation = Rotation(run_directory.settings_file, server, config)
     web = _Server(config)
-    loop = asyncio.get_running_loop()
-
-    def stop(number: int) -> None:
-        # Without a supervisor the scheduler was told to end as well, and nothing more comes.
-        engine.drain(0 if liveness.orphaned() else settings.drain_timeout)
-        web.handle_exit(number, None)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
-    loop.add_signal_handler(signal.SIGHUP, rotation.read_again)
+    leaving = Leaving(web, application, engine, settings.drain_delay, settings.drain_timeout)
+    leaving.obey(asyncio.get_running_loop())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, rotation.read_again)
     # What exists now lives as long as the process: no collection need look at it again.
     gc.collect()
     gc.freeze()

@@ -47,6 +47,7 @@ log = logging.getLogger("tokenyard")
 _ID_HEADERS = (b"x-request-id", b"traceparent")
 _TRACE = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 """W3C's trace context; a later version may have more fields."""
+_LAST_ANSWER = ((b"connection", b"close"),)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -81,6 +82,8 @@ class Application:
     def __init__(self, server: ServerState, routes: Sequence[BaseRoute], metrics: Metrics) -> None:
         self.server = server
         self.metrics = metrics
+        self.leaving = False
+        """Whether each answer says that its connection ends with it: this process will be gone."""
         self.routes = list(routes)
         self._router = Router(self.routes, redirect_slashes=False)
         origins, has_keys = server.settings.cors_origins, bool(server.keys.users)
@@ -102,7 +105,7 @@ class Application:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message["headers"], header]
+                message["headers"] = [*message["headers"], header, *(_LAST_ANSWER if self.leaving else ())]
             return send(message)
 
         try:

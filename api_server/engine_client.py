@@ -77,6 +77,8 @@ class EngineClient:
         self.replica = f"{replica}-{secrets.token_hex(6)}"
         self.status: Status | None = None
         self.draining = False
+        """Whether this server is being stopped: it is not ready, and serves what comes nevertheless."""
+        self._ended = ""
         self._endpoint = endpoint
         self._context: zmq.Context[Any] = zmq.Context()
         self._open: dict[int, Submission] = {}
@@ -144,7 +146,7 @@ class EngineClient:
         """
         status = self.status
         if self.draining:
-            return Health(True, False, "draining: this server finishes what runs and takes no new requests")
+            return Health(True, False, "draining: this server is being stopped")
         if status is None:
             return Health(False, False, f"starting: no word from the scheduler for {self.silence:.0f} s yet")
         if self.silence > STALE_SECONDS:
@@ -168,11 +170,14 @@ class EngineClient:
         self._send_submit(submission)
         return submission
 
-    def drain(self, seconds: float) -> None:
-        """Takes no new requests; those that still run after so many seconds end with an error."""
-        self.draining = True
+    def end_all_in(self, seconds: float) -> None:
+        """Requests that still run after so many seconds end with an error, and so does whatever comes later."""
         passed = f", and {seconds:g} s have passed" if seconds else ""
-        self._loop.call_later(seconds, self._fail_all, f"the server is being stopped{passed}")
+        self._loop.call_later(seconds, self._end_all, f"the server is being stopped{passed}")
+
+    def _end_all(self, reason: str) -> None:
+        self._ended = reason
+        self._fail_all(reason)
 
     def cancel(self, submissions: Iterable[Submission]) -> None:
         """Nobody waits for these any more. Idempotent; finished ones are left out."""
@@ -209,8 +214,8 @@ class EngineClient:
         return self.silence <= STALE_SECONDS and (computing or time.monotonic() - self._moved < RECENT_SECONDS)
 
     def _cannot_serve(self) -> str:
-        if self.draining:
-            return self.health().reason
+        if self._ended:
+            return self._ended
         if self.silence > STALE_SECONDS:
             self._receive()  # perhaps it was this process that was busy, and the news wait in the socket
         if self.status is None or self.silence > STALE_SECONDS:

@@ -9,7 +9,6 @@ dashboards use for them are in `metrics_aliases.py`.
 from __future__ import annotations
 
 import asyncio
-import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from api_server.choice import Choice
 from api_server.dialects.openai.errors import render_error
 from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import RequestFailed
+from api_server.metric_files import shared_directory
 from api_server.metrics_aliases import aliases
 from api_server.outcomes import Outcome, outcome_of
 from api_server.server_facts import process_facts, scheduler_facts
@@ -97,7 +97,7 @@ class Metrics:
 
     def __init__(self, model_name: str, routes: Collection[str]) -> None:
         self._model_name = model_name
-        self._directory = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+        self._directory = shared_directory()
         self._routes = frozenset(routes)
         self._own = own = CollectorRegistry()
         self._requests = Counter(

@@ -27,6 +27,7 @@ from api_server.detokenizer import Detokenizer, Vocabulary
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from interfaces.requests import TextGenerationRequest
 from interfaces.sampling import SamplingParamsGenerationConfigDefaults
+from shared.load_errors import broken_file
 from shared.resources import usable_cores
 
 log = logging.getLogger("tokenyard")
@@ -83,13 +84,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str, control_tokens: bool = False) -> Tokenizer:
-        """From a Hugging Face directory or hub name. Raises OSError or ValueError, with the reason, if it cannot.
+        """From a Hugging Face directory or hub name. Raises ValueError, with the reason, if it cannot.
 
         transformers is imported here, so that a process can `hide_torch` first.
         """
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            reason = broken_file(model) or (str(error).strip() or repr(error)).splitlines()[0]
+            raise ValueError(f"the tokenizer of {model} cannot be loaded: {reason}") from error
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"the tokenizer of {model} has no tokenizer.json form, which this server needs")
         return cls(tokenizer, _read_generation_config(model), control_tokens)

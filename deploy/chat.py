@@ -9,11 +9,14 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import ssl
 import sys
 import urllib.parse
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from shared.settings import SettingsError
 
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_BETWEEN_TOKENS = 600.0
@@ -26,9 +29,9 @@ class ServerError(Exception):
     """The server could not be reached or refused; the text says what to do."""
 
 
-def chat(url: str, model: str, system: str, key: str = "") -> int:
-    """Talks until the user leaves; the exit status for the process."""
-    server = Server(url, key)
+def chat(url: str, model: str, system: str, key: str = "", authorities: str = "") -> int:
+    """Talks until the user leaves; the exit status for the process. `authorities` is a PEM file to trust."""
+    server = Server(url, key, _trusting(authorities))
     try:
         name = model or server.first_model()
     except ServerError as error:
@@ -38,6 +41,13 @@ def chat(url: str, model: str, system: str, key: str = "") -> int:
     print(f"{name} at {url}; {_HELP}")
     _converse(server, Conversation(name, system))
     return 0
+
+
+def _trusting(authorities: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=authorities or None)
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(f"cacert {authorities!r} cannot be used: {error}; give a PEM file") from None
 
 
 @dataclass
@@ -101,11 +111,12 @@ def _take_turn(server: Server, conversation: Conversation, text: str) -> None:
 class Server:
     """The two requests that a chat needs."""
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(self, url: str, key: str = "", context: ssl.SSLContext | None = None) -> None:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         parts = urllib.parse.urlsplit(url if "//" in url else f"http://{url}")
         self._url = url
         self._secure = parts.scheme == "https"
+        self._context = context
         self._address = parts.netloc
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
 
@@ -131,10 +142,9 @@ class Server:
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection: http.client.HTTPConnection | None = None
         try:
-            connection = kind(self._address, timeout=_SECONDS_TO_CONNECT)
+            connection = self._connection()
             connection.connect()
             connection.sock.settimeout(_SECONDS_BETWEEN_TOKENS)
             data = None if body is None else json.dumps(body)
@@ -143,12 +153,22 @@ class Server:
             if response.status != http.client.OK:
                 raise ServerError(f"{response.status} {response.reason}: {_reason(_parsed(response.read(65536)))}")
             yield response
+        except ssl.SSLCertVerificationError as error:
+            remedy = "name the PEM file of its authority with --cacert"
+            raise ServerError(
+                f"the certificate of {self._url} is not trusted ({error.verify_message}); {remedy}"
+            ) from None
         except (OSError, http.client.HTTPException) as error:
             remedy = "start a server with `tokenyard serve`, or name one with --url"
             raise ServerError(f"no server answers at {self._url} ({error or type(error).__name__}); {remedy}") from None
         finally:
             if connection is not None:
                 connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self._secure:
+            return http.client.HTTPSConnection(self._address, timeout=_SECONDS_TO_CONNECT, context=self._context)
+        return http.client.HTTPConnection(self._address, timeout=_SECONDS_TO_CONNECT)
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

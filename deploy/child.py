@@ -27,14 +27,20 @@ _LONGEST_LINE = 64 * 1024
 _TELLING = re.compile(r"\b\w*(Error|Exception|Killed)\b|Fatal Python error|\b(ERROR|CRITICAL)\b|terminate called")
 
 
+RETIRE = signal.SIGQUIT
+"""Tells a process that another one does its work from now on: it finishes what it has begun, however long that takes.
+(SIGTERM says that the whole server is being stopped.)"""
+
+
 @dataclass(frozen=True)
 class ChildSpec:
     """What to start. Children whose names share the part before the colon have one role, and are stopped together.
 
     `counts_starts` appends `--epoch N`, N counting the starts of this child from `first_epoch`. `stop_seconds` is what
-    the child gets between SIGTERM and SIGKILL. `rolling` children are restarted one after the other on SIGHUP.
+    the child gets between SIGTERM and SIGKILL. `rolling` children are replaced on SIGHUP (rolling.py), so two of them
+    can do the same work for a while. `forks` says that the child's process, where it counts its starts, can fork the
+    next one (shared/successors.py). `pass_fds` are descriptors of ours that it inherits under their numbers.
     `rereads`: it reads keys and certificates again when it gets SIGHUP.
-    `forks` says that the child's process, where it counts its starts, can fork the next one (shared/successors.py).
     One that has said that it lives (shared/phases.py: beat) may be silent for `hang_seconds`; None: as long as it
     likes. Asked for its stack, it writes it to `stack_file`.
     """
@@ -51,6 +57,7 @@ class ChildSpec:
     forks: bool = False
     hang_seconds: float | None = None
     stack_file: str = ""
+    pass_fds: Sequence[int] = ()
 
     @property
     def role(self) -> str:
@@ -143,6 +150,9 @@ class Child:
         if self.spec.rereads and self.ready_at is not None:
             os.kill(self.pid, signal.SIGHUP)
 
+    def retire(self) -> None:
+        os.kill(self.pid, RETIRE)
+
     def kill(self) -> None:
         """Ends the child and all it has started, now."""
         with contextlib.suppress(ProcessLookupError):
@@ -225,7 +235,7 @@ def _spawn(spec: ChildSpec, epoch: int, status: int) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         bufsize=0,
-        pass_fds=(status,),
+        pass_fds=(status, *spec.pass_fds),
         start_new_session=True,
     )
 

@@ -16,7 +16,6 @@ import setproctitle
 
 from deploy.chat import chat
 from deploy.doctor import doctor
-from deploy.run_directory import parent_directory
 from deploy.serve import serve
 from shared.access_keys import with_digests
 from shared.settings import (
@@ -45,8 +44,7 @@ examples:
 
 precedence: command line, then {ENV_PREFIX}* variables, then the --config file, then defaults.
 signals: SIGTERM or Ctrl-C stops in order (running requests finish first), a second Ctrl-C at once;
-         SIGHUP reads keys and certificates again, and restarts workers and, if there are several, API processes one
-         by one: no request is lost.
+         SIGHUP reads keys and certificates again, and replaces API processes one by one: no request is lost.
 exit status: 0 after a signal, 1 when a process could not be kept alive, 2 for a setting that cannot work.
 """
 
@@ -66,8 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes flags as they are written: a shortened one can mean something else in the next version."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tokenyard", description="Serves language models over HTTP. `tokenyard COMMAND --help` explains a command."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -136,24 +141,25 @@ def _add_worker(commands: Any) -> None:
 
 def _add_inquiries(commands: Any) -> None:
     status = commands.add_parser("status", help="show the processes, queues and last crashes of the running servers")
+    status.add_argument("--json", action="store_true", help="as JSON, a list of servers")
     status.set_defaults(run=_status)
     why = commands.add_parser("why", help="show what was decided about one request, when and why")
     why.add_argument("request_id", metavar="REQUEST_ID", help="the answer's x-request-id, or how it begins")
     why.set_defaults(run=_why)
     for parser in (status, why):
-        parser.add_argument("--run-dir", type=Path, metavar="DIR", help="of one server (default: all of yours)")
+        parser.add_argument("--run-dir", type=Path, metavar="DIR", help="of one server (default: all that you may ask)")
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from deploy.status import status
 
-    return status(parent_directory(), arguments.run_dir)
+    return status(arguments.run_dir, arguments.json)
 
 
 def _why(arguments: argparse.Namespace) -> int:
     from deploy.status import why
 
-    return why(parent_directory(), arguments.run_dir, arguments.request_id)
+    return why(arguments.run_dir, arguments.request_id)
 
 
 def _keys(arguments: argparse.Namespace) -> int:
@@ -176,6 +182,7 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument("--model", default="", help="model name (default: the first one the server names)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message that opens each conversation")
     parser.add_argument("--api-key", default="", metavar="KEY", help=f"key of the server [{_KEY_VARIABLE}]")
+    parser.add_argument("--cacert", default="", metavar="FILE", help="PEM file with authorities to trust, for https")
     parser.set_defaults(run=_chat)
 
 
@@ -183,7 +190,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     key = arguments.api_key or os.environ.get(_KEY_VARIABLE, "")
     if arguments.api_key:
         setproctitle.setproctitle("tokenyard chat (arguments hidden: they had a key)")
-    return chat(arguments.url, arguments.model, arguments.system, key)
+    return chat(arguments.url, arguments.model, arguments.system, key, arguments.cacert)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

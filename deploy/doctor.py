@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy import machine
+from deploy.listener import port_problem
 from deploy.run_directory import parent_directory
 from shared.kernel_cache import kernel_cache_directory
 from shared.resources import core_room, memory_room, visible_cores
@@ -192,7 +193,7 @@ def check_run_directory() -> Finding:
 
 
 def check_port(port: int) -> Finding:
-    problem = machine.port_problem("127.0.0.1", port)
+    problem = port_problem("127.0.0.1", port)
     return judge("port", problem is None, f"{port} {'is free' if problem is None else 'is not'}", problem or "")
 
 

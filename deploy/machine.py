@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.metadata
 import os
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,30 +68,3 @@ def is_writable(directory: Path) -> bool:
         directory.mkdir(parents=True, exist_ok=True)
         return os.access(directory, os.W_OK | os.X_OK)
     return False
-
-
-def port_problem(host: str, port: int) -> str | None:
-    """Why nobody can listen on this address, in words with a remedy; None when one can."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        return f"host {host!r} is no address of this machine ({error.strerror}); use 127.0.0.1 or 0.0.0.0"
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # Without SO_REUSEPORT, so that a server that shares its port is noticed too.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            return _explain_bind(error, host, port)
-    return None
-
-
-def _explain_bind(error: OSError, host: str, port: int) -> str:
-    match error.errno:
-        case errno.EADDRINUSE:
-            return f"port {port} is taken by another process (`ss -ltnp sport = :{port}` names it); use another --port"
-        case errno.EACCES:
-            return f"port {port} needs privileges, as all below 1024 do; use a --port from 1024 on"
-        case errno.EADDRNOTAVAIL:
-            return f"host {host!r} is no address of this machine; use 127.0.0.1 or 0.0.0.0"
-    return f"cannot listen on {host}:{port}: {error.strerror}"

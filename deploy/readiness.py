@@ -35,8 +35,11 @@ def example(settings: Settings) -> str:
 class Announcer:
     """Asks `/ready` in a thread of its own, so that the supervisor never waits for HTTP."""
 
-    def __init__(self, settings: Settings, patience: float = 60.0) -> None:
+    def __init__(self, settings: Settings, scheduler_problem: Callable[[], str | None], patience: float = 60.0) -> None:
+        """`scheduler_problem` says why the scheduler is not ready, or None: where HTTP wants a client's certificate,
+        which we have not."""
         self._settings = settings
+        self._problem = scheduler_problem if settings.ssl_ca_certs else self._http_problem
         self._patience = patience
         self._started_at = time.monotonic()
         self._stop = threading.Event()
@@ -49,8 +52,7 @@ class Announcer:
         self._stop.set()
 
     def _announce(self, say: Callable[[str, str], None]) -> None:
-        # A server that wants clients' certificates has none for us: that it listens must do.
-        answer = None if self._settings.ssl_ca_certs else self._wait()
+        answer = self._wait()
         if self._stop.is_set():
             return
         url = url_of(self._settings)
@@ -66,15 +68,15 @@ class Announcer:
         deadline = time.monotonic() + self._patience
         answer: str | None = "no answer yet"
         while time.monotonic() < deadline and not self._stop.wait(_SECONDS_BETWEEN_TRIES):
-            answer = self._ask(f"{url_of(self._settings)}/ready")
+            answer = self._problem()
             if answer is None:
                 break
         return answer
 
-    def _ask(self, url: str) -> str | None:
-        """None when `url` answers 200, else what it answers."""
+    def _http_problem(self) -> str | None:
+        """None when `/ready` answers 200, else what it answers."""
         try:
-            with self._open(url, timeout=_SECONDS_PER_TRY):
+            with self._open(f"{url_of(self._settings)}/ready", timeout=_SECONDS_PER_TRY):
                 return None
         except urllib.error.HTTPError as error:
             return f"{error.code} {error.read(500).decode(errors='replace')}"

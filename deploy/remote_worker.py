@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from deploy.child import ChildSpec
-from deploy.run_directory import parent_directory, private_run_directory
+from deploy.run_directory import keep_settings, parent_directory, private_run_directory
 from deploy.serve import (
     common_environment,
     cpu_share,
@@ -51,7 +51,7 @@ def work(settings: Settings, endpoint: str, index: int) -> int:
     settings = dataclasses.replace(settings, curve_keys=str(folder))
     timeline = Timeline(on_ready=lambda: None, on_exit=lambda pid: sweep_shared_memory(), form=settings.log_format)
     with private_run_directory(parent_directory()) as directory:
-        directory.settings_file.write_text(settings.to_json())
+        keep_settings(directory, settings)
         environment = common_environment(directory)
         if settings.devices == "cpu":
             environment |= cpu_share(1, usable_cores(), visible_cores())

@@ -8,24 +8,34 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
+from deploy import credentials
 from shared.endpoints import RunDirectory
-from shared.settings import SettingsError
+from shared.settings import Settings, SettingsError
 
+SERVICE_DIRECTORY = Path("/run/tokenyard")
+"""TMPDIR of the systemd unit that we ship."""
 _PREFIX = "tokenyard-"
 _PID_FILE = "supervisor.pid"
 _SECONDS_TO_MAKE_ONE = 60.0
 
 
 def parent_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where run directories live: TMPDIR when it is set, else the user's runtime directory, else /tmp."""
+    """Where run directories are made: TMPDIR when it is set, else the user's runtime directory, else /tmp."""
+    if environ.get("TMPDIR"):
+        # Not tempfile's choice, which goes on elsewhere in silence when this one cannot be used.
+        return Path(environ["TMPDIR"]).absolute()
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if "TMPDIR" not in environ and os.access(runtime, os.W_OK | os.X_OK):
-        return Path(runtime)
-    return Path(tempfile.gettempdir())
+    return Path(runtime) if os.access(runtime, os.W_OK | os.X_OK) else Path("/tmp")
+
+
+def places_to_look(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where servers may have their run directories, however each was started: that of the systemd unit, too."""
+    mine = [Path(environ[name]) for name in ("TMPDIR", "XDG_RUNTIME_DIR") if environ.get(name)]
+    return list(dict.fromkeys([*mine, Path("/tmp"), SERVICE_DIRECTORY]))
 
 
 @contextlib.contextmanager
@@ -35,19 +45,39 @@ def private_run_directory(parent: Path) -> Iterator[RunDirectory]:
     path = _make(parent)
     try:
         directory = _described(path)
-        directory.metrics_directory.mkdir()
-        with _claim(path):
+        with _prepared(directory):
             yield directory
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def living_run_directories(parent: Path) -> list[RunDirectory]:
-    """Those of this user's servers that run now."""
+def keep_settings(directory: RunDirectory, settings: Settings) -> None:
+    """Writes what every process of the server reads. SettingsError when there is no room."""
+    try:
+        credentials.write(settings, directory)
+    except OSError as error:
+        raise SettingsError(_unusable(directory.path.parent, error)) from None
+
+
+def _prepared(directory: RunDirectory) -> TextIO:
+    try:
+        directory.metrics_directory.mkdir()
+        return _claim(directory.path)
+    except OSError as error:
+        raise SettingsError(_unusable(directory.path.parent, error)) from None
+
+
+def _unusable(parent: Path, error: OSError) -> str:
+    return f"no run directory can be made in {parent}: {error.strerror}; set TMPDIR to a writable one with room"
+
+
+def living_run_directories(parents: Iterable[Path]) -> list[RunDirectory]:
+    """Those of this user's servers that run now; root sees everybody's."""
     found = []
-    for path in sorted(parent.glob(f"{_PREFIX}*")):
+    for path in (path for parent in parents for path in sorted(parent.glob(f"{_PREFIX}*"))):
         with contextlib.suppress(OSError):
-            if (path / _PID_FILE).is_file() and path.stat().st_uid == os.getuid() and not _is_abandoned(path):
+            mine = os.getuid() in (0, path.stat().st_uid)
+            if mine and (path / _PID_FILE).is_file() and not _is_abandoned(path):
                 found.append(RunDirectory(path))
     return found
 
@@ -56,7 +86,7 @@ def _make(parent: Path) -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     except OSError as error:
-        raise SettingsError(f"TMPDIR {parent} takes no run directory: {error.strerror}; name a writable one") from None
+        raise SettingsError(_unusable(parent, error)) from None
 
 
 def _described(path: Path) -> RunDirectory:

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import re
 import resource
+import socket
 import sys
 import time
 from collections import deque
@@ -22,8 +23,9 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from deploy import credentials, machine
 from deploy.child import ChildSpec
+from deploy.listener import listen
 from deploy.readiness import Announcer
-from deploy.run_directory import parent_directory, private_run_directory
+from deploy.run_directory import keep_settings, parent_directory, private_run_directory
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
 from shared import logs, process_table
@@ -53,22 +55,22 @@ def serve(given: Settings, given_now: Callable[[], Settings] | None = None) -> i
     """
     settings = with_digests(credentials.resolve_tls(resolve_devices(resolve_model(given))))
     settings = resolve_curve(settings)
-    problem = machine.port_problem(settings.host, settings.port)
-    if problem is not None:
-        raise SettingsError(problem)
     _raise_open_files_limit()
-    with private_run_directory(parent_directory()) as directory:
-        credentials.write(settings, directory)
-        return _supervise(settings, directory, given_now or (lambda: given))
+    with listen(settings.host, settings.port) as listener, private_run_directory(parent_directory()) as directory:
+        keep_settings(directory, settings)
+        return _supervise(settings, directory, listener, given_now or (lambda: given))
 
 
-def _supervise(settings: Settings, directory: RunDirectory, given_now: Callable[[], Settings]) -> int:
-    announcer = Announcer(settings)
+def _supervise(
+    settings: Settings, directory: RunDirectory, listener: socket.socket, given_now: Callable[[], Settings]
+) -> int:
+    announcer = Announcer(settings, lambda: _scheduler_problem(directory))
     timeline = _Chronicle(
         directory,
         on_ready=lambda: announcer.start(timeline.say),
         on_exit=lambda pid: _forget(pid, directory),
         form=settings.log_format,
+        on_stopping=listener.close,  # from now on the API processes alone say how long connections are accepted
     )
     sweep_shared_memory()
     timeline.output(f"tokenyard: {settings.model} as {settings.public_model_name!r} on {settings.devices}")
@@ -76,7 +78,8 @@ def _supervise(settings: Settings, directory: RunDirectory, given_now: Callable[
         timeline.say("WARNING", text)
     kept = credentials.Credentials(settings, directory, given_now, timeline.say)
     try:
-        return Supervisor(child_specs(settings, directory), timeline, on_hangup=kept.read_again).run()
+        specs = child_specs(settings, directory, listener.fileno())
+        return Supervisor(specs, timeline, on_hangup=kept.read_again).run()
     finally:
         announcer.stop()
         timeline.close()
@@ -87,9 +90,14 @@ class _Chronicle(Timeline):
     """A time line that also writes down what went wrong, for `tokenyard status` and `/metrics`."""
 
     def __init__(
-        self, directory: RunDirectory, on_ready: Callable[[], None], on_exit: Callable[[int], None], form: str
+        self,
+        directory: RunDirectory,
+        on_ready: Callable[[], None],
+        on_exit: Callable[[int], None],
+        on_stopping: Callable[[], None],
+        form: str,
     ) -> None:
-        super().__init__(on_ready, on_exit, form=form)
+        super().__init__(on_ready, on_exit, on_stopping=on_stopping, form=form)
         self._directory = directory
         self._errors: deque[str] = deque(maxlen=_ERRORS_KEPT)
         self._states: dict[str, ProcessState] = {}
@@ -117,6 +125,16 @@ class _Chronicle(Timeline):
         self._states[child.name] = dataclasses.replace(known, **changes)
         with contextlib.suppress(OSError):
             process_table.write(self._directory.processes_file, self._states)
+
+
+def _scheduler_problem(directory: RunDirectory) -> str | None:
+    # ZeroMQ is only needed here, and few servers want certificates of their clients.
+    from deploy.status import ask
+
+    answer = ask(directory, "")
+    if answer is None:
+        return "the scheduler does not answer"
+    return None if answer.status.ready else answer.status.reason
 
 
 def _forget(pid: int, directory: RunDirectory) -> None:
@@ -165,10 +183,23 @@ def _embedded_model() -> str:
 
 
 def resolve_devices(settings: Settings) -> Settings:
-    """Makes `devices` a list: every GPU that torch could use, else one worker on the CPU."""
+    """Makes `devices` a list: every GPU that torch could use, else one worker on the CPU.
+
+    SettingsError for a GPU that this build of torch, or this machine, does not have. (A machine without any may be one
+    whose driver is still being loaded: that is for the worker to say.)
+    """
+    wanted = [device for device in settings.devices.split(",") if device.startswith("cuda:")]
+    if wanted and machine.torch_version().endswith("+cpu"):
+        raise SettingsError(
+            f"devices {settings.devices!r}: torch {machine.torch_version()} is a build without CUDA; "
+            "use cpu, or install one with CUDA"
+        )
+    seen = machine.cuda_devices()
+    if seen and (missing := sorted(set(wanted) - set(seen))):
+        raise SettingsError(f"devices names {', '.join(missing)}, and this machine has {', '.join(seen)}")
     if settings.devices != "auto":
         return settings
-    return dataclasses.replace(settings, devices=",".join(machine.cuda_devices()) or "cpu")
+    return dataclasses.replace(settings, devices=",".join(seen) or "cpu")
 
 
 def resolve_curve(settings: Settings) -> Settings:
@@ -187,8 +218,11 @@ def resolve_curve(settings: Settings) -> Settings:
     return dataclasses.replace(settings, curve_keys=str(folder))
 
 
-def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
-    """The processes of one server, in the order of their dependence: stopping goes backwards."""
+def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> list[ChildSpec]:
+    """The processes of one server, in the order of their dependence: stopping goes backwards.
+
+    `listener` is the descriptor of the listening socket.
+    """
     devices = settings.devices.split(",")
     common = common_environment(directory)
     worker = {**common, **cpu_share(devices.count("cpu"), usable_cores(), visible_cores())}
@@ -209,7 +243,6 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
                 device,
                 counts_starts=True,
                 stop_seconds=_SECONDS_TO_STOP,
-                rolling=True,
                 # CUDA cannot be used by the fork of a process that has touched it, and an import may do that.
                 forks=device == "cpu",
                 hang_seconds=worker_hang_seconds(settings),
@@ -220,12 +253,12 @@ def child_specs(settings: Settings, directory: RunDirectory) -> list[ChildSpec]:
         *(
             ChildSpec(
                 f"api_server:{index}",
-                _module("api_server", directory, "--index", str(index)),
+                _module("api_server", directory, "--index", str(index), "--listener", str(listener)),
                 common,
-                stop_seconds=settings.drain_timeout + _SECONDS_AFTER_DRAIN,
+                stop_seconds=settings.drain_delay + settings.drain_timeout + _SECONDS_AFTER_DRAIN,
                 rereads=True,
-                # The only one would leave its clients before a closed door.
-                rolling=settings.api_servers > 1,
+                rolling=True,
+                pass_fds=(listener,),
                 hang_seconds=HANG_SECONDS,
                 stack_file=str(directory.stack_file(f"api_server:{index}")),
             )
@@ -256,6 +289,10 @@ def common_environment(directory: RunDirectory, environ: Mapping[str, str] = os.
         "NUMBA_CACHE_DIR": str(kernels),
         "PROMETHEUS_MULTIPROC_DIR": str(directory.metrics_directory),
         "PYTHONUNBUFFERED": "1",
+        # torch makes this folder when it is imported, and would leave it in TMPDIR.
+        "TORCHINDUCTOR_CACHE_DIR": environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{directory.path}/torchinductor",
+        # Without docstrings transformers cannot be imported, and our assertions are part of the code.
+        "PYTHONOPTIMIZE": "",
         # Our packages have common names: a folder `scheduler` where the operator happens to be must not be run.
         "PYTHONSAFEPATH": "1",
     }

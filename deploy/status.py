@@ -11,13 +11,13 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from deploy.run_directory import living_run_directories
+from deploy.run_directory import living_run_directories, places_to_look
 from interfaces import Inquiry, InquiryAnswer, WireError, WorkerStatus, decode, encode
 from shared import process_table
 from shared.endpoints import RunDirectory
@@ -36,18 +36,39 @@ class _Process:
     seconds: float
     resident: int
     cpu_seconds: float
+    seconds_silent: float = 0.0
+    """Since the supervisor has heard nothing of it, although it should."""
+    hangs: int = 0
+    """Of processes in this one's place, before it."""
 
 
-def status(parent: Path, run_directory: Path | None) -> int:
+@dataclass(frozen=True)
+class _Report:
+    """What is known of one server."""
+
+    directory: Path
+    model: str
+    devices: str
+    processes: list[_Process]
+    deaths: list[str]
+    scheduler: InquiryAnswer | None
+
+
+def status(run_directory: Path | None, as_json: bool = False) -> int:
     """Prints every server of this user, or the one of `run_directory`; 1 when a scheduler does not answer."""
-    answers = [_show(directory) for directory in _directories(parent, run_directory)]
-    return 0 if all(answers) else 1
+    reports = [_report(directory) for directory in _directories(run_directory)]
+    if as_json:
+        print(json.dumps([_plain(report) for report in reports], indent=2))
+    else:
+        for report in reports:
+            _show(report)
+    return 0 if all(report.scheduler is not None for report in reports) else 1
 
 
-def why(parent: Path, run_directory: Path | None, request_id: str) -> int:
+def why(run_directory: Path | None, request_id: str) -> int:
     """Prints the decision log of the requests whose id begins so; 1 when nobody knows one."""
     lines: list[str] = []
-    for directory in _directories(parent, run_directory):
+    for directory in _directories(run_directory):
         answer = ask(directory, request_id)
         if answer is None:
             print(f"tokenyard: the scheduler of {directory.path} does not answer", file=sys.stderr)
@@ -81,40 +102,76 @@ def ask(directory: RunDirectory, request_id: str) -> InquiryAnswer | None:
     return None
 
 
-def _directories(parent: Path, given: Path | None) -> list[RunDirectory]:
-    found = [RunDirectory(given)] if given is not None else living_run_directories(parent)
+def _directories(given: Path | None) -> list[RunDirectory]:
+    if given is not None:
+        if not RunDirectory(given).settings_file.is_file():
+            raise SettingsError(f"run-dir {str(given)!r} is no run directory of a server: it has no settings.json")
+        return [RunDirectory(given)]
+    places = places_to_look()
+    found = living_run_directories(places)
     if not found:
-        raise SettingsError(f"no server of yours runs in {parent}; start one with `tokenyard serve`, or give --run-dir")
+        where = ", ".join(map(str, places))
+        raise SettingsError(
+            f"no server that you may ask runs: looked in {where}; start one with `tokenyard serve`, be its user or "
+            f"root, or give its --run-dir"
+        )
     return found
 
 
-def _show(directory: RunDirectory) -> bool:
+def _report(directory: RunDirectory) -> _Report:
     settings = json.loads(directory.settings_file.read_text())
-    print(f"{settings['served_model_name'] or settings['model']} on {settings['devices']}  ({directory.path})")
-    print(f"  {'process':24} {'pid':>7} {'epoch':>5} {'up':>9} {'memory':>8} {'cpu':>8}")
     states = process_table.read(directory.processes_file)
-    for process in _processes(directory.path):
+    return _Report(
+        directory.path,
+        settings["served_model_name"] or settings["model"],
+        settings["devices"],
+        [_noted(process, states.get(process.role.partition(" ")[0])) for process in _processes(directory.path)],
+        _tail(directory.deaths_file),
+        ask(directory, ""),
+    )
+
+
+def _noted(process: _Process, state: ProcessState | None) -> _Process:
+    if state is None:
+        return process
+    return replace(process, seconds_silent=state.seconds_silent, hangs=state.hangs)
+
+
+def _plain(report: _Report) -> dict[str, Any]:
+    """For `--json`: names of fields as in the types, times in seconds, memory in bytes."""
+    answer = report.scheduler
+    return {
+        "run_directory": str(report.directory),
+        "model": report.model,
+        "devices": report.devices,
+        "processes": [asdict(process) for process in report.processes],
+        "deaths": report.deaths,
+        "scheduler": None if answer is None else asdict(answer.status),
+        "incidents": [] if answer is None else answer.lines,
+    }
+
+
+def _show(report: _Report) -> None:
+    print(f"{report.model} on {report.devices}  ({report.directory})")
+    print(f"  {'process':24} {'pid':>7} {'epoch':>5} {'up':>9} {'memory':>8} {'cpu':>8}")
+    for process in report.processes:
         print(
             f"  {process.role:24} {process.pid:7} {process.epoch:>5} {_duration(process.seconds):>9} "
             f"{process.resident / 2**20:5.0f} MB {process.cpu_seconds:6.1f} s"
-            f"{_remarks(states.get(process.role.partition(' ')[0]))}"
+            f"{_remarks(process)}"
         )
-    answer = ask(directory, "")
-    if answer is None:
+    if report.scheduler is None:
         print("  the scheduler does not answer: it is being restarted, or stuck")
     else:
-        _show_scheduler(answer)
-    deaths = [f"  {line}" for line in _tail(directory.deaths_file)]
+        _show_scheduler(report.scheduler)
+    deaths = [f"  {line}" for line in report.deaths]
     print("  last deaths of processes:" if deaths else "  no process has died", *deaths, sep="\n  ")
-    return answer is not None
 
 
-def _remarks(state: ProcessState | None) -> str:
+def _remarks(process: _Process) -> str:
     """What the supervisor has against a process."""
-    if state is None:
-        return ""
-    silent = f"  SILENT for {state.seconds_silent:.0f} s" if state.seconds_silent else ""
-    return silent + (f"  hung {state.hangs} times before" if state.hangs else "")
+    silent = f"  SILENT for {process.seconds_silent:.0f} s" if process.seconds_silent else ""
+    return silent + (f"  hung {process.hangs} times before" if process.hangs else "")
 
 
 def _show_scheduler(answer: InquiryAnswer) -> None:

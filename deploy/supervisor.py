@@ -3,9 +3,8 @@ in order.
 
 One thread, one selector: a child's end, its events and its output are descriptors (child.py), signals arrive through a
 wakeup descriptor, and the only timers are restart delays, stop deadlines and the looks of hang_watch.py. A child that
-works in a fork (shared/successors.py) tells by an event that it is dead, and is asked for the next one. On SIGHUP the
-children that may be are restarted one by one, each when its predecessor serves again. Knows nothing of what the
-children do; their last role in the list is stopped first.
+works in a fork (shared/successors.py) tells by an event that it is dead, and is asked for the next one. SIGHUP is
+rolling.py's matter. Knows nothing of what the children do; their last role in the list is stopped first.
 """
 
 from __future__ import annotations
@@ -15,17 +14,19 @@ import selectors
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from deploy.child import Child, ChildSpec, describe_exit
 from deploy.hang_watch import HangWatch
+from deploy.rolling import RollingRestart
+from deploy.slot import RestartPolicy, Slot
 
 _SECONDS_AFTER_KILL = 5.0
 _ONE_KEYSTROKE = 0.3
+_GAVE_UP, _WRONG_SETTING = 1, 2
+"""Exit statuses, as `tokenyard serve --help` has them: another start may fare better after the first."""
 
 
 class Observer(Protocol):
@@ -40,57 +41,8 @@ class Observer(Protocol):
     def hung(self, child: ChildSpec) -> None: ...
     def all_ready(self) -> None: ...
 
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """When a dead child is started again, in seconds, and when no more.
-
-    The delay doubles from `first_delay` to `longest_delay` and falls back after the child served for `settled_after`.
-    A child is hopeless after `deaths` deaths in a row, each before it had served that long. The supervisor gives up
-    when all children of a role are; until then the others go on, and the hopeless one is tried again and again.
-    """
-
-    first_delay: float = 0.25
-    longest_delay: float = 8.0
-    settled_after: float = 10.0
-    deaths: int = 5
-
-
-@dataclass
-class _Slot:
-    """A place in the list: the child that fills it now, and how its predecessors fared."""
-
-    spec: ChildSpec
-    policy: RestartPolicy
-    child: Child | None = None
-    parent: Child | None = None
-    """The process whose fork was the child that has died, and from which the next one can be forked."""
-    epoch: int = field(init=False)
-    wanted: bool = True
-    due: float = 0.0
-    deaths_in_a_row: int = 0
-    kill_at: float | None = None
-    """Set while the child is being replaced in order: its end is no death."""
-
-    def __post_init__(self) -> None:
-        self.epoch = self.spec.first_epoch
-
-    def record_death(self, child: Child, now: float) -> None:
-        served = 0.0 if child.ready_at is None else now - child.ready_at
-        self.deaths_in_a_row = 1 if served >= self.policy.settled_after else self.deaths_in_a_row + 1
-
-    @property
-    def hopeless(self) -> bool:
-        return self.deaths_in_a_row >= self.policy.deaths and not self.serves
-
-    @property
-    def delay(self) -> float:
-        doublings = min(self.deaths_in_a_row - 1, 32)
-        return float(min(self.policy.longest_delay, self.policy.first_delay * 2**doublings))
-
-    @property
-    def serves(self) -> bool:
-        return self.child is not None and self.child.ready_at is not None
+    def stopping(self) -> None:
+        """The children are stopped next."""
 
 
 class Supervisor:
@@ -104,7 +56,7 @@ class Supervisor:
         on_hangup: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_hangup` prepares what children find when they read again (child.py: rereads)."""
-        self._slots = [_Slot(spec, policy or RestartPolicy()) for spec in specs]
+        self._slots = [Slot(spec, policy or RestartPolicy()) for spec in specs]
         self._observer = observer
         self._selector = selectors.DefaultSelector()
         self._hang_watch = HangWatch(observer)
@@ -114,11 +66,11 @@ class Supervisor:
         self._hung_up_at = 0.0
         self._first_signal_at: float | None = None
         self._impatient = False
-        self._to_restart: deque[_Slot] = deque()
-        self._restarting: _Slot | None = None
+        self._rolling = RollingRestart(self._slots, self._start, observer.say)
 
     def run(self) -> int:
-        """Exit status for the process: 0 after a signal, 1 when it gave up. Must be called in the main thread."""
+        """Exit status for the process: 0 after a signal, 1 when it gave up, 2 when a setting (or the model it names)
+        cannot work. Must be called in the main thread."""
         with _Signals() as signals:
             self._selector.register(signals, selectors.EVENT_READ, partial(self._on_signals, signals))
             try:
@@ -127,8 +79,10 @@ class Supervisor:
                     self._turn(self._next_deadline)
                     self._hang_watch.look(slot.child for slot in self._slots if slot.child and slot.kill_at is None)
                     self._start_due()
-                    self._go_on_restarting()
+                    self._kill_late()
+                    self._rolling.proceed()
             finally:
+                self._observer.stopping()
                 self._stop_all()
                 self._selector.close()
         return self._exit_status
@@ -139,14 +93,14 @@ class Supervisor:
             if slot.wanted and slot.child is None and slot.due <= now:
                 self._start(slot)
 
-    def _start(self, slot: _Slot) -> None:
+    def _start(self, slot: Slot) -> None:
         if slot.parent is not None and slot.parent.fork_again(slot.epoch):
             slot.child, slot.parent = slot.parent, None
         else:
             try:
                 slot.child = child = Child(slot.spec, slot.epoch)
             except OSError as error:
-                self._give_up(f"{slot.spec.title} cannot be started: {error}")
+                self._lose(slot, f"{slot.spec.title} cannot be started: {error}", _GAVE_UP)
                 return
             handlers = (self._on_exit, self._on_events, self._on_output)
             for descriptor, handler in zip(child.descriptors, handlers, strict=True):
@@ -164,21 +118,13 @@ class Supervisor:
     def _next_start(self) -> float | None:
         return min((slot.due for slot in self._slots if slot.wanted and slot.child is None), default=None)
 
-    def _go_on_restarting(self) -> None:
-        """One child at a time: the next one only when the last has told that it is ready."""
-        slot = self._restarting
-        if slot is not None:
-            if slot.child is not None and slot.kill_at is not None and slot.kill_at <= time.monotonic():
-                self._observer.say("WARNING", f"{slot.spec.title} did not stop in {slot.spec.stop_seconds:g} s: killed")
+    def _kill_late(self) -> None:
+        now = time.monotonic()
+        for slot in self._slots:
+            if slot.child is not None and slot.kill_at is not None and slot.kill_at <= now:
+                self._observer.say("WARNING", f"{slot.spec.title} did not stop in {slot.patience:g} s: killed")
                 slot.kill_at += _SECONDS_AFTER_KILL
                 slot.child.kill()
-            if slot.kill_at is not None or slot.child is None or slot.child.ready_at is None:
-                return
-            self._observer.say("INFO", f"{slot.spec.title} was restarted")
-        self._restarting = slot = self._to_restart.popleft() if self._to_restart else None
-        if slot is not None and slot.child is not None:
-            slot.kill_at = time.monotonic() + slot.spec.stop_seconds
-            slot.child.terminate()
 
     def _turn(self, deadline: float | None) -> None:
         """Waits for news until `deadline`, and handles it."""
@@ -187,7 +133,7 @@ class Supervisor:
             handle: Callable[[], None] = key.data
             handle()
 
-    def _on_output(self, slot: _Slot, child: Child) -> None:
+    def _on_output(self, slot: Slot, child: Child) -> None:
         if child in (slot.child, slot.parent):
             self._forward_output(child)
 
@@ -199,11 +145,11 @@ class Supervisor:
             self._unwatch(child.output)
         return bool(lines)
 
-    def _on_events(self, slot: _Slot, child: Child) -> None:
+    def _on_events(self, slot: Slot, child: Child) -> None:
         if child in (slot.child, slot.parent):
             self._handle_events(slot, child)
 
-    def _handle_events(self, slot: _Slot, child: Child) -> bool:
+    def _handle_events(self, slot: Slot, child: Child) -> bool:
         events = child.read_events()
         for event in events or ():
             self._on_event(slot, child, event)
@@ -211,10 +157,12 @@ class Supervisor:
             self._unwatch(child.status)
         return bool(events)
 
-    def _on_event(self, slot: _Slot, child: Child, event: dict[str, Any]) -> None:
+    def _on_event(self, slot: Slot, child: Child, event: dict[str, Any]) -> None:
         match event.get("event"):
             case "fatal":
-                self._give_up(f"{slot.spec.title} cannot work: {event.get('message')}")
+                self._on_fatal(
+                    slot, f"{slot.spec.title} cannot work: {event.get('message')}", bool(event.get("may_pass"))
+                )
             case "ready":
                 child.ready_at = time.monotonic()
                 if child.started_at <= self._hung_up_at:  # it has begun with what was there before
@@ -229,19 +177,30 @@ class Supervisor:
             self._all_ready = True
             self._observer.all_ready()
 
-    def _on_fork_death(self, slot: _Slot, child: Child, pid: int, status: int) -> None:
+    def _on_fatal(self, slot: Slot, reason: str, may_pass: bool) -> None:
+        """A child says that it cannot work, and ends."""
+        if may_pass:
+            self._observer.say("ERROR", reason)
+        else:
+            self._lose(slot, reason, _WRONG_SETTING)
+
+    def _lose(self, slot: Slot, reason: str, status: int) -> None:
+        """A child will never serve. One that is not wanted is no loss: another one does its work."""
+        if slot.wanted:
+            self._give_up(reason, status)
+        else:
+            self._observer.say("ERROR", reason)
+
+    def _on_fork_death(self, slot: Slot, child: Child, pid: int, status: int) -> None:
         """The child's process is still there for the next one."""
         while self._forward_output(child):
             pass
         slot.child, slot.parent = None, child
         self._observer.exited(slot.spec, pid)
-        if slot.kill_at is not None:  # it was about to be told to end: the next one is to be a fresh process
-            slot.kill_at, slot.due = None, 0.0
-            child.kill()
-        elif slot.wanted:
+        if slot.wanted:
             self._on_death(slot, child, status)
 
-    def _on_exit(self, slot: _Slot, child: Child) -> None:
+    def _on_exit(self, slot: Slot, child: Child) -> None:
         status = child.reap()
         while self._handle_events(slot, child):
             pass
@@ -257,20 +216,22 @@ class Supervisor:
         slot.child = None
         self._observer.exited(slot.spec, child.pid)
         if slot.kill_at is not None:
-            slot.kill_at, slot.due = None, 0.0
+            self._slots.remove(slot)
         elif slot.wanted:
             self._on_death(slot, child, status)
 
-    def _on_death(self, slot: _Slot, child: Child, status: int) -> None:
+    def _on_death(self, slot: Slot, child: Child, status: int) -> None:
         now = time.monotonic()
         slot.record_death(child, now)
         slot.due = now + slot.delay
         age = f"{now - child.started_at:.1f} s"
         story = f"{slot.spec.title} died after {age} with {describe_exit(status)}"
         story += f"; last error: {child.last_error}" if child.last_error else "; it left no message"
-        of_role = (other for other in self._slots if other.spec.role == slot.spec.role)
+        of_role = (other for other in self._slots if other.spec.role == slot.spec.role and other.wanted)
         if self._exit_status is None and all(other.hopeless for other in of_role):
-            self._give_up(f"{story}; that is {slot.deaths_in_a_row} deaths in a row, so another start would not help")
+            self._give_up(
+                f"{story}; that is {slot.deaths_in_a_row} deaths in a row, so another start would not help", _GAVE_UP
+            )
         else:
             self._observer.say("ERROR", f"{story}; starting it again in {slot.delay:g} s")
 
@@ -278,10 +239,10 @@ class Supervisor:
         if descriptor in self._selector.get_map():
             self._selector.unregister(descriptor)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, status: int) -> None:
         if self._exit_status is None:
             self._observer.say("ERROR", f"giving up: {reason}")
-            self._exit_status = 1
+            self._exit_status = status
             for slot in self._slots:
                 slot.wanted = False
 
@@ -306,17 +267,14 @@ class Supervisor:
         self._hung_up_at = time.monotonic()
         for child in _children(self._slots):
             child.hang_up()
-        slots = [slot for slot in self._slots if slot.spec.rolling]
-        self._to_restart = deque(slot for slot in slots if slot is not self._restarting)
-        names = ", ".join(slot.spec.name for slot in slots)
-        self._observer.say("INFO", f"SIGHUP: restarting one by one: {names or 'nothing can be'}")
+        self._rolling.begin()
 
     def _stop_all(self) -> None:
         """Role by role, the last first, so that those who talk to clients end while their servants still work."""
         for role in reversed(dict.fromkeys(slot.spec.role for slot in self._slots)):
             self._stop([slot for slot in self._slots if slot.spec.role == role])
 
-    def _stop(self, slots: Sequence[_Slot]) -> None:
+    def _stop(self, slots: Sequence[Slot]) -> None:
         deadline = time.monotonic() + max(slot.spec.stop_seconds for slot in slots)
         for slot in slots:
             slot.wanted, slot.kill_at = False, None
@@ -328,7 +286,7 @@ class Supervisor:
         if any(_children(slots)):
             self._kill(slots)
 
-    def _kill(self, slots: Sequence[_Slot]) -> None:
+    def _kill(self, slots: Sequence[Slot]) -> None:
         for child in _children(slots):
             if not self._impatient:
                 self._observer.say(
@@ -340,7 +298,7 @@ class Supervisor:
             self._turn(deadline)
 
 
-def _children(slots: Sequence[_Slot]) -> Iterator[Child]:
+def _children(slots: Sequence[Slot]) -> Iterator[Child]:
     return (child for slot in slots for child in (slot.child, slot.parent) if child is not None)
 
 

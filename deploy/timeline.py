@@ -53,10 +53,12 @@ class Timeline:
         on_exit: Callable[[int], None] = lambda _: None,
         console: Console | None = None,
         form: str = "text",
+        on_stopping: Callable[[], None] = lambda: None,
     ) -> None:
         self._form = form
         self._console = console or Console(stderr=True)
         self._on_ready, self._on_exit = on_ready, on_exit
+        self._on_stopping = on_stopping
         self._tracks: dict[str, _Track] = {}
         self._bars: Progress | None = None
         self._width = 0
@@ -111,6 +113,9 @@ class Timeline:
 
     def all_ready(self) -> None:
         self._on_ready()
+
+    def stopping(self) -> None:
+        self._on_stopping()
 
     def close(self) -> None:
         """Gives the terminal back, whatever is still in work."""

@@ -18,6 +18,7 @@ from interfaces import WorkerHello
 from shared import logs, phases, successors
 from shared.endpoints import RunDirectory
 from shared.liveness import become
+from shared.load_errors import may_pass
 from shared.settings import Settings, parse_memory
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 1e-4
 CANNOT_WORK = 78
-"""Exit code (EX_CONFIG of sysexits.h) when a restart would not help."""
+"""Exit code (EX_CONFIG of sysexits.h) of a process that has said why."""
 
 
 def main() -> None:
@@ -53,8 +54,8 @@ def main() -> None:
     become(f"{role} {arguments.device}", run_directory.stack_file(role))
     try:
         engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch)
-    except ValueError as error:
-        phases.fatal(str(error))
+    except (ValueError, OSError) as error:
+        phases.fatal(str(error), may_pass(error))
         sys.exit(CANNOT_WORK)
     keys = Path(settings.curve_keys) if arguments.connect else None
     serve(engine, hello, arguments.connect or run_directory.worker_endpoint, keys, compilation)
@@ -89,6 +90,7 @@ def build(
     from model_worker.runner import ModelRunner
     from model_worker.sampler import SamplerRows
 
+    processors = load_processors(settings.processor_paths)
     phases.phase("load weights")
     loaded = load_model(
         settings.model,
@@ -104,7 +106,6 @@ def build(
     capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, loaded.block_size)
     runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size)
     phases.phase("compile kernels")
-    processors = load_processors(settings.processor_paths)
     sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors)
     runner.warm_up()
     runner.record_decode(settings.max_running, capacity.max_model_len)

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from model_worker.kv_cache import default_kv_memory
-from model_worker.loader import LoadedModel
+from model_worker.loader import LoadedModel, check_positions
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,8 @@ def capacity_for(
 
 
 def _check_length(wanted: int | None, max_position: int | None, room: int) -> None:
-    if wanted is None:
-        return
-    if max_position is not None and wanted > max_position:
-        raise ValueError(f"max_model_len must be at most the model's {max_position} positions, got {wanted}")
-    if wanted > room:
+    check_positions(wanted, max_position)
+    if wanted is not None and wanted > room:
         raise ValueError(
             f"max_model_len {wanted} does not fit the KV memory, which holds {room} tokens; raise kv_memory"
         )

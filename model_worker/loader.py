@@ -6,6 +6,7 @@ will get, nor who asks for it.
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ from model_worker.int8_linear import Rounded
 from model_worker.linears import pack_linears, round_linears
 from model_worker.probe import AttentionLayers, ModelRefused, probe_attention
 from model_worker.rope import pin_longrope
+from shared.load_errors import broken_file
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +98,11 @@ def load_model(
     target = torch.device(device)
     wanted_dtype = weights_dtype(dtype, target)
     _check_quantization(quantization, target)
+    _check_device(target)
     config = read_config(source)
     architecture = _refuse_by_config(config)
+    max_position = _max_position(config)
+    check_positions(max_model_len, max_position)
     with _reported_weights(progress):
         model = _load_weights(source, config, architecture, wanted_dtype)
     if target.type == "cpu":
@@ -106,7 +111,6 @@ def load_model(
         # Streams and graphs are made on the current device.
         torch.cuda.set_device(target)
     nn.Module.to(model, target)
-    max_position = _max_position(config)
     if max_position is not None:
         pin_longrope(model, min(max_position, max_model_len or max_position))
     return prove(model.eval(), target, quantization, progress, deferred)
@@ -139,6 +143,26 @@ def _check_quantization(quantization: str, device: torch.device) -> None:
         )
 
 
+def check_positions(max_model_len: int | None, max_position: int | None) -> None:
+    if max_model_len is not None and max_position is not None and max_model_len > max_position:
+        raise ValueError(f"max_model_len must be at most the model's {max_position} positions, got {max_model_len}")
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceMissing(device)
+
+
+class DeviceMissing(OSError):
+    """There is no such GPU now. One whose driver is still being loaded comes later."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(errno.ENODEV, f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs, not {device}")
+
+    def __str__(self) -> str:
+        return f"{self.strerror}; `tokenyard doctor` says what is there"
+
+
 def read_config(source: str | Path) -> PreTrainedConfig:
     """The model's config, from a directory or from the hub (or its local cache)."""
     path = Path(source).expanduser()
@@ -153,7 +177,7 @@ def read_config(source: str | Path) -> PreTrainedConfig:
         )
         return config
     except (OSError, ValueError) as error:
-        reason = first_line(error)
+        reason = broken_file(str(path)) or first_line(error)
         if "trust_remote_code" in str(error):
             reason = "it needs Python code of its own (trust_remote_code), and code from a checkpoint is never run"
         elif not path.is_dir():
@@ -203,7 +227,7 @@ def _load_weights(
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ModelRefused(architecture, first_line(error)) from error
+        raise ModelRefused(architecture, broken_file(str(source)) or first_line(error)) from error
     # transformers fills what a checkpoint lacks with random numbers and a warning: that is not a model to serve.
     if missing := sorted(info["missing_keys"]):
         raise ModelRefused(architecture, f"the checkpoint lacks {len(missing)} of its weights, such as {missing[0]}")

@@ -32,7 +32,8 @@ def become(role: str, stack_file: Path | None = None) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if stack_file is not None:
-        faulthandler.register(signal.SIGUSR2, file=stack_file.open("w"), all_threads=True)
+        with contextlib.suppress(OSError):  # a full file system costs the stack, and no process
+            faulthandler.register(signal.SIGUSR2, file=stack_file.open("w"), all_threads=True)
     end_with_parent(signal.SIGTERM)
     if orphaned():
         sys.exit("the supervisor ended before this process had started")

@@ -62,9 +62,10 @@ def died(pid: int, status: int) -> None:
     report("died", pid=pid, status=status)
 
 
-def fatal(message: str) -> None:
-    """This process cannot work and a restart would not help (wrong model, wrong setting).
+def fatal(message: str, may_pass: bool = False) -> None:
+    """This process cannot work; it says why and ends.
 
-    The supervisor shows it and gives up.
+    A setting (or the model it names) is at fault, so that a restart would not help and the supervisor gives up; or, if
+    it `may_pass`, the machine or the network is, and the supervisor tries again as after any death.
     """
-    report("fatal", message=message)
+    report("fatal", message=message, may_pass=may_pass)

@@ -185,8 +185,16 @@ class Settings:
         "seconds that a worker's step may take in any case, before it counts as stuck and the worker is restarted; the "
         "rest of the allowance is learnt from the steps before",
     )
+    drain_delay: int = _setting(
+        "behaviour",
+        0,
+        "seconds after SIGTERM in which /ready says 503 and requests are served as before, so that load balancers send "
+        "none by the time they would be refused",
+    )
     drain_timeout: int = _setting(
-        "behaviour", 30, "seconds that running requests get to finish after SIGTERM; then they end with an error"
+        "behaviour",
+        30,
+        "seconds that running requests get to finish after SIGTERM and drain_delay; then they end with an error",
     )
     log_level: str = _setting("behaviour", "info", "debug, info, warning or error")
     log_format: str = _setting(
@@ -214,6 +222,7 @@ class Settings:
         _check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
         _check(0 <= self.speculate <= 15, "speculate", self.speculate, "0 to 15")
         _check(1 <= self.keep_alive_timeout <= 3600, "keep_alive_timeout", self.keep_alive_timeout, "1 to 3600")
+        _check(0 <= self.drain_delay <= 3600, "drain_delay", self.drain_delay, "0 to 3600")
         _check(0 <= self.drain_timeout <= 3600, "drain_timeout", self.drain_timeout, "0 to 3600")
         _check(self.api_servers <= 64, "api_servers", self.api_servers, "at most 64")
         _check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")

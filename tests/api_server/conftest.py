@@ -22,7 +22,7 @@ import zmq
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from api_server.__main__ import _Server, listen
+from api_server.__main__ import _Server
 from api_server.access_log import logged
 from api_server.app import create
 from api_server.engine_client import EngineClient
@@ -384,7 +384,7 @@ def double(run_directory: RunDirectory, tokenizer: Tokenizer) -> Iterator[Schedu
 def serving(
     double: SchedulerDouble, run_directory: RunDirectory, tokenizer: Tokenizer, settings: Settings
 ) -> Iterator[LiveServer]:
-    listener = listen("127.0.0.1", free_port())
+    listener = socket.create_server(("127.0.0.1", 0))
     started = threading.Event()
     found: dict[str, Any] = {}
 

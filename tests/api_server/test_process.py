@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import os
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -23,23 +25,30 @@ from shared.access_keys import digest_of
 from shared.endpoints import RunDirectory
 from shared.phases import STATUS_FD
 from shared.settings import Settings
-from tests.api_server.conftest import SchedulerDouble, free_port
+from tests.api_server.conftest import SchedulerDouble
 
 
 class Process:
-    def __init__(self, run_directory: RunDirectory, index: int, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, run_directory: RunDirectory, index: int, listener: socket.socket) -> None:
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         reader, writer = os.pipe()
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "api_server", "--run-dir", str(run_directory.path), "--index", str(index)],
+            [
+                *(sys.executable, "-m", "api_server", "--run-dir", str(run_directory.path)),
+                *("--index", str(index), "--listener", str(listener.fileno())),
+            ],
             env=os.environ | {STATUS_FD: str(writer)},
-            pass_fds=[writer],
+            pass_fds=[writer, listener.fileno()],
             cwd=Path(__file__).parents[2],
             stderr=subprocess.PIPE,
             text=True,
         )
         os.close(writer)
         self.events = os.fdopen(reader)
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
 
     def wait_ready(self) -> list[dict[str, str]]:
         seen = []
@@ -51,8 +60,8 @@ class Process:
 
 
 @contextmanager
-def started(run_directory: RunDirectory, port: int, index: int = 0) -> Iterator[Process]:
-    process = Process(run_directory, index, port)
+def started(run_directory: RunDirectory, listener: socket.socket, index: int = 0) -> Iterator[Process]:
+    process = Process(run_directory, index, listener)
     try:
         yield process
     finally:
@@ -62,16 +71,18 @@ def started(run_directory: RunDirectory, port: int, index: int = 0) -> Iterator[
 
 
 @pytest.fixture
-def port(run_directory: RunDirectory, model_directory: Path) -> int:
-    settings = Settings(model=str(model_directory), port=free_port())
-    run_directory.settings_file.write_text(settings.to_json())
-    return settings.port
+def listener(run_directory: RunDirectory, model_directory: Path) -> Iterator[socket.socket]:
+    """The supervisor's socket."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        settings = Settings(model=str(model_directory), port=made.getsockname()[1])
+        run_directory.settings_file.write_text(settings.to_json())
+        yield made
 
 
 def test_starts_quickly_and_small_and_without_torch(
-    run_directory: RunDirectory, port: int, double: SchedulerDouble
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble
 ) -> None:
-    with started(run_directory, port) as process:
+    with started(run_directory, listener) as process:
         events = process.wait_ready()
         assert [event.get("name") for event in events] == ["import", "load tokenizer", None]
         assert events[-1]["url"] == process.url
@@ -89,30 +100,32 @@ def test_starts_quickly_and_small_and_without_torch(
         assert after.user + after.system - before.user - before.system < 0.05
 
 
-def test_replicas_share_the_port(run_directory: RunDirectory, port: int, double: SchedulerDouble) -> None:
-    with started(run_directory, port, 0) as first, started(run_directory, port, 1) as second:
+def test_replicas_share_the_port(run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble) -> None:
+    with started(run_directory, listener, 0) as first, started(run_directory, listener, 1) as second:
         first.wait_ready()
         second.wait_ready()
         double.wait(lambda: len(double._replicas) == 2)
         for process in (first, second):
             process.popen.send_signal(signal.SIGTERM)
             assert process.popen.wait(5) == 0
+            assert httpx.get(first.url).status_code == 200 if process is first else True
         assert len(double.goodbyes) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_requests_finish_and_says_goodbye(
-    run_directory: RunDirectory, port: int, double: SchedulerDouble, number: signal.Signals
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble, number: signal.Signals
 ) -> None:
     double.step_seconds = 0.01
     double.answer = lambda _: [40]
-    with started(run_directory, port) as process:
+    with started(run_directory, listener) as process:
         process.wait_ready()
         double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
         body = {"prompt": "x", "max_tokens": 60, "stream": True}
         with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=10) as response:
             lines = response.iter_lines()
             next(lines)
+            listener.close()  # as the supervisor does
             process.popen.send_signal(number)
             double.wait(lambda: _refused(process.url))
             assert [line for line in lines if line][-1] == "data: [DONE]"
@@ -121,13 +134,13 @@ def test_a_signal_lets_running_requests_finish_and_says_goodbye(
 
 
 def test_what_still_runs_after_the_drain_ends_with_its_error(
-    run_directory: RunDirectory, port: int, double: SchedulerDouble
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble
 ) -> None:
     settings = json.loads(run_directory.settings_file.read_text())
     run_directory.settings_file.write_text(json.dumps(settings | {"drain_timeout": 1}))
     double.step_seconds = 0.05
     double.answer = lambda _: [40]
-    with started(run_directory, port) as process:
+    with started(run_directory, listener) as process:
         process.wait_ready()
         double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
         body = {"prompt": "x", "max_tokens": 200, "stream": True}
@@ -143,6 +156,85 @@ def test_what_still_runs_after_the_drain_ends_with_its_error(
         double.wait(lambda: len(double.goodbyes) == 1)
 
 
+def ask(connection: http.client.HTTPConnection, path: str = "/v1/completions") -> http.client.HTTPResponse:
+    """A request on a connection that is kept."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2})
+    if path == "/ready":
+        connection.request("GET", path)
+    else:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    answer.read()
+    return answer
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_a_kept_connection_is_served_once_more_and_ends_with_its_answer(
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble, number: signal.Signals
+) -> None:
+    with started(run_directory, listener) as process:
+        process.wait_ready()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+        kept = [process.connection() for _ in range(2)]
+        answers = [ask(connection) for connection in kept]
+        assert [answer.getheader("connection") for answer in answers] == [None, None]
+        listener.close()
+        process.popen.send_signal(number)
+        time.sleep(0.3)
+        last = [ask(connection) for connection in kept]
+        assert [(answer.status, answer.getheader("connection")) for answer in last] == [(200, "close")] * 2
+        assert _refused(process.url)
+        assert process.popen.wait(5) == 0
+
+
+def test_requests_are_served_during_the_delay_while_the_server_is_not_ready(
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble
+) -> None:
+    settings = json.loads(run_directory.settings_file.read_text())
+    run_directory.settings_file.write_text(json.dumps(settings | {"drain_delay": 5}))
+    with started(run_directory, listener) as process:
+        process.wait_ready()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+        listener.close()
+        process.popen.send_signal(signal.SIGTERM)
+        told = time.monotonic()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 503)
+        for _ in range(3):
+            answer = httpx.post(f"{process.url}/v1/completions", json={"prompt": "x", "max_tokens": 2})
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+            assert httpx.get(f"{process.url}/health").status_code == 200
+        double.wait(lambda: _refused(process.url))
+        assert process.popen.wait(20) == 0
+        assert time.monotonic() - told >= 5
+
+
+def test_one_that_retires_is_ready_until_its_last_stream_has_ended(
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble
+) -> None:
+    settings = json.loads(run_directory.settings_file.read_text())
+    run_directory.settings_file.write_text(json.dumps(settings | {"drain_timeout": 1}))
+    double.step_seconds = 0.05
+    double.answer = lambda _: [40]
+    with started(run_directory, listener) as old, started(run_directory, listener, 1) as new:
+        old.wait_ready()
+        kept = old.connection()  # before there is another one to accept it
+        double.wait(lambda: ask(kept, "/ready").status == 200)
+        body = {"prompt": "x", "max_tokens": 100, "stream": True}
+        with httpx.Client(timeout=30) as client:
+            stream = client.build_request("POST", f"{old.url}/v1/completions", json=body)
+            response = client.send(stream, stream=True)
+            lines = response.iter_lines()
+            next(lines)
+            new.wait_ready()
+            old.popen.send_signal(signal.SIGQUIT)
+            time.sleep(0.3)
+            answer = ask(kept, "/ready")
+            assert (answer.status, answer.getheader("connection")) == (200, "close")
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert old.popen.wait(10) == 0
+        double.wait(lambda: httpx.get(f"{new.url}/ready").status_code == 200)
+
+
 def _refused(url: str) -> bool:
     try:
         httpx.get(url)
@@ -152,14 +244,14 @@ def _refused(url: str) -> bool:
 
 
 def test_keys_are_exchanged_by_a_signal_and_streams_go_on(
-    run_directory: RunDirectory, port: int, double: SchedulerDouble
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble
 ) -> None:
     settings = Settings.read(run_directory.settings_file)
     locked = dataclasses.replace(settings, api_key=digest_of("old"))
     run_directory.settings_file.write_text(locked.to_json())
     double.step_seconds = 0.02
     double.answer = lambda _: [40]
-    with started(run_directory, port) as process:
+    with started(run_directory, listener) as process:
         process.wait_ready()
         double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
 
@@ -186,9 +278,10 @@ def test_keys_are_exchanged_by_a_signal_and_streams_go_on(
 
 
 def test_a_renewed_certificate_is_shown_to_the_next_connection(
-    run_directory: RunDirectory, port: int, double: SchedulerDouble, tmp_path: Path
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble, tmp_path: Path
 ) -> None:
     file, old, new = tmp_path / "server.pem", trustme.CA(), trustme.CA()
+    url = f"https://127.0.0.1:{listener.getsockname()[1]}/v1/models"
 
     def issue(authority: trustme.CA) -> None:
         authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(file))
@@ -197,37 +290,39 @@ def test_a_renewed_certificate_is_shown_to_the_next_connection(
         context = ssl.create_default_context()
         authority.configure_trust(context)
         try:
-            return httpx.get(f"https://127.0.0.1:{port}/v1/models", verify=context).status_code == 200
+            return httpx.get(url, verify=context).status_code == 200
         except httpx.ConnectError:
             return False
 
     settings = Settings.read(run_directory.settings_file)
     run_directory.settings_file.write_text(dataclasses.replace(settings, ssl_certfile=str(file)).to_json())
     issue(old)
-    with started(run_directory, port) as process:
+    with started(run_directory, listener) as process:
         process.wait_ready()
         double.wait(lambda: trusts(old))
         context = ssl.create_default_context()
         old.configure_trust(context)
         with httpx.Client(verify=context) as kept:
-            assert kept.get(f"https://127.0.0.1:{port}/v1/models").status_code == 200
+            assert kept.get(url).status_code == 200
             issue(new)
             process.popen.send_signal(signal.SIGHUP)
             double.wait(lambda: trusts(new))
             assert not trusts(old)
-            assert kept.get(f"https://127.0.0.1:{port}/v1/models").status_code == 200  # its connection is still there
+            assert kept.get(url).status_code == 200  # its connection is still there
         file.write_text("no PEM")
         process.popen.send_signal(signal.SIGHUP)
         time.sleep(0.2)
         assert trusts(new)
 
 
-def test_a_model_without_tokenizer_is_fatal(run_directory: RunDirectory, port: int, tmp_path: Path) -> None:
+def test_a_model_without_tokenizer_is_fatal(
+    run_directory: RunDirectory, listener: socket.socket, tmp_path: Path
+) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     settings = json.loads(run_directory.settings_file.read_text())
     run_directory.settings_file.write_text(json.dumps(settings | {"model": str(empty)}))
-    with started(run_directory, port) as process:
+    with started(run_directory, listener) as process:
         events = [json.loads(line) for line in process.events]
         assert events[-1]["event"] == "fatal"
         assert process.popen.wait(10) == 1

@@ -1,7 +1,8 @@
 """A small child process for supervisor tests: speaks the status pipe, then does what its arguments say.
 
-python -m tests.deploy.actor [--say TEXT] [--fatal TEXT] [--never-ready] [--grandchild FILE] [--only-once]
-                             [--then serve|stubborn|exit:CODE|signal:NAME] [--after SECONDS] [--epoch N]
+python -m tests.deploy.actor [--say TEXT] [--fatal TEXT [--may-pass]] [--fatal-if FILE]
+                             [--never-ready] [--grandchild FILE] [--only-once] [--after SECONDS] [--epoch N]
+                             [--then serve|stubborn|slow to retire|exit:CODE|signal:NAME]
                              [--beat-for SECONDS] [--stack FILE]
 """
 
@@ -24,6 +25,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--say", default="")
     parser.add_argument("--fatal", default="")
+    parser.add_argument("--may-pass", action="store_true")
+    parser.add_argument("--fatal-if", default="", metavar="FILE")
     parser.add_argument("--never-ready", action="store_true")
     parser.add_argument("--grandchild", default="")
     parser.add_argument("--only-once", action="store_true", help="serve as epoch 0 only")
@@ -37,6 +40,7 @@ def main() -> None:
     phases.phase("import")
     epoch = successors.successor(arguments.epoch)
     become("actor", arguments.stack)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN if arguments.then == "slow to retire" else lambda *_: sys.exit(0))
     if arguments.then == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     phases.phase("load weights")
@@ -46,7 +50,10 @@ def main() -> None:
     if arguments.grandchild:
         start_grandchild(arguments.grandchild)
     if arguments.fatal:
-        phases.fatal(arguments.fatal)
+        phases.fatal(arguments.fatal, arguments.may_pass)
+    if os.path.exists(arguments.fatal_if):
+        phases.fatal(Path(arguments.fatal_if).read_text())
+        sys.exit(1)
     if arguments.only_once and epoch > 0:
         sys.exit("once was enough")
     if not arguments.never_ready:

@@ -18,7 +18,8 @@ from typing import Any
 
 from deploy import hang_watch
 from deploy.child import ChildSpec
-from deploy.supervisor import RestartPolicy, Supervisor
+from deploy.slot import RestartPolicy
+from deploy.supervisor import Supervisor
 
 _PATIENCE = 20.0
 
@@ -53,6 +54,9 @@ class Narrator:
 
     def all_ready(self) -> None:
         self.tell("all_ready")
+
+    def stopping(self) -> None:
+        self.tell("stopping")
 
 
 class Stage:

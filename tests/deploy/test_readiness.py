@@ -43,6 +43,10 @@ def settings() -> Iterator[Settings]:
         thread.join()
 
 
+def scheduler_problem() -> str | None:
+    raise AssertionError("HTTP answers: nobody else is asked")
+
+
 class Ear:
     """Hears what an announcer says, from its thread."""
 
@@ -60,7 +64,7 @@ class Ear:
 def test_it_waits_for_a_200_then_names_the_url_and_a_line_to_try(settings: Settings) -> None:
     Slow.refusals = 3
     ear = Ear(3)
-    Announcer(settings).start(ear)
+    Announcer(settings, scheduler_problem).start(ear)
     assert ear.enough.wait(10)
     assert Slow.refusals < 0
     assert ear.heard[0][1].startswith("ready after ")
@@ -71,18 +75,29 @@ def test_it_waits_for_a_200_then_names_the_url_and_a_line_to_try(settings: Setti
 def test_impatience_tells_the_last_answer(settings: Settings) -> None:
     Slow.refusals = 10**6
     ear = Ear(1)
-    Announcer(settings, patience=0.3).start(ear)
+    Announcer(settings, scheduler_problem, patience=0.3).start(ear)
     assert ear.enough.wait(10)
     level, text = ear.heard[0]
     assert level == "WARNING"
     assert "does not answer 200 after 0.3 s: 503 no worker is ready" in text
 
 
+def test_where_http_wants_a_certificate_the_scheduler_is_asked() -> None:
+    """Nothing listens there: an HTTP request would fail."""
+    answers = iter(["starting", "no worker is ready", None])
+    ear = Ear(3)
+    settings = Settings(port=9, ssl_certfile="server.pem", ssl_ca_certs="authorities.pem")
+    Announcer(settings, lambda: next(answers), patience=10).start(ear)
+    assert ear.enough.wait(10)
+    assert list(answers) == []
+    assert ear.heard[0][1].startswith("ready after ")
+
+
 def test_proxies_of_the_environment_are_not_asked(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     Slow.refusals = 0
     ear = Ear(3)
-    Announcer(settings, patience=5).start(ear)
+    Announcer(settings, scheduler_problem, patience=5).start(ear)
     assert ear.enough.wait(10)
     assert ear.heard[0][0] == "INFO"
 
@@ -91,7 +106,7 @@ def test_a_stopped_announcer_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     ear = Ear(1)
-    announcer = Announcer(Settings(port=port), patience=0.5)
+    announcer = Announcer(Settings(port=port), scheduler_problem, patience=0.5)
     announcer.start(ear)
     announcer.stop()
     assert not ear.enough.wait(1.0)

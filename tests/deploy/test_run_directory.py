@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.run_directory import parent_directory, private_run_directory
+from deploy.run_directory import living_run_directories, parent_directory, places_to_look, private_run_directory
 from shared.settings import SettingsError
 
 OWNER = """
@@ -90,7 +91,7 @@ def test_a_parent_too_long_for_sockets_is_explained(parent: Path) -> None:
 
 def test_a_parent_that_is_missing_is_explained(parent: Path) -> None:
     missing = parent / "missing"
-    with pytest.raises(SettingsError, match=r"TMPDIR .*/missing takes no run directory"):
+    with pytest.raises(SettingsError, match=r"no run directory can be made in .*/missing: No such file"):
         private_run_directory(missing).__enter__()
 
 
@@ -99,3 +100,36 @@ def test_the_parent_is_tmpdir_else_the_runtime_directory(tmp_path: Path, monkeyp
     default = parent_directory({})
     assert parent_directory({"XDG_RUNTIME_DIR": str(tmp_path / "gone")}) == default
     assert parent_directory({"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(default)}) == default
+
+
+def test_a_tmpdir_that_cannot_be_used_is_not_replaced_in_silence(tmp_path: Path) -> None:
+    assert parent_directory({"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": "/no/such/place"}) == Path("/no/such/place")
+
+
+def test_servers_are_looked_for_wherever_they_may_have_been_started(tmp_path: Path) -> None:
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": "/somewhere"}
+    assert places_to_look(environ) == [Path("/somewhere"), tmp_path, Path("/tmp"), Path("/run/tokenyard")]
+    unit = (Path(__file__).parents[2] / "deploy" / "systemd" / "tokenyard.service").read_text()
+    assert "TMPDIR=%t/tokenyard" in unit
+    assert "RuntimeDirectory=tokenyard\n" in unit
+
+
+def test_living_ones_are_found_and_others_users_by_root_alone(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with private_run_directory(parent) as directory:
+        assert living_run_directories([parent, parent / "missing"]) == [directory]
+        stranger = directory.path.stat().st_uid + 1
+        monkeypatch.setattr("os.getuid", lambda: stranger)
+        assert living_run_directories([parent]) == []
+        monkeypatch.setattr("os.getuid", lambda: 0)
+        assert living_run_directories([parent]) == [directory]
+    assert living_run_directories([parent]) == []
+
+
+def test_a_full_file_system_is_explained(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("fcntl.flock", full)
+    with pytest.raises(SettingsError, match="No space left on device; set TMPDIR"):
+        private_run_directory(parent).__enter__()
+    assert list(parent.iterdir()) == []

@@ -85,7 +85,7 @@ def test_auto_takes_the_gpus_that_torch_could_use(monkeypatch: pytest.MonkeyPatc
 
 def test_each_device_gets_a_worker_and_each_command_line_names_its_module(tmp_path: Path) -> None:
     settings = Settings(devices="cuda:0,cpu", api_servers=2)
-    specs = child_specs(settings, RunDirectory(tmp_path))
+    specs = child_specs(settings, RunDirectory(tmp_path), listener=9)
     assert [spec.name for spec in specs] == [
         "scheduler", "model_worker:0", "model_worker:1", "api_server:0", "api_server:1",
     ]  # fmt: skip
@@ -93,7 +93,8 @@ def test_each_device_gets_a_worker_and_each_command_line_names_its_module(tmp_pa
         assert spec.argv[:5] == [sys.executable, "-m", spec.role, "--run-dir", str(tmp_path)]
     assert specs[1].argv[5:] == ["--index", "0", "--device", "cuda:0"]
     assert specs[2].argv[5:] == ["--index", "1", "--device", "cpu"]
-    assert specs[4].argv[5:] == ["--index", "1"]
+    assert specs[4].argv[5:] == ["--index", "1", "--listener", "9"]
+    assert [list(spec.pass_fds) for spec in specs] == [[], [], [], [9], [9]]
     assert [spec.counts_starts for spec in specs] == [False, True, True, False, False]
 
 
@@ -131,16 +132,17 @@ def test_arrays_of_killed_processes_are_swept() -> None:
 
 
 STAND_IN = """
-import argparse, http.server, signal, sys, threading
+import argparse, http.server, signal, socket, sys, threading
 from pathlib import Path
 from shared import phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
 from shared.settings import Settings
 parser = argparse.ArgumentParser()
-for flag in ("--run-dir", "--index", "--device", "--epoch"):
+for flag in ("--run-dir", "--index", "--device", "--epoch", "--listener"):
     parser.add_argument(flag)
-run_directory = RunDirectory(Path(parser.parse_args().run_dir))
+options = parser.parse_args()
+run_directory = RunDirectory(Path(options.run_dir))
 settings = Settings.read(run_directory.settings_file)
 become(ROLE)
 class Ready(http.server.BaseHTTPRequestHandler):
@@ -154,7 +156,10 @@ def stop(*_):
 signal.signal(signal.SIGTERM, stop)
 phases.phase("import")
 if ROLE == "api_server":
-    server = http.server.HTTPServer((settings.host, settings.port), Ready)
+    server = http.server.HTTPServer((settings.host, settings.port), Ready, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=int(options.listener))
+    signal.signal(signal.SIGQUIT, stop)
     phases.ready()
     server.serve_forever()
 (run_directory.path / (ROLE + ".sock")).touch()

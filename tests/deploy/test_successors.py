@@ -134,18 +134,6 @@ def test_a_killed_supervisor_leaves_neither(dead: bool) -> None:
         wait_until_dead(fork, parent)
 
 
-def test_sighup_is_followed_by_fresh_processes() -> None:
-    """Code or libraries may be others by now."""
-    with Stage(forking(rolling=True)) as stage:
-        fork = serving(stage, 0)
-        stage.send(signal.SIGHUP)
-        stage.wait_for("exited")
-        serving(stage, 1)
-        stage.wait_for("say", text="model_worker:0 was restarted")
-        assert not is_alive(fork)
-        assert imports(stage) == 2
-
-
 def test_what_a_fork_has_started_ends_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with Stage(forking("--grandchild", str(file)), first_delay=20.0) as stage:

@@ -100,9 +100,17 @@ def test_it_gives_up_when_nobody_of_a_role_serves() -> None:
 
 def test_a_fatal_report_ends_everything_with_its_message() -> None:
     with Stage(actor("scheduler"), actor("model_worker:0", "--fatal", "no such architecture: frobnicator")) as stage:
-        assert stage.end() == 1
+        assert stage.end() == 2
         assert stage.said == ["giving up: model_worker:0 cannot work: no such architecture: frobnicator"]
         assert len(stage.told("started")) == 2
+
+
+def test_what_may_pass_is_tried_again_and_says_why() -> None:
+    child = actor("model_worker:0", "--never-ready", "--fatal", "no GPU yet", "--may-pass", "--then", "exit:78")
+    with Stage(child, first_delay=0.01, deaths=3) as stage:
+        assert stage.end() == 1
+        assert stage.said.count("model_worker:0 cannot work: no GPU yet") == 3
+        assert "3 deaths in a row" in stage.said[-1]
 
 
 def test_a_command_that_does_not_exist_is_no_mystery() -> None:
@@ -163,34 +171,62 @@ def test_one_keystroke_that_arrives_twice_is_one() -> None:
         assert "did not stop in 0.8 s" in stage.said[-1]
 
 
-def test_sighup_restarts_the_rolling_children_one_by_one() -> None:
-    rolling = {"rolling": True, "counts_starts": True}
-    children = (actor("scheduler"), *(actor(f"model_worker:{i}", **rolling) for i in range(3)))
+def test_a_successor_is_started_before_the_old_one_leaves() -> None:
+    children = (actor("scheduler"), *(actor(f"api_server:{i}", rolling=True) for i in range(2)))
     with Stage(*children, deaths=1) as stage:
         stage.wait_for("all_ready")
         before = stage.children()
         stage.send(signal.SIGHUP)
-        for i in range(3):
-            assert stage.wait_for("event", event="ready", epoch=1)["child"] == f"model_worker:{i}"
-        stage.wait_for("say", text="model_worker:2 was restarted")
-        assert stage.children()[0] == before[0]
-        assert not set(stage.children()[1:]) & set(before)
+        for i in range(2):
+            stage.wait_for("say", text=f"api_server:{i} was restarted")
+            stage.wait_for("exited", pid=before[1 + i])
         stage.send(signal.SIGTERM)
         assert stage.end() == 0
-        told = [e for e in stage.story if e["kind"] == "exited" or e.get("event") == "ready"]
-        turns = [(e["kind"], e["child"]) for e in told if e["child"] != "scheduler"][3:9]
-        assert turns == [(kind, f"model_worker:{i}") for i in range(3) for kind in ("exited", "event")]
+        told = [e for e in stage.story if e["kind"] in ("started", "exited") or e.get("event") == "ready"]
+        for i in range(2):
+            turns = [(e["kind"], e.get("pid")) for e in told if e["child"] == f"api_server:{i}"]
+            assert [kind for kind, _ in turns] == ["started", "event", "started", "event", "exited", "exited"]
+            assert turns[1] == ("event", before[1 + i])
+            assert turns[4] == ("exited", before[1 + i])
         assert not any("died" in text for text in stage.said)
 
 
-def test_a_child_that_ignores_its_restart_is_killed_and_replaced() -> None:
-    stubborn = actor("model_worker:0", "--then", "stubborn", rolling=True, counts_starts=True, stop_seconds=0.3)
-    with Stage(stubborn, deaths=1) as stage:
+def test_a_successor_that_cannot_start_changes_nothing(tmp_path: Path) -> None:
+    """As when a certificate was renewed with a file that cannot be read."""
+    broken = tmp_path / "broken"
+    child = actor("api_server:0", "--fatal-if", str(broken), rolling=True)
+    other = actor("api_server:1", rolling=True)
+    with Stage(child, other, deaths=1) as stage:
         stage.wait_for("all_ready")
+        before = stage.children()
+        broken.write_text("no such certificate")
         stage.send(signal.SIGHUP)
-        assert "did not stop in 0.3 s: killed" in stage.wait_for("say", level="WARNING")["text"]
-        assert stage.wait_for("event", event="ready")["epoch"] == 1
-        stage.wait_for("say", text="model_worker:0 was restarted")
+        stage.wait_for("say", text="api_server:0 cannot work: no such certificate")
+        assert "api_server:0 was not restarted" in stage.wait_for("say", level="ERROR")["text"]
+        assert stage.children() == before
+        broken.unlink()
+        stage.send(signal.SIGHUP)
+        for i in range(2):
+            stage.wait_for("say", text=f"api_server:{i} was restarted")
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+
+
+def test_one_that_leaves_is_stopped_with_the_others() -> None:
+    child = actor("api_server:0", "--then", "slow to retire", rolling=True)
+    with Stage(child) as stage:
+        stage.wait_for("all_ready")
+        (old,) = stage.children()
+        stage.send(signal.SIGHUP)
+        stage.wait_for("say", text="api_server:0 was restarted")
+        assert len(stage.children()) == 2
+        os.kill(next(pid for pid in stage.children() if pid != old), signal.SIGKILL)
+        assert "api_server:0 died" in stage.wait_for("say", level="ERROR")["text"]
+        stage.wait_for("event", event="ready")
+        assert old in stage.children()
+        stage.send(signal.SIGTERM)
+        assert stage.end() == 0
+        wait_until_dead(old)
 
 
 def test_sighup_of_a_terminal_that_went_away_stops() -> None:

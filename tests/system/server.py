@@ -96,11 +96,11 @@ class Server:
         self.wait_for(
             "the start of mask processes",
             20,
-            lambda: self._count("model_worker.mask_process") >= self._count("model_worker"),
+            lambda: self.count("model_worker.mask_process") >= self.count("model_worker"),
         )
         return sorted(child.pid for child in self.children())
 
-    def _count(self, module: str) -> int:
+    def count(self, module: str) -> int:
         return sum(f"-m {module} " in _command_line(child) for child in self.children())
 
     def child(self, module: str, nth: int = 0) -> psutil.Process:

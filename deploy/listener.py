@@ -1,0 +1,56 @@
+"""The port of a server: bound once, by the supervisor, and handed down to the API processes.
+
+All of them accept from one queue. So a port belongs to one server from the first moment, a process that is replaced or
+dies leaves no connection behind that nobody would accept, and of two servers that want one port the later one fails at
+once.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from shared.settings import SettingsError
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted; the kernel cuts it to net.core.somaxconn."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. SettingsError says why there can be none, with a remedy."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise SettingsError(
+            f"host {host!r} is no address of this machine ({error.strerror}); use 127.0.0.1 or 0.0.0.0"
+        ) from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections of an earlier server that are only waiting for their end do not stop this one.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)  # which is what settles between two that bind at the same moment
+    except OSError as error:
+        listener.close()
+        raise SettingsError(_explain(error, host, port)) from None
+    return listener
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why nobody can listen on this address, in words with a remedy; None when one can."""
+    try:
+        listen(host, port).close()
+    except SettingsError as error:
+        return str(error)
+    return None
+
+
+def _explain(error: OSError, host: str, port: int) -> str:
+    match error.errno:
+        case errno.EADDRINUSE:
+            return f"port {port} is taken by another process (`ss -ltnp sport = :{port}` names it); use another --port"
+        case errno.EACCES:
+            return f"port {port} needs privileges, as all below 1024 do; use a --port from 1024 on"
+        case errno.EADDRNOTAVAIL:
+            return f"host {host!r} is no address of this machine; use 127.0.0.1 or 0.0.0.0"
+    return f"cannot listen on {host}:{port}: {error.strerror}"

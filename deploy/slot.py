@@ -1,0 +1,66 @@
+"""A place in the supervisor's list: the child that fills it now, and how its predecessors fared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from deploy.child import Child, ChildSpec
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When a dead child is started again, in seconds, and when no more.
+
+    The delay doubles from `first_delay` to `longest_delay` and falls back after the child served for `settled_after`.
+    A child is hopeless after `deaths` deaths in a row, each before it had served that long. The supervisor gives up
+    when all children of a role are; until then the others go on, and the hopeless one is tried again and again.
+    """
+
+    first_delay: float = 0.25
+    longest_delay: float = 8.0
+    settled_after: float = 10.0
+    deaths: int = 5
+
+
+@dataclass(eq=False)
+class Slot:
+    """One of the children that a server consists of, across its deaths and restarts."""
+
+    spec: ChildSpec
+    policy: RestartPolicy
+    child: Child | None = None
+    parent: Child | None = None
+    """The process whose fork was the child that has died, and from which the next one can be forked."""
+    epoch: int = field(init=False)
+    wanted: bool = True
+    """Whether a child that ends is followed by another."""
+    due: float = 0.0
+    deaths_in_a_row: int = 0
+    kill_at: float | None = None
+    """Set while the child leaves, because another one has taken its place: its end is no death."""
+    patience: float = 0.0
+    """The seconds it was given for that."""
+
+    def __post_init__(self) -> None:
+        self.epoch = self.spec.first_epoch
+
+    def record_death(self, child: Child, now: float) -> None:
+        served = 0.0 if child.ready_at is None else now - child.ready_at
+        self.deaths_in_a_row = 1 if served >= self.policy.settled_after else self.deaths_in_a_row + 1
+
+    def let_end(self, now: float, patience: float) -> None:
+        """Its child has been told to end; after so many seconds it is killed."""
+        self.kill_at, self.patience = now + patience, patience
+
+    @property
+    def hopeless(self) -> bool:
+        return self.deaths_in_a_row >= self.policy.deaths and not self.serves
+
+    @property
+    def delay(self) -> float:
+        doublings = min(self.deaths_in_a_row - 1, 32)
+        return float(min(self.policy.longest_delay, self.policy.first_delay * 2**doublings))
+
+    @property
+    def serves(self) -> bool:
+        return self.child is not None and self.child.ready_at is not None
