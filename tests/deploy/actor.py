@@ -59,7 +59,8 @@ def main() -> None:
     if not arguments.never_ready:
         successors.has_served()
         phases.ready(epoch=epoch, pid=os.getpid())
-    beat(arguments.beat_for if epoch <= 0 else math.inf)
+    if arguments.beat_for:
+        beat(arguments.beat_for if epoch <= 0 else math.inf)
     time.sleep(arguments.after)
     end(arguments.then)
 
