@@ -22,7 +22,7 @@ import zmq
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
-from api_server.__main__ import _Server
+from api_server.__main__ import _Server, tls_options
 from api_server.access_log import logged
 from api_server.app import create
 from api_server.engine_client import EngineClient
@@ -403,6 +403,7 @@ def serving(
                 log_config=None,
                 timeout_keep_alive=settings.keep_alive_timeout,
                 timeout_graceful_shutdown=1,
+                **tls_options(settings),
             )
         )
         serving = asyncio.ensure_future(found["web"].serve(sockets=[listener]))

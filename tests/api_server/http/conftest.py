@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,10 +63,12 @@ class Answer:
 class Line:
     """A connection on which bytes go as they are, and answers are read one after the other."""
 
-    def __init__(self, server: LiveServer) -> None:
+    def __init__(self, server: LiveServer, tls: ssl.SSLContext | None = None) -> None:
         target = urlsplit(server.url)
         self.socket = socket.create_connection((target.hostname, target.port or 0), timeout=10)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_hostname="127.0.0.1")
         self._reader = self.socket.makefile("rb")
 
     def send(self, *pieces: bytes, pause: float = 0.0) -> None:
