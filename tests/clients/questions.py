@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 WEATHER = "What is the weather in Paris?"
 """Calls get_weather with {"city": "Paris"} where that tool is offered."""
@@ -25,7 +25,13 @@ CITY_SCHEMA: dict[str, Any] = {
 }
 
 
-class Person(BaseModel):
+class Closed(BaseModel):
+    """Other properties would let an answer go on for ever."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Person(Closed):
     """A person."""
 
     name: str = Field(max_length=20)
@@ -33,12 +39,12 @@ class Person(BaseModel):
     city: str = Field(max_length=20)
 
 
-class Owner(BaseModel):
+class Owner(Closed):
     kind: Literal["person", "company"]
     alive: bool
 
 
-class Verdict(BaseModel):
+class Verdict(Closed):
     """Asked of a model that was never trained on it: only the schema brings it about.
 
     Nothing in it can be long, not even for clients that leave bounds out of the schema: the answer ends.
