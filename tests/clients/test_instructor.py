@@ -15,8 +15,8 @@ from tests.clients.questions import PERSON, Person, Verdict
 from tests.system.server import Server
 
 MODEL = "tokenyard-demo"
-CHAT_MODES = ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "MD_JSON", "RESPONSES_TOOLS"]
-"""By name: without the package this file can be read, too."""
+CHAT_MODES = ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"]
+"""Those in which the server has a part: MD_JSON only asks in words, so that what comes is up to the model."""
 
 
 def chat(server: Server, mode: str) -> Any:
