@@ -29,7 +29,7 @@ hypothesis.settings.load_profile("house")
 collect_ignore = ["clients"]
 """They run in an environment of their own: `make test-clients`."""
 
-SERVING = ("tests/system/", "tests/chaos/", "tests/deploy/", "tests/benchmarks/")
+SERVING = ("tests/system/", "tests/chaos/", "tests/deploy/", "tests/benchmarks/", "tests/components/")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
