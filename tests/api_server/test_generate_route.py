@@ -123,18 +123,18 @@ def test_body_that_is_no_object(live: LiveServer) -> None:
 
 
 def test_body_that_is_declared_to_be_something_else(live: LiveServer) -> None:
-    for path, status in (
-        ("/v1/chat/completions", 415),
-        ("/v1/completions", 415),
-        ("/v1/messages", 415),
-        ("/generate_stream", 415),
-        ("/", 415),
-        ("/generate", 400),
-        ("/detokenize", 400),
+    for path in (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/generate_stream",
+        "/",
+        "/generate",
+        "/detokenize",
     ):
         for kind in ("text/plain", "application/x-www-form-urlencoded"):
             response = httpx.post(live.url + path, content=b"{}", headers={"content-type": kind})
-            assert (response.status_code, kind in response.text) == (status, True), path
+            assert (response.status_code, kind in response.text) == (415, True), path
     for kind in ("application/json; charset=utf-8", "Application/JSON", "application/problem+json"):
         headers = {"content-type": kind}
         assert httpx.post(live.url + "/generate", content=b'{"text": "a"}', headers=headers).status_code == 200

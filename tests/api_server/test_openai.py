@@ -318,7 +318,7 @@ LONG = "fox " * 300
         ("chat/completions", chat(response_format={"type": "json_object"}, regex="a"), "regex"),
         ("chat/completions", chat(tool_choice="required"), "tool_choice"),
         ("chat/completions", chat(modalities=["text", "audio"]), "modalities"),
-        ("chat/completions", chat(guided_json={"if": {}, "then": {}}), "guided_json"),
+        ("chat/completions", chat(guided_json={"if": {"minLength": 2}, "then": {"maxLength": 3}}), "guided_json"),
         ("chat/completions", chat(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
         ("chat/completions", chat(add_generation_prompt=True, continue_final_message=True), "continue_final_message"),
         ("chat/completions", chat(messages=[{"role": "user", "content": LONG}]), "prompt"),
