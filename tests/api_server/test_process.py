@@ -213,26 +213,27 @@ def test_one_that_retires_is_ready_until_its_last_stream_has_ended(
 ) -> None:
     settings = json.loads(run_directory.settings_file.read_text())
     run_directory.settings_file.write_text(json.dumps(settings | {"drain_timeout": 1}))
-    double.step_seconds = 0.05
+    double.step_seconds = 0.15
     double.answer = lambda _: [40]
-    with started(run_directory, listener) as old, started(run_directory, listener, 1) as new:
+    with started(run_directory, listener) as old, httpx.Client(timeout=30) as client:
         old.wait_ready()
         kept = old.connection()  # before there is another one to accept it
         double.wait(lambda: ask(kept, "/ready").status == 200)
         body = {"prompt": "x", "max_tokens": 100, "stream": True}
-        with httpx.Client(timeout=30) as client:
-            stream = client.build_request("POST", f"{old.url}/v1/completions", json=body)
-            response = client.send(stream, stream=True)
-            lines = response.iter_lines()
-            next(lines)
+        stream = client.build_request("POST", f"{old.url}/v1/completions", json=body)
+        response = client.send(stream, stream=True)
+        lines = response.iter_lines()
+        next(lines)
+        with started(run_directory, listener, 1) as new:
             new.wait_ready()
             old.popen.send_signal(signal.SIGQUIT)
-            time.sleep(0.3)
+            time.sleep(0.5)
             answer = ask(kept, "/ready")
             assert (answer.status, answer.getheader("connection")) == (200, "close")
+            double.step_seconds = 0.0
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert old.popen.wait(10) == 0
-        double.wait(lambda: httpx.get(f"{new.url}/ready").status_code == 200)
+            assert old.popen.wait(10) == 0
+            double.wait(lambda: httpx.get(f"{new.url}/ready").status_code == 200)
 
 
 def _refused(url: str) -> bool:

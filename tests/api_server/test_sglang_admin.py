@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api_server import engine_client, probe
+from api_server import probe, questions
 from api_server.dialects.sglang.loads import Loads, loads_of
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateResponse
 from interfaces.messages import Action, Status, WorkerStatus
@@ -156,7 +156,7 @@ def test_pause_and_continue(live: LiveServer, body: Any, expected: list[int]) ->
 
 
 def test_a_silent_scheduler_is_told(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_client, "ORDER_SECONDS", 0.2)
+    monkeypatch.setattr(questions, "SECONDS_TO_ANSWER", 0.2)
     live.double.ignore_orders = True
     response = post(live, "/flush_cache")
     assert (response.status_code, response.headers["retry-after"]) == (503, "1")

@@ -184,13 +184,13 @@ def test_broken_files_are_refused(directory: Path, tmp_path: Path) -> None:
     path = altered(tiny_model("llama", directory), tmp_path / "model")
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    with pytest.raises(ModelRefused, match=r"LlamaForCausalLM cannot be served: .*deserializing"):
+    with pytest.raises(ModelRefused, match=r"LlamaForCausalLM cannot be served: .*should have"):
         load(path)
     weights.rename(path / "pytorch_model.bin")
     with pytest.raises(ModelRefused, match=r"no file named model\.safetensors"):
         load(path)
     (path / "config.json").write_text("{")
-    with pytest.raises(ModelRefused, match="not a valid JSON"):
+    with pytest.raises(ModelRefused, match=r"config\.json: Expecting property name"):
         load(path)
     (path / "config.json").unlink()
     with pytest.raises(ModelRefused, match=r"no config\.json"):

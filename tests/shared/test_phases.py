@@ -32,7 +32,7 @@ def test_each_event_is_one_json_line(pipe: int) -> None:
         {"event": "phase", "name": "load weights"},
         {"event": "progress", "done": 3, "total": 10, "unit": "tensors"},
         {"event": "ready", "blocks": 7},
-        {"event": "fatal", "message": "wrong model\nsecond line"},
+        {"event": "fatal", "message": "wrong model\nsecond line", "may_pass": False},
     ]
 
 

@@ -63,6 +63,8 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "max_open_per_key": st.integers(0, 10**6),
     "stall_timeout": st.integers(1, 10**6),
     "drain_timeout": st.integers(0, 3600),
+    "drain_delay": st.integers(0, 3600),
+    "control_tokens": st.booleans(),
     "log_level": st.sampled_from(LOG_LEVELS),
     "log_format": st.sampled_from(FORMATS),
     "access_log": st.booleans(),

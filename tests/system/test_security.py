@@ -60,7 +60,7 @@ def get(server: Server, path: str, key: str = "") -> bytes:
 def test_it_serves_over_tls_to_those_who_have_a_key(locked: Server) -> None:
     assert locked.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 3}})["output_ids"]
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        get(locked, "/v1/models", "other-key ")
+        get(locked, "/v1/models", "other-key2")
     get(locked, "/v1/models", "other-key")
     with socket.create_connection(("127.0.0.1", locked.port), timeout=5) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
