@@ -14,7 +14,7 @@ from tests.system.server import Server
 PROMPT = [5, 9, 20, 31, 7, 44, 12]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_answers_come_before_the_kernels_and_stay_the_same(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,7 +43,7 @@ def test_answers_come_before_the_kernels_and_stay_the_same(
             assert refused.value.code == 503
             assert "ask again in a minute" in refused.value.read().decode()
             assert "kernels are being compiled" in log.read_text()
-            server.wait_for("compiled kernels", 300, lambda: "the kernels are compiled" in log.read_text())
+            server.wait_for("compiled kernels", 480, lambda: "the kernels are compiled" in log.read_text())
         finally:
             gone_over.set()
             asking.join()
