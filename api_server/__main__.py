@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def tls_options(settings: Settings) -> dict[str, Any]:
-    """What uvicorn is told of TLS; nothing without a certificate."""
+    """The TLS options for uvicorn. Empty without a certificate."""
     if not settings.ssl_certfile:
         return {}
     return {

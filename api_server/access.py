@@ -37,7 +37,7 @@ _OF_PROXIES = frozenset(
     }
 )
 _OF_PROXIES_BEGIN = ("x-forwarded", "x-envoy-")
-"""Headers that a proxy adds: whoever sent the request is elsewhere."""
+"""Headers that a proxy adds. A request that has one came from another host."""
 
 
 def identify(keys: AccessKeys, scope: Scope) -> Caller:

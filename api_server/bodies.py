@@ -23,7 +23,7 @@ MOST_WEIGHT = 3 * MAX_BODY_BYTES
 MOST_HELD = 4 * MOST_WEIGHT
 """Of all bodies together."""
 KEPT_FOR_SMALL = MOST_WEIGHT
-"""Beyond that, for small ones: a few large ones shut nobody else out."""
+"""A further budget for small bodies, so that a few large ones do not keep them out."""
 SMALL = 1 << 16
 LIGHT = 1 << 18
 """Weight up to which a body is read on the event loop: it takes a few milliseconds."""
