@@ -17,11 +17,13 @@ from api_server.endpoint import Call, Handler
 from api_server.errors import ErrorKind, RequestFailed
 from shared.access_keys import AccessKeys, Caller
 from shared.addresses import is_loopback
+from shared.settings import Settings
 
 PUBLIC_PATHS = frozenset(
     {"/health", "/ping", "/health_generate", "/ready", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"}
 )
 """For load balancers, orchestrators, Prometheus, and for those who want to learn how to ask. They tell no secret."""
+METRICS_PATH = "/metrics"
 
 _OF_PROXIES = frozenset(
     {
@@ -40,13 +42,18 @@ _OF_PROXIES_BEGIN = ("x-forwarded", "x-envoy-")
 """Headers that a proxy adds. A request that has one came from another host."""
 
 
-def identify(keys: AccessKeys, scope: Scope) -> Caller:
+def public_paths(settings: Settings) -> frozenset[str]:
+    """The paths of this server that want no key, beside its front page."""
+    return PUBLIC_PATHS - {METRICS_PATH} if settings.private_metrics else PUBLIC_PATHS
+
+
+def identify(keys: AccessKeys, public: frozenset[str], scope: Scope) -> Caller:
     """Who makes this request. Raises RequestFailed(UNAUTHORIZED)."""
     given = _presented(scope)
     callers = [caller for key in (given or (None,)) if (caller := keys.caller(key))]
     if callers:
         return max(callers, key=lambda caller: caller.admin)
-    if scope["path"] in PUBLIC_PATHS or (scope["path"] == "/" and scope["method"] in ("GET", "HEAD")):
+    if scope["path"] in public or (scope["path"] == "/" and scope["method"] in ("GET", "HEAD")):
         return Caller()
     problem = "no API key was given" if not given else "the API key is not one of this server's"
     raise RequestFailed(

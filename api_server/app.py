@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server import openapi, probe
-from api_server.access import PUBLIC_PATHS, identify
+from api_server.access import identify, public_paths
 from api_server.dialects import anthropic, generate_route, hosted, models_route, openai
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import admin as sglang_admin
@@ -35,6 +35,7 @@ from api_server.dialects.sglang import tokenize as sglang_tokenize
 from api_server.dialects.tgi import routes as tgi
 from api_server.endpoint import Call, Document, Endpoint, ErrorRenderer, discard_body, endpoint, internal_error
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.http import descriptors
 from api_server.http.pages import allow_pages
 from api_server.http.paths import above, meant
 from api_server.metrics import Metrics, generation_paths, metrics_route
@@ -72,6 +73,7 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
     ]
     metrics = Metrics(server.model_name, generation_paths(routes))
     server.observers.append(metrics)
+    descriptors.watchers.append(metrics.connection_refused)
     described = [*routes, metrics_route(metrics)]
     return Application(server, [*described, *openapi.routes(described, release())], metrics)
 
@@ -87,7 +89,8 @@ class Application:
         self.routes = list(routes)
         self._router = Router(self.routes, redirect_slashes=False)
         origins, has_keys = server.settings.cors_origins, bool(server.keys.users)
-        self._served = allow_pages(self._serve, origins, PUBLIC_PATHS, has_keys)
+        self._public = public_paths(server.settings)
+        self._served = allow_pages(self._serve, origins, self._public, has_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         serve = self._served if scope["type"] == "http" else self._router
@@ -109,7 +112,7 @@ class Application:
             return send(message)
 
         try:
-            scope["state"]["caller"] = identify(self.server.keys, scope)
+            scope["state"]["caller"] = identify(self.server.keys, self._public, scope)
             _check_path(scope["path"])
             await self._router(scope, receive, send_with_id)
         except RequestFailed as error:

@@ -111,7 +111,10 @@ class Metrics:
         self._cached_tokens = _Tally(
             Counter("tokenyard_cached_prompt_tokens", "Prompt tokens that came from the prefix cache", registry=own)
         )
-        self._totals = (self._prompt_tokens, self._generation_tokens, self._cached_tokens)
+        self._refused_connections = _Tally(
+            Counter("tokenyard_connections_refused", "Connections beyond the limit of open files", registry=own)
+        )
+        self._totals = (self._prompt_tokens, self._generation_tokens, self._cached_tokens, self._refused_connections)
         self._histograms: list[_TalliedHistogram] = []
         self._validation = self._histogram("request_validation_seconds", "Arrival to submission", SECONDS)
         self._wait = self._histogram(
@@ -175,6 +178,11 @@ class Metrics:
     def failed(self, path: str, error: RequestFailed) -> None:
         if path in self._routes:
             self._count(path, outcome_of(error.kind))
+
+    def connection_refused(self) -> None:
+        """For want of a file descriptor."""
+        self._refused_connections.amount += 1
+        self._write_soon()
 
     def write(self) -> None:
         """What was added up goes into the shared counters."""

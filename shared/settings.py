@@ -82,6 +82,11 @@ class Settings:
         "host, if it listens on a loopback address, and neither proxies nor web pages of other sites",
         secret=True,
     )
+    private_metrics: bool = _setting(
+        "access",
+        False,
+        "let /metrics want an API key as other routes do; Prometheus sends one as its `authorization: credentials`",
+    )
     cors_origins: str = _setting(
         "access",
         "auto",
@@ -241,6 +246,8 @@ class Settings:
         _check_hosts(self.fetch_hosts)
         origins = "auto, none, *, or a list of SCHEME://HOST or SCHEME://HOST:PORT without a path"
         _check(_are_origins(self.cors_origins), "cors_origins", self.cors_origins, origins)
+        has_keys = self.api_key or self.api_key_file
+        _check(bool(has_keys) or not self.private_metrics, "private_metrics", True, "used with api_key or api_key_file")
         endpoint = self.worker_endpoint
         _check(not endpoint or _is_tcp(endpoint), "worker_endpoint", endpoint, "tcp://ADDRESS:PORT")
         _check(_are_devices(self.devices), "devices", self.devices, "auto, or a list of cpu and cuda:N")

@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import time
+from collections.abc import Callable
 from functools import cache
 
 log = logging.getLogger("tokenyard")
@@ -17,14 +18,19 @@ log = logging.getLogger("tokenyard")
 KEPT_BACK = 32
 QUIET_SECONDS = 60.0
 
+# Called for each connection that is refused: the metrics count them.
+watchers: list[Callable[[], None]] = []
+
 _last_line = -QUIET_SECONDS
 
 
 def are_short(connections: int) -> bool:
-    """Whether this is one connection more than can be held. Said in the log, once a minute."""
+    """Whether this is one connection more than can be held. The metrics count it, and the log has a line a minute."""
     global _last_line
     if connections <= most_connections():
         return False
+    for count in watchers:
+        count()
     now = time.monotonic()
     if now - _last_line >= QUIET_SECONDS:
         _last_line = now

@@ -24,17 +24,29 @@ from uvicorn.server import ServerState
 
 from api_server.http import descriptors
 from api_server.http.heads import MAX_HEAD_BYTES, MAX_URL_BYTES, Refused, answer, check, check_count
+from api_server.http.unread import Unread
 
 log = logging.getLogger("tokenyard")
 
 REQUEST_SECONDS = 30.0
 """For a head, from its first byte or from the start of the connection; for a body, from one piece to the next."""
 
+# A body that comes in trickles holds a connection and a part of the budget of bodies. So it has REQUEST_SECONDS as a
+# whole, and a second more for each so many bytes (Apache's RequestReadTimeout works alike, and its default is 500).
+BODY_BYTES_PER_SECOND = 1000
+
+# A client with a small window shows that it reads only when half of that window is free again. At this limit one that
+# takes 16 bytes a second through a window of 8 KiB is far from being cut off.
+UNREAD_SECONDS = 300.0
+
 MOST_WAITING = 8
 """Requests that are read while the answer to one before them is under way."""
 
 LINGER_SECONDS = 2.0
 """A refused client that is still sending would lose the answer if its connection were closed at once."""
+
+SHORTEST_LOOK_SECONDS = 0.05
+"""Between two looks at the clock of a connection."""
 
 PEER_LOOK_SECONDS = 0.05
 """Between two looks at whether a client that sends no more is still there."""
@@ -67,12 +79,16 @@ class HttpProtocol(HttpToolsProtocol):
         self._deaf = False
         """Nothing more is read from this client."""
         self._heard = self.loop.time()
+        self._body_began = self._heard
+        self._body_bytes = 0
+        self._unread: Unread  # from `connection_made` on
         self._clock: asyncio.TimerHandle | None = None
         self._answering: RequestResponseCycle | None = None
         """The request whose answer is sent or awaited; further ones wait in `pipeline`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._unread = Unread(transport, self.loop.time())
         self._clock = self.loop.call_later(REQUEST_SECONDS, self._look_at_clock)
         if descriptors.are_short(len(self.connections)):
             self._deaf = True
@@ -143,10 +159,12 @@ class HttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # uvicorn stops at the first that waits, and so would not see the client leave
         self.headers = []  # trailers come here: they must not be taken for headers
         self._phase = _BODY
-        self._heard = self.loop.time()
+        self._heard = self._body_began = self.loop.time()
+        self._body_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         self._unpaid = 0
+        self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -196,20 +214,51 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-    # Clients that say no more
+    # Clients that say no more, or take nothing
 
     def _look_at_clock(self) -> None:
+        now = self.loop.time()
         if self.flow.read_paused:
-            self._heard = self.loop.time()  # it is not the client who does not go on
-        waits = self._phase != _COMPLETE and not self._deaf
-        left = self._heard + REQUEST_SECONDS - self.loop.time() if waits else REQUEST_SECONDS
+            self._heard = self._body_began = now  # it is not the client who does not go on
+            self._body_bytes = 0
+        left = min(self._time_to_read(now), self._time_to_send(now))
+        self._clock = self.loop.call_later(max(left, SHORTEST_LOOK_SECONDS), self._look_at_clock)
+
+    def _time_to_read(self, now: float) -> float:
+        """Seconds until the next look at what the client sends. Ends its request when its time is up."""
+        if self._phase == _COMPLETE or self._deaf:
+            return REQUEST_SECONDS
+        left = self._heard + REQUEST_SECONDS - now
+        if self._phase == _BODY:
+            whole = REQUEST_SECONDS + self._body_bytes / BODY_BYTES_PER_SECOND
+            left = min(left, self._body_began + whole - now)
         if left > 0:
-            self._clock = self.loop.call_later(left, self._look_at_clock)
-        elif self._phase == _NOTHING:
+            return left
+        if self._phase == _NOTHING:
             self.transport.close()
         else:
-            what = "the body has not gone on" if self._phase == _BODY else "the head is not complete"
-            self._refuse(Refused(408, f"{what} after {REQUEST_SECONDS:.0f} s"))
+            self._refuse(self._too_slow(now))
+        return REQUEST_SECONDS
+
+    def _too_slow(self, now: float) -> Refused:
+        if self._phase == _HEAD:
+            return Refused(408, f"the head is not complete after {REQUEST_SECONDS:.0f} s")
+        if self._heard + REQUEST_SECONDS <= now:
+            return Refused(408, f"the body has not gone on after {REQUEST_SECONDS:.0f} s")
+        return Refused(408, f"the body comes more slowly than {BODY_BYTES_PER_SECOND} bytes a second")
+
+    def _time_to_send(self, now: float) -> float:
+        """Seconds until the next look at what the client takes. Ends the connection when its time is up."""
+        left = UNREAD_SECONDS - self._unread.seconds(now)
+        if left > 0:
+            return left
+        log.warning(
+            "%s has read nothing of its answer for %.0f s: its connection is ended, and its request cancelled",
+            self.client[0] if self.client else "?",
+            UNREAD_SECONDS,
+        )
+        self._unread.drop()
+        return UNREAD_SECONDS
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether the connection stays, for the answer. Closing and shutting down the sending side look alike.

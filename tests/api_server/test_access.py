@@ -15,6 +15,7 @@ from starlette.routing import Route
 from api_server.access import PUBLIC_PATHS
 from api_server.app import create
 from shared.access_keys import AccessKeys, digest_of
+from shared.settings import Settings, SettingsError
 from tests.api_server.conftest import LiveServer
 
 HTTP = httpx.Client(timeout=20)
@@ -48,6 +49,27 @@ def test_every_route_but_the_public_ones_wants_a_key(guarded: LiveServer) -> Non
             assert "not one of this server's" in response.text
     assert checked > 20
     assert all(submit.context.request_id.startswith("HEALTH_CHECK") for submit in guarded.double.submits)
+
+
+@pytest.mark.parametrize("private", [False, True])
+async def test_metrics_want_a_key_where_they_are_private(live: LiveServer, private: bool) -> None:
+    settings = dataclasses.replace(live.state.settings, api_key=digest_of(KEYS[0]), private_metrics=private)
+    live.state.settings, live.state.keys = settings, AccessKeys.of(settings)
+    transport = httpx.ASGITransport(create(live.state), client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        answer = await http.get("/metrics")
+        assert answer.status_code == (401 if private else 200)
+        assert ("tokenyard_requests" in answer.text) is not private
+        assert (await http.get("/metrics", headers=bearer("wrong"))).status_code == answer.status_code
+        assert "tokenyard_requests" in (await http.get("/metrics", headers=bearer(KEYS[0]))).text
+        assert (await http.get("/health")).status_code == 200
+
+
+def test_private_metrics_want_a_server_with_keys() -> None:
+    for settings in ({}, {"admin_api_key": ADMIN}):
+        with pytest.raises(SettingsError, match=r"private_metrics must be used with api_key or api_key_file"):
+            Settings(private_metrics=True, **settings)  # type: ignore[arg-type]
+    assert Settings(private_metrics=True, api_key_file="keys").private_metrics
 
 
 @pytest.mark.parametrize("key", [*KEYS, ADMIN])

@@ -63,9 +63,15 @@ class Answer:
 class Line:
     """A connection on which bytes go as they are, and answers are read one after the other."""
 
-    def __init__(self, server: LiveServer, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, server: LiveServer, tls: ssl.SSLContext | None = None, receive_buffer: int | None = None
+    ) -> None:
         target = urlsplit(server.url)
-        self.socket = socket.create_connection((target.hostname, target.port or 0), timeout=10)
+        self.socket = socket.socket()
+        self.socket.settimeout(10)
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.connect((target.hostname, target.port or 0))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket, server_hostname="127.0.0.1")

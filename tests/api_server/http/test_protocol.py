@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -399,13 +400,96 @@ def test_a_head_may_not_take_for_ever_in_small_pieces(hurried: float, server: Li
     line.close()
 
 
-def test_a_body_may_take_long_if_it_goes_on(hurried: float, server: LiveServer) -> None:
+def test_a_body_that_trickles_is_ended(hurried: float, server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time, and all of them together would take a minute."""
+    monkeypatch.setattr(protocol, "BODY_BYTES_PER_SECOND", 50)
     line = Line(server)
-    data = request("/v1/completions", ASK | {"pad": "x" * 40})
+    data = request("/v1/completions", ASK | {"pad": "x" * 600})
     cut = data.index(b"\r\n\r\n") + 4
-    line.send(data[:cut], *(data[i : i + 10] for i in range(cut, len(data), 10)), pause=hurried / 4)
+    started = time.monotonic()
+    line.send(data[:cut])
+    with contextlib.suppress(OSError):
+        line.send(*(data[i : i + 1] for i in range(cut, len(data))), pause=hurried / 4)
+        pytest.fail("the server has let it go on")
+    assert hurried < time.monotonic() - started < 5
+    answer = line.answer()
+    assert answer.status == 408
+    assert "more slowly than 50 bytes a second" in answer.json["error"]["message"]
+    assert server.state.bodies.held == 0
+    assert not server.double.submits
+    line.close()
+
+
+def test_a_body_may_take_long_if_it_goes_on(
+    hurried: float, server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "BODY_BYTES_PER_SECOND", 50)
+    line = Line(server)
+    data = request("/v1/completions", ASK | {"pad": "x" * 300})
+    cut = data.index(b"\r\n\r\n") + 4
+    started = time.monotonic()
+    line.send(data[:cut], *(data[i : i + 20] for i in range(cut, len(data), 20)), pause=hurried / 4)
+    assert time.monotonic() - started > 3 * hurried
     assert line.answer().status == 200
     line.close()
+
+
+UNREAD = 0.6
+"""Seconds that the following tests give a client that reads nothing."""
+
+
+@pytest.fixture
+def unread_line(server: LiveServer, monkeypatch: pytest.MonkeyPatch, hurried: float) -> Iterator[Line]:
+    """A connection with the smallest buffers on both sides, so that little is on its way unread."""
+    monkeypatch.setattr(protocol, "UNREAD_SECONDS", UNREAD)
+    made = protocol.HttpProtocol.connection_made
+
+    def connection_made(self: protocol.HttpProtocol, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(self, transport)
+
+    monkeypatch.setattr(protocol.HttpProtocol, "connection_made", connection_made)
+    line = Line(server, receive_buffer=4096)
+    yield line
+    line.close()
+
+
+def read_all(line: Line) -> list[bytes]:
+    return list(iter(lambda: line.socket.recv(1 << 16), b""))
+
+
+STREAM = {"prompt": "x", "max_tokens": 200, "stream": True, "logprobs": 5}
+
+
+def test_a_client_that_never_reads_its_answer_is_ended(
+    unread_line: Line, server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless(server.double)
+    unread_line.send(request("/v1/completions", STREAM))
+    server.double.wait(lambda: any(running.done > 100 for running in server.double.running.values()))
+    server.double.hold.set()
+    server.double.wait(lambda: not server.double.running, 10)
+    assert "has read nothing of its answer" in caplog.text
+    with pytest.raises(ConnectionResetError):
+        read_all(unread_line)
+
+
+def test_an_unread_answer_ends_also_when_it_is_complete(unread_line: Line, hurried: float) -> None:
+    """The connection is closed then, and waits for the rest to go out."""
+    unread_line.send(request("/openapi.json", b"", "Connection: close", method="GET"))
+    time.sleep(UNREAD + 2 * hurried)
+    with pytest.raises(ConnectionResetError):
+        read_all(unread_line)
+
+
+def test_a_client_that_reads_slowly_gets_its_whole_answer(unread_line: Line) -> None:
+    unread_line.send(request("/openapi.json", b"", "Connection: close", method="GET"))
+    started = time.monotonic()
+    for _ in range(30):
+        time.sleep(UNREAD / 6)
+        assert len(unread_line.socket.recv(4096)) > 100
+    assert time.monotonic() - started > 4 * UNREAD
+    assert b"".join(read_all(unread_line)).endswith(b"}")
 
 
 def test_an_answer_may_take_long(hurried: float, server: LiveServer) -> None:
