@@ -515,26 +515,54 @@ def test_an_idle_connection_is_closed_in_time_whatever_blank_lines_it_sends(line
 # Clients that send no more
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-@pytest.mark.parametrize("when", ["at once", "while it is computed"])
-def test_a_client_that_only_stops_sending_gets_its_answer(
-    line: Line, server: LiveServer, stream: bool, version: str, when: str
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_stops_sending_with_its_request_gets_its_answer(
+    line: Line, server: LiveServer, stream: bool, version: str
 ) -> None:
-    if when == "while it is computed" and stream and version == "1.0":
-        pytest.skip("such a client is taken for one that left: docs/decisions.md")
     endless(server.double)
     line.send(request("/v1/completions", {"prompt": "x", "max_tokens": 30, "stream": stream}, version=version))
-    if when != "at once":
-        server.double.wait(lambda: any(running.done > 2 for running in server.double.running.values()))
     line.shut_down()
     answer = line.answer()
-    assert answer.headers["connection"] == "close" or when != "at once"
+    assert answer.headers["connection"] == "close"
+    check_whole_answer(answer, stream)
+    assert line.ended
+
+
+# A stream to HTTP/1.0 is the next test's.
+@pytest.mark.parametrize(("stream", "version"), [(False, "1.0"), (False, "1.1"), (True, "1.1")])
+def test_a_client_that_stops_sending_while_it_is_answered_gets_its_answer(
+    line: Line, server: LiveServer, stream: bool, version: str
+) -> None:
+    endless(server.double)
+    line.send(request("/v1/completions", {"prompt": "x", "max_tokens": 30, "stream": stream}, version=version))
+    wait_for_tokens(server.double)
+    line.shut_down()
+    check_whole_answer(line.answer(), stream)
+    assert line.ended
+
+
+def test_a_stream_to_http_1_0_ends_when_its_client_stops_sending(line: Line, server: LiveServer) -> None:
+    """No byte of such a stream tells a client that stops sending from one that left: docs/decisions.md."""
+    endless(server.double)
+    line.send(request("/v1/completions", {"prompt": "x", "max_tokens": 200, "stream": True}, version="1.0"))
+    wait_for_tokens(server.double)
+    line.shut_down()
+    received = events(line.answer())
+    assert 0 < len(received) < 200
+    assert "[DONE]" not in received
+    server.double.wait(lambda: not server.double.running)
+
+
+def check_whole_answer(answer: Answer, stream: bool) -> None:
     if stream:
         assert events(answer)[-1] == "[DONE]"
     else:
         assert answer.json["usage"]["completion_tokens"] == 30
-    assert line.ended
+
+
+def wait_for_tokens(double: SchedulerDouble) -> None:
+    double.wait(lambda: any(running.done > 2 for running in double.running.values()))
 
 
 def test_all_requests_before_the_end_of_sending_are_answered(line: Line, server: LiveServer) -> None:
