@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MODEL = "tokenyard-demo"
+
 WEATHER = "What is the weather in Paris?"
 """Calls get_weather with {"city": "Paris"} where that tool is offered."""
 WEATHER_RESULT = '{"weather": "sunny"}'
@@ -22,6 +24,11 @@ CITY_SCHEMA: dict[str, Any] = {
     "properties": {"city": {"type": "string"}},
     "required": ["city"],
     "additionalProperties": False,
+}
+FUNCTION: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "Get the weather in a city",
+    "parameters": CITY_SCHEMA,
 }
 
 

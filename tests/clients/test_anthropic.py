@@ -10,6 +10,8 @@ import pytest
 
 from tests.clients.questions import (
     CITY_SCHEMA,
+    FUNCTION,
+    MODEL,
     PERSON,
     SUM,
     SUM_ANSWER,
@@ -20,8 +22,7 @@ from tests.clients.questions import (
 )
 from tests.system.server import Server
 
-MODEL = "tokenyard-demo"
-TOOL: Any = {"name": "get_weather", "description": "Get the weather in a city", "input_schema": CITY_SCHEMA}
+TOOL: Any = {"name": "get_weather", "description": FUNCTION["description"], "input_schema": CITY_SCHEMA}
 ASKED: Any = {"role": "user", "content": WEATHER}
 THINKING: Any = {"type": "enabled", "budget_tokens": 1024}
 

@@ -11,10 +11,9 @@ import openai
 import pytest
 from instructor import Mode
 
-from tests.clients.questions import PERSON, Person, Verdict
+from tests.clients.questions import MODEL, PERSON, Person, Verdict
 from tests.system.server import Server
 
-MODEL = "tokenyard-demo"
 CHAT_MODES = ["TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "RESPONSES_TOOLS"]
 """Those in which the server has a part: MD_JSON only asks in words, so that what comes is up to the model."""
 

@@ -10,10 +10,18 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
-from tests.clients.questions import PERSON, SUM, SUM_ANSWER, WEATHER, WEATHER_ANSWER, WEATHER_RESULT, Person, Verdict
+from tests.clients.questions import (
+    MODEL,
+    PERSON,
+    SUM,
+    SUM_ANSWER,
+    WEATHER,
+    WEATHER_ANSWER,
+    WEATHER_RESULT,
+    Person,
+    Verdict,
+)
 from tests.system.server import Server
-
-MODEL = "tokenyard-demo"
 
 
 @tool

@@ -11,6 +11,8 @@ import pytest
 
 from tests.clients.questions import (
     CITY_SCHEMA,
+    FUNCTION,
+    MODEL,
     PERSON,
     SUM,
     SUM_ANSWER,
@@ -22,12 +24,6 @@ from tests.clients.questions import (
 )
 from tests.system.server import Server
 
-MODEL = "tokenyard-demo"
-FUNCTION: dict[str, Any] = {
-    "name": "get_weather",
-    "description": "Get the weather in a city",
-    "parameters": CITY_SCHEMA,
-}
 TOOL: dict[str, Any] = {"type": "function", "function": FUNCTION}
 PROVIDERS = {"openai": "/v1", "hosted_vllm": "/v1", "lm_studio": "/v1", "anthropic": "", "huggingface": "/v1"}
 

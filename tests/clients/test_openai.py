@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from tests.clients.questions import (
-    CITY_SCHEMA,
+    FUNCTION,
+    MODEL,
     PERSON,
     SUM,
     SUM_ANSWER,
@@ -21,12 +22,6 @@ from tests.clients.questions import (
 )
 from tests.system.server import Server
 
-MODEL = "tokenyard-demo"
-FUNCTION: dict[str, Any] = {
-    "name": "get_weather",
-    "description": "Get the weather in a city",
-    "parameters": CITY_SCHEMA,
-}
 TOOL: Any = {"type": "function", "function": FUNCTION}
 FLAT_TOOL: Any = {"type": "function", "strict": False, **FUNCTION}
 ASKED: Any = {"role": "user", "content": WEATHER}

@@ -10,10 +10,8 @@ import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
 from openai.types.shared import Reasoning
 
-from tests.clients.questions import WEATHER, WEATHER_ANSWER, WEATHER_RESULT, Verdict
+from tests.clients.questions import MODEL, WEATHER, WEATHER_ANSWER, WEATHER_RESULT, Verdict
 from tests.system.server import Server
-
-MODEL = "tokenyard-demo"
 
 
 @function_tool(strict_mode=False)

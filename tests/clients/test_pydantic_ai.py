@@ -13,10 +13,19 @@ from pydantic_ai import Agent, NativeOutput, ThinkingPart, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.clients.questions import PERSON, SUM, SUM_ANSWER, WEATHER, WEATHER_ANSWER, WEATHER_RESULT, Person, Verdict
+from tests.clients.questions import (
+    MODEL,
+    PERSON,
+    SUM,
+    SUM_ANSWER,
+    WEATHER,
+    WEATHER_ANSWER,
+    WEATHER_RESULT,
+    Person,
+    Verdict,
+)
 from tests.system.server import Server
 
-MODEL = "tokenyard-demo"
 THINKING: dict[str, dict[str, Any]] = {
     "chat": {"openai_reasoning_effort": "medium"},
     "responses": {"openai_reasoning_effort": "medium", "openai_reasoning_summary": "auto"},
