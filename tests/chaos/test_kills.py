@@ -8,12 +8,15 @@ import signal
 import pytest
 
 from tests.chaos.streams import Heard, Request
-from tests.chaos.waves import Disturbance, both, compare, kill, kill_again_while_it_loads, pause, run
+from tests.chaos.waves import Disturbance, both, compare, kill, kill_again_while_it_loads, run
 from tests.system.server import Server
 from tests.system.test_resilience import used_blocks
 
+# Seconds; a wave takes half a second and more.
 MID_WAVE = 0.25
-"""Seconds; a wave takes half a second and more."""
+
+GIVEN_UP = re.compile(r"was silent for 5 s; (\d+) requests cancelled")
+SUBMITTED_AGAIN = re.compile(r"the scheduler had given this process up: submitting (\d+) open requests again")
 
 
 @pytest.mark.parametrize(
@@ -37,15 +40,31 @@ def test_a_killed_process_is_only_a_pause(
 def test_an_api_process_that_stands_still_is_only_a_pause(
     server: Server, asked: list[Request], undisturbed: list[Heard]
 ) -> None:
-    """The scheduler gives its requests up after five seconds of silence, and must say so when it speaks again."""
+    """The scheduler gives its requests up after five seconds of silence, and must say so when it speaks again.
+
+    Generation pauses meanwhile: otherwise the streams would end before they are given up.
+    """
     log = len(server.log.read_text())
-    outcome = compare(asked, undisturbed, run(server, asked, pause("api_server", 8), MID_WAVE))
-    told = server.log.read_text()[log:]
-    assert outcome.clean, f"{outcome}\n{told[-5000:]}"
-    given_up = re.search(r"was silent for 5 s; (\d+) requests cancelled", told)
-    assert given_up, told[-5000:]
-    # What was short has ended in the scheduler before it gave the replica up.
-    assert int(given_up[1]) == 0 or "the scheduler had given this process up: submitting" in told
+
+    def told() -> str:
+        return server.log.read_text()[log:]
+
+    def stand_still(_: Server) -> None:
+        server.post("/pause_generation", {"mode": "in_place"})
+        process = server.child("api_server")
+        process.suspend()
+        try:
+            server.wait_for("the process is given up", 15, lambda: GIVEN_UP.search(told()))
+        finally:
+            process.resume()
+            server.post("/continue_generation", {})
+
+    outcome = compare(asked, undisturbed, run(server, asked, stand_still, MID_WAVE))
+    assert outcome.clean, f"{outcome}\n{told()[-5000:]}"
+    given_up, submitted = GIVEN_UP.search(told()), SUBMITTED_AGAIN.search(told())
+    assert given_up, told()[-5000:]
+    assert submitted, told()[-5000:]
+    assert int(given_up[1]) == int(submitted[1]) > 0
     server.wait_for("all blocks are free", 5, lambda: used_blocks(server) == 0)
 
 

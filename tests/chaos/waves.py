@@ -85,18 +85,6 @@ def kill(module: str, nth: int = 0, number: signal.Signals = signal.SIGKILL) -> 
     return disturb
 
 
-def pause(module: str, seconds: float, nth: int = 0) -> Disturbance:
-    """The process stands still for so long, and then goes on."""
-
-    def disturb(server: Server) -> None:
-        process = server.child(module, nth)
-        process.suspend()
-        time.sleep(seconds)
-        process.resume()
-
-    return disturb
-
-
 def both(*disturbances: Disturbance) -> Disturbance:
     def disturb(server: Server) -> None:
         for one in disturbances:
