@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -285,52 +282,6 @@ def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype, turn: int) -
     assert relative(torch.from_numpy(whole[:rows]).double(), want) < 1e-5
     assert np.allclose(half[:rows, : PANEL // 2], whole[:rows, PANEL // 2 :], rtol=1e-5, atol=1e-5)
     assert not whole[rows:].any()
-
-
-SECONDS_TO_COMPILE = 360.0
-"""For tests in a process that compiles all it needs: 90 seconds on a slow machine, and several times that in a bad one
-of its minutes."""
-compiles = pytest.mark.timeout(SECONDS_TO_COMPILE + 30)
-
-
-def passes_on_another_cpu(instructions: str, *chosen: str) -> bool:
-    """Tests compiled for a processor without AVX-512, with these instructions among those that are looked for."""
-    environment = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": instructions}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
-    done = subprocess.run(
-        command, env=environment, timeout=SECONDS_TO_COMPILE, capture_output=True, text=True, check=False
-    )
-    print(done.stdout)
-    return done.returncode == 0
-
-
-@compiles
-@pytest.mark.parametrize("instructions", ["+avx2,+fma", ""])
-def test_tiles_multiply_on_other_cpus(instructions: str) -> None:
-    """Those that multiply no bytes in fours, and those of which nothing is known."""
-    int8, softmax = (Path(__file__).with_name(name) for name in ("test_int8_linear.py", "test_softmax.py"))
-    names = ("test_int8_tiles_multiply", "test_digits_say_an_operand", "test_cores_share_the_work")
-    tiles = (f"{__file__}::{test_tiles_multiply.__name__}", *(f"{int8}::{name}" for name in names))
-    assert passes_on_another_cpu(instructions, *tiles, str(softmax))
-
-
-@compiles
-def test_a_bfloat16_stack_runs_without_avx512() -> None:
-    """Activations are float32 there, in attention too."""
-    name = test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules.__name__
-    assert passes_on_another_cpu("+avx2,+fma", f"{__file__}::{name}[True-qwen3]")
-
-
-@compiles
-def test_no_index_leaves_its_array(tmp_path: Path) -> None:
-    """Numba checks no index, so a wrong one corrupts memory in silence; compiled with checks, it ends the test."""
-    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
-    chosen = f"{__file__}::{test_float32_stack_gives_the_logits_of_the_modules.__name__}[True-qwen3]"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen]
-    done = subprocess.run(
-        command, env=environment, timeout=SECONDS_TO_COMPILE, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
 
 
 @njit(nogil=True)
