@@ -16,8 +16,11 @@ TEST_INSTALLED := $(VENV)/.installed-test
 CLIENTS := $(VENV)/clients
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
+# Tests that start servers, or are about their speed.
+SERVING := tests/system tests/chaos tests/components tests/benchmarks tests/deploy/test_serve.py tests/docs/test_readme.py
+
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test run test test-clients cases fuzz lint check bench peer chaos audit demo-model
+.PHONY: help setup setup-test setup-clients run test test-fast test-clients cases fuzz lint check bench peer chaos audit demo-model
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,11 +29,16 @@ setup: $(INSTALLED)  ## make .venv and install tokenyard into it
 
 setup-test: $(TEST_INSTALLED)
 
+setup-clients: $(CLIENTS_INSTALLED)
+
 run: $(INSTALLED)  ## serve the embedded model on 127.0.0.1:PORT (ARGS adds a model and flags)
 	$(BIN)/tokenyard serve --host 127.0.0.1 --port $(PORT) $(ARGS)
 
 test: $(TEST_INSTALLED)  ## run every test (ARGS adds pytest arguments)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(TEST_INSTALLED)  ## the tests that start no server and compile nothing anew: some minutes (ARGS as above)
+	$(BIN)/python -m pytest -m "not slow" $(SERVING:%=--ignore=%) $(ARGS)
 
 test-clients: $(CLIENTS_INSTALLED)  ## the clients that people have, unmodified, against a server (docs/clients.md)
 	SERVER_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest --confcutdir tests/clients tests/clients -rs $(ARGS)
