@@ -34,10 +34,10 @@ def serve_command(port: int, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "deploy.cli", "serve", "--port", str(port), *flags]
 
 
-def compile_kernels() -> None:
+def compile_kernels(dtypes: Sequence[str] = ("float32", "bfloat16")) -> None:
     """Has the kernels of our server compiled, once for this checkout: until then it computes in plain torch."""
     environment = {"NUMBA_CACHE_DIR": str(kernel_cache_directory()), **os.environ}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in dtypes:
         command = [sys.executable, "-m", "model_worker.compile", "--dtype", dtype]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 from benchmarks.server import compile_kernels
 from shared.kernel_cache import kernel_cache_directory
+from tests.system.server import Server
 
 os.environ["NUMBA_CACHE_DIR"] = str(kernel_cache_directory())
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -32,8 +34,25 @@ collect_ignore = ["clients"]
 SERVING = ("tests/system/", "tests/chaos/", "tests/deploy/", "tests/benchmarks/", "tests/components/")
 
 
+COLD_START = "tests/system/test_cold_start.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The test that wants no kernels comes first: where there are none yet, it makes those of the other tests."""
+    items.sort(key=lambda item: not item.nodeid.startswith(COLD_START))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compiles kernels once, before servers start: one that goes over to them meanwhile rounds in another way then."""
-    if session.config.option.collectonly or not any(item.nodeid.startswith(SERVING) for item in session.items):
+    serving = [item for item in session.items if item.nodeid.startswith(SERVING)]
+    if session.config.option.collectonly or not serving:
         return
-    compile_kernels()
+    comes_cold = serving[0].nodeid.startswith(COLD_START)
+    compile_kernels(("bfloat16",) if comes_cold else ("float32", "bfloat16"))
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server of the embedded model for all tests that leave it running."""
+    with Server(None, [], tmp_path_factory.mktemp("embedded") / "log") as server:
+        yield server

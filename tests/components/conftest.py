@@ -1,8 +1,6 @@
-"""One server of the embedded model for all programs that leave it running."""
+"""Programs that leave a server running share the one of the embedded model."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,6 +8,5 @@ from tests.system.server import Server
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(None, [], tmp_path_factory.mktemp("server") / "log") as running:
-        yield running
+def server(embedded: Server) -> Server:
+    return embedded

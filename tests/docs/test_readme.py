@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,6 @@ from tests.system.server import Server
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"```sh\n(curl .*?)```", README, re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(None, [], tmp_path_factory.mktemp("embedded") / "log") as server:
-        yield server
 
 
 def test_there_are_five_requests() -> None:

@@ -10,6 +10,7 @@ import string
 import threading
 import time
 import urllib.error
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,39 +177,64 @@ def test_a_stream_says_the_same(server: Server) -> None:
     assert re.fullmatch(PATTERN, streamed["text"])
 
 
+THREE_PERSONS = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
+STREAMS: list[dict[str, Any]] = [
+    {
+        "text": "x",
+        "sampling_params": {
+            "json_schema": json.dumps(THREE_PERSONS),
+            "max_new_tokens": 700,
+            "temperature": 1.0,
+            "sampling_seed": seed,
+        },
+        "stream": True,
+    }
+    for seed in range(3)
+]
+
+
+@pytest.fixture(scope="module")
+def attacked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One whose processes are killed, and that is asked for forms without end: it survives all of it."""
+    with Server(model, FLAGS, tmp_path_factory.mktemp("attacked") / "log") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def undisturbed(attacked: Server) -> list[Any]:
+    """The last frame of each of STREAMS."""
+    return [last_frame(open_stream(attacked, body)[1]) for body in STREAMS]
+
+
 @pytest.mark.parametrize(
     ("victim", "nth"),
     # The mask process that is forked, and the one that forks it.
     [("model_worker", 0), ("model_worker.mask_process", 1), ("model_worker.mask_process", 0), ("scheduler", 0)],
 )
-def test_a_killed_process_changes_no_byte(model: Path, tmp_path: Path, victim: str, nth: int) -> None:
-    long = {"type": "array", "items": PERSON, "minItems": 3, "maxItems": 3}
-    params = {"json_schema": json.dumps(long), "max_new_tokens": 700, "temperature": 1.0}
-    bodies = [{"text": "x", "sampling_params": params | {"sampling_seed": i}, "stream": True} for i in range(3)]
-    with Server(model, [*FLAGS, "--max-model-len", "800"], tmp_path / "log") as server:
-        undisturbed = [last_frame(open_stream(server, body)[1]) for body in bodies]
-        killed = threading.Event()
+def test_a_killed_process_changes_no_byte(attacked: Server, undisturbed: list[Any], victim: str, nth: int) -> None:
+    attacked.processes()  # until the mask processes are there again
+    killed = threading.Event()
 
-        def kill_once(count: int) -> None:
-            if count == 40 and not killed.is_set():
-                killed.set()
-                server.child(victim, nth).send_signal(signal.SIGKILL)
+    def kill_once(count: int) -> None:
+        if count == 40 and not killed.is_set():
+            killed.set()
+            attacked.child(victim, nth).send_signal(signal.SIGKILL)
 
-        results: dict[int, Any] = {}
+    results: dict[int, Any] = {}
 
-        def read(i: int) -> None:
-            results[i] = last_frame(open_stream(server, bodies[i])[1], kill_once)
+    def read(i: int) -> None:
+        results[i] = last_frame(open_stream(attacked, STREAMS[i])[1], kill_once)
 
-        threads = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(len(bodies))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert killed.is_set()
-        for i, wanted in enumerate(undisturbed):
-            assert results[i]["output_ids"] == wanted["output_ids"], f"stream {i}\n{server.log.read_text()}"
-            if wanted["meta_info"]["finish_reason"]["type"] == "stop":
-                jsonschema.validate(json.loads(results[i]["text"]), long)
+    threads = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(len(STREAMS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert killed.is_set()
+    for i, wanted in enumerate(undisturbed):
+        assert results[i]["output_ids"] == wanted["output_ids"], f"stream {i}\n{attacked.log.read_text()}"
+        if wanted["meta_info"]["finish_reason"]["type"] == "stop":
+            jsonschema.validate(json.loads(results[i]["text"]), THREE_PERSONS)
 
 
 def nested(levels: int) -> str:
@@ -238,32 +264,32 @@ def hostile() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def test_hostile_constraints_harm_nobody_else(model: Path, tmp_path: Path) -> None:
-    with Server(model, FLAGS, tmp_path / "log") as server:
-        server.post("/generate", {"text": "x", "sampling_params": {"regex": "a", "max_new_tokens": 2}})
-        workers = [server.child(name).pid for name in ("model_worker", "api_server", "scheduler")]
-        times: list[float] = []
-        body = {"text": "x", "sampling_params": {"max_new_tokens": 2500, "ignore_eos": True}, "stream": True}
-        bystander = open_stream(server, body)[1]
-        reader = threading.Thread(
-            target=lambda: last_frame(bystander, lambda _: times.append(time.monotonic())), daemon=True
-        )
-        reader.start()
-        outcomes = {}
-        for name, constraint in hostile():
-            try:
-                params = {"max_new_tokens": 24, "temperature": 1.0} | constraint
-                answer = server.post("/generate", {"text": "x", "sampling_params": params})
-                outcomes[name] = answer["meta_info"]["finish_reason"]["type"]
-            except urllib.error.HTTPError as error:
-                outcomes[name] = f"{error.code} {json.load(error)['error']['message']}"
-        assert all(outcome[:3] in ("400", "500", "sto", "len") for outcome in outcomes.values()), outcomes
-        reader.join(120)
-        gaps = np.diff(times)
-        print(json.dumps(outcomes, indent=1), "ITL p50 p99 max", *np.percentile(gaps, [50, 99, 100]).round(4))
-        assert [server.child(name).pid for name in ("model_worker", "api_server", "scheduler")] == workers
-        assert len(times) > 100
-        # On a loaded machine gaps of a second happen by themselves; a stuck worker shows as the CPU limit and more.
-        assert np.percentile(gaps, 99) < 1.0
-        refused = [name for name, outcome in outcomes.items() if outcome.startswith("400")]
-        assert set(refused) >= {"nested", "endless literal", "cycle", "10 MB", "multiple", "rules", "self"}
+def test_hostile_constraints_harm_nobody_else(attacked: Server) -> None:
+    names = ("model_worker", "api_server", "scheduler")
+    attacked.post("/generate", {"text": "x", "sampling_params": {"regex": "a", "max_new_tokens": 2}})
+    workers = [attacked.child(name).pid for name in names]
+    times: list[float] = []
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 2500, "ignore_eos": True}, "stream": True}
+    bystander = open_stream(attacked, body)[1]
+    reader = threading.Thread(
+        target=lambda: last_frame(bystander, lambda _: times.append(time.monotonic())), daemon=True
+    )
+    reader.start()
+    outcomes = {}
+    for name, constraint in hostile():
+        try:
+            params = {"max_new_tokens": 24, "temperature": 1.0} | constraint
+            answer = attacked.post("/generate", {"text": "x", "sampling_params": params})
+            outcomes[name] = answer["meta_info"]["finish_reason"]["type"]
+        except urllib.error.HTTPError as error:
+            outcomes[name] = f"{error.code} {json.load(error)['error']['message']}"
+    assert all(outcome[:3] in ("400", "500", "sto", "len") for outcome in outcomes.values()), outcomes
+    reader.join(120)
+    gaps = np.diff(times)
+    print(json.dumps(outcomes, indent=1), "ITL p50 p99 max", *np.percentile(gaps, [50, 99, 100]).round(4))
+    assert [attacked.child(name).pid for name in names] == workers
+    assert len(times) > 100
+    # On a loaded machine gaps of a second happen by themselves; a stuck worker shows as the CPU limit and more.
+    assert np.percentile(gaps, 99) < 1.0
+    refused = [name for name, outcome in outcomes.items() if outcome.startswith("400")]
+    assert set(refused) >= {"nested", "endless literal", "cycle", "10 MB", "multiple", "rules", "self"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -17,12 +16,6 @@ FUNCTION: Any = {"name": "get_weather", "description": "Get the weather in a cit
 TOOL: Any = {"type": "function", "function": FUNCTION}
 ASKED: Any = {"role": "user", "content": "What is the weather in Paris?"}
 RESULT = '{"temperature": 21, "condition": "sunny"}'
-
-
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(None, [], tmp_path_factory.mktemp("tools") / "log") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
