@@ -1,7 +1,7 @@
 """The HTTP application: every dialect's routes, the health routes, and what holds for all of them.
 
 A dialect is a package `api_server.dialects.<name>` with `routes() -> list[Route]`, each made by
-`api_server.endpoint.endpoint`. It reads the body with `call.json`, maps it to `TextGenerationRequest`, calls
+`api_server.web.endpoint.endpoint`. It reads the body with `call.json`, maps it to `TextGenerationRequest`, calls
 `generation.generate(call.server, ...)` and answers a Starlette response, or `sse.EventStream(frames,
 generation.close, error_frame)`.
 """
@@ -21,8 +21,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from api_server import openapi, probe
-from api_server.access import identify, public_paths
 from api_server.dialects import anthropic, generate_route, hosted, models_route, openai
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import admin as sglang_admin
@@ -33,14 +31,17 @@ from api_server.dialects.sglang import score as sglang_score
 from api_server.dialects.sglang import sessions as sglang_sessions
 from api_server.dialects.sglang import tokenize as sglang_tokenize
 from api_server.dialects.tgi import routes as tgi
-from api_server.endpoint import Call, Document, Endpoint, ErrorRenderer, discard_body, endpoint, internal_error
+from api_server.engine import health_probe
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.http import descriptors
 from api_server.http.pages import allow_pages
 from api_server.http.paths import above, meant
-from api_server.metrics import Metrics, generation_paths, metrics_route
-from api_server.product import release
+from api_server.metrics.collector import Metrics, generation_paths, metrics_route
+from api_server.release import release
 from api_server.state import ServerState
+from api_server.web import openapi
+from api_server.web.access import identify, public_paths
+from api_server.web.endpoint import Call, Document, Endpoint, ErrorRenderer, discard_body, endpoint, internal_error
 from shared import logs
 
 log = logging.getLogger("tokenyard")
@@ -198,7 +199,7 @@ async def _health(call: Call) -> Response:
 
 
 async def _health_generate(call: Call) -> Response:
-    problem = await probe.problem(call.server.engine)
+    problem = await health_probe.problem(call.server.engine)
     return _unhealthy(problem) if problem else Response(status_code=200)
 
 

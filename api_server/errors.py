@@ -9,7 +9,7 @@ import enum
 import reprlib
 from collections.abc import Mapping
 
-from interfaces.results import ErrorCode, RequestError
+from interfaces.result.results import ErrorCode, RequestError
 
 
 class ErrorKind(enum.StrEnum):
@@ -100,7 +100,7 @@ RETRY_AFTER_SECONDS = 1
 
 
 def from_scheduler(error: RequestError) -> RequestFailed:
-    """The scheduler's refusal in the API's terms. When to come again if its line is full, `crowd.py` says."""
+    """The scheduler's refusal in the API's terms. When to come again if its line is full, `retry_after.py` says."""
     kind = _KIND_OF_CODE.get(error.code, ErrorKind.GENERATION_FAILED)
     retry = RETRY_AFTER_SECONDS if kind is ErrorKind.UNAVAILABLE else None
     return RequestFailed(kind, error.message, retry_after=retry)

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from api_server.app import Application
-from api_server.engine_client import EngineClient
+from api_server.engine.client import EngineClient
 from shared import liveness
 
 SECONDS_FOR_LAST_FRAMES = 3

@@ -13,16 +13,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from api_server import access_log
-from api_server.answer_formats import AnswerFormats
-from api_server.bodies import Bodies
+from api_server.answers.formats import AnswerFormats
+from api_server.answers.observer import Observer
 from api_server.constraints.compiler import ConstraintCompiler
-from api_server.crowd import Crowd
-from api_server.engine_client import EngineClient
+from api_server.engine.client import EngineClient
+from api_server.engine.retry_after import Crowd
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.observer import Observer
-from api_server.sealed_text import Seal
-from api_server.tokenizer import Tokenizer
+from api_server.text.sealed_text import Seal
+from api_server.text.tokenizer import Tokenizer
+from api_server.web import access_log
+from api_server.web.bodies import Bodies
 from shared import process_table
 from shared.access_keys import AccessKeys
 from shared.addresses import only_loopback
@@ -31,7 +31,7 @@ from shared.process_table import ProcessState
 from shared.settings import Settings
 
 if TYPE_CHECKING:
-    from api_server.url_fetch import UrlFetcher
+    from api_server.chat.url_fetch import UrlFetcher
 
 _ANY_MODEL = ("", "default", "tgi", "dummy")
 """Names under which clients that do not care ask for the one model (huggingface_hub says tgi or dummy)."""
@@ -120,6 +120,6 @@ def _url_fetcher(hosts: FetchHosts) -> UrlFetcher | None:
     """Its HTTP client is a seventh of a second to load, which servers that fetch nothing are spared."""
     if not hosts:
         return None
-    from api_server.url_fetch import UrlFetcher
+    from api_server.chat.url_fetch import UrlFetcher
 
     return UrlFetcher(hosts)

@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.standard_model import SIZES, standard_model
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.batch import ForwardBatch
-from model_worker.int8_linear import Int8Linear
-from model_worker.linears import PackedLinear
-from model_worker.loader import LoadedModel, load_model
+from model_worker.cpu.gemm.int8_linear import Int8Linear
+from model_worker.cpu.gemm.packed_linear import PackedLinear
+from model_worker.loading.checkpoint import LoadedModel, load_model
 from model_worker.runner import ModelRunner
 
 BLOCK_SIZE = 16

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 
 from api_server.constraints.compiler import ConstraintCompiler
-from api_server.tokenizer import Tokenizer, hide_torch
+from api_server.text.tokenizer import Tokenizer, hide_torch
 from benchmarks import server
 from deploy import embedded_model
-from interfaces.constraint import Constraint, ConstraintKind
+from interfaces.request.constraint import Constraint, ConstraintKind
 
 SCHEMAS = 50
 WORDS = [

@@ -27,7 +27,7 @@ from demo_model.evaluate import SEED, SKILLS, held_out
 from demo_model.exchange import Exchange
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
 from model_worker.batch import ForwardBatch
-from model_worker.loader import QUANTIZATIONS, load_model
+from model_worker.loading.checkpoint import QUANTIZATIONS, load_model
 from model_worker.runner import ModelRunner
 
 BLOCK_SIZE = 16

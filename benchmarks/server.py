@@ -38,7 +38,7 @@ def compile_kernels(dtypes: Sequence[str] = ("float32", "bfloat16")) -> None:
     """Has the kernels of our server compiled, once for this checkout: until then it computes in plain torch."""
     environment = {"NUMBA_CACHE_DIR": str(kernel_cache_directory()), **os.environ}
     for dtype in dtypes:
-        command = [sys.executable, "-m", "model_worker.compile", "--dtype", dtype]
+        command = [sys.executable, "-m", "model_worker.compile_kernels", "--dtype", dtype]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
 

@@ -33,8 +33,8 @@ from interfaces import (
     decode,
     encode,
 )
-from interfaces.codec import msgpack_numpy_decoder, msgpack_numpy_encoder
-from interfaces.shared_memory import DIRECTORY, MESSAGE_THRESHOLD, PREFIX, Segments, sweep
+from interfaces.wire.codec import msgpack_numpy_decoder, msgpack_numpy_encoder
+from interfaces.wire.shared_memory import DIRECTORY, MESSAGE_THRESHOLD, PREFIX, Segments, sweep
 
 ROWS = 256
 PROMPT_TOKENS = 1000

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.forkserver import FORKS
 from shared.liveness import SUPERVISOR_PID, open_pidfd
 from shared.logs import trouble_in
 from shared.phases import STATUS_FD
-from shared.successors import FORKS
 
 _LINES_KEPT = 30
 _LONGEST_LINE = 64 * 1024
@@ -39,7 +39,7 @@ class ChildSpec:
     `counts_starts` appends `--epoch N`, N counting the starts of this child from `first_epoch`. `stop_seconds` is what
     the child gets between SIGTERM and SIGKILL. `rolling` children are replaced on SIGHUP (rolling.py), so two of them
     can do the same work for a while. `forks` says that the child's process, where it counts its starts, can fork the
-    next one (shared/successors.py). `pass_fds` are descriptors of ours that it inherits under their numbers.
+    next one (shared/forkserver.py). `pass_fds` are descriptors of ours that it inherits under their numbers.
     `rereads`: it reads keys and certificates again when it gets SIGHUP.
     One that has said that it lives (shared/phases.py: beat) may be silent for `hang_seconds`; None: as long as it
     likes. Asked for its stack, it writes it to `stack_file`.

@@ -148,7 +148,7 @@ def sweep_shared_memory() -> None:
     """Removes the arrays of processes that were killed, of this server and of earlier ones."""
     if any(SHARED_MEMORY.glob("tokenyard-*")):
         # numpy comes with it, and most servers never get here.
-        from interfaces.shared_memory import sweep
+        from interfaces.wire.shared_memory import sweep
 
         sweep()
 

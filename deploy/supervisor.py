@@ -3,7 +3,7 @@ in order.
 
 One thread, one selector: a child's end, its events and its output are descriptors (child.py), signals arrive through a
 wakeup descriptor, and the only timers are restart delays, stop deadlines and the looks of hang_watch.py. A child that
-works in a fork (shared/successors.py) tells by an event that it is dead, and is asked for the next one. SIGHUP is
+works in a fork (shared/forkserver.py) tells by an event that it is dead, and is asked for the next one. SIGHUP is
 rolling.py's matter. Knows nothing of what the children do; their last role in the list is stopped first.
 """
 

@@ -10,77 +10,77 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interfaces.adapters import *
-    from interfaces.audio import *
-    from interfaces.chat import *
-    from interfaces.codec import *
-    from interfaces.constraint import *
-    from interfaces.context import *
-    from interfaces.generation_output import *
-    from interfaces.generators import *
-    from interfaces.grammar_state import GrammarEnforcementSnapshot as GrammarEnforcementSnapshot
-    from interfaces.inputs import *
-    from interfaces.log_probabilities import LogProbabilities as LogProbabilities
-    from interfaces.lora import *
-    from interfaces.media_contexts import *
+    from interfaces.base.log_probabilities import LogProbabilities as LogProbabilities
+    from interfaces.base.request_id import *
+    from interfaces.base.status import *
+    from interfaces.context.grammar_state import GrammarEnforcementSnapshot as GrammarEnforcementSnapshot
+    from interfaces.context.media import *
+    from interfaces.context.protocols import *
+    from interfaces.context.stopping import EOSTracker as EOSTracker
+    from interfaces.context.text import TextContext as TextContext
+    from interfaces.context.tokens import *
+    from interfaces.context.vision import *
     from interfaces.messages import *
-    from interfaces.open_responses import *
-    from interfaces.outputs import *
-    from interfaces.parsers import *
-    from interfaces.pipeline import *
-    from interfaces.processors import *
-    from interfaces.request_id import *
-    from interfaces.requests import *
-    from interfaces.results import *
-    from interfaces.sampling import *
-    from interfaces.shared_memory import SharedMemoryArray as SharedMemoryArray
-    from interfaces.status import *
-    from interfaces.stopping import EOSTracker as EOSTracker
-    from interfaces.text_context import TextContext as TextContext
-    from interfaces.tokens import *
-    from interfaces.vision_context import *
+    from interfaces.pipelines.adapters import *
+    from interfaces.pipelines.audio import *
+    from interfaces.pipelines.generation_output import *
+    from interfaces.pipelines.generators import *
+    from interfaces.pipelines.inputs import *
+    from interfaces.pipelines.open_responses import *
+    from interfaces.pipelines.parsers import *
+    from interfaces.pipelines.pipeline import *
+    from interfaces.pipelines.processors import *
+    from interfaces.request.chat import *
+    from interfaces.request.constraint import *
+    from interfaces.request.lora import *
+    from interfaces.request.requests import *
+    from interfaces.request.sampling import *
+    from interfaces.result.outputs import *
+    from interfaces.result.results import *
+    from interfaces.wire.codec import *
+    from interfaces.wire.shared_memory import SharedMemoryArray as SharedMemoryArray
 
 _PUBLIC = """
-adapters: AudioGeneratorPipeline EmbeddingsGeneratorPipeline PipelineAudioGenerator PipelineEmbeddingsGenerator
-    PipelineTokenGenerator TokenGeneratorPipeline
-audio: AudioGenerationMetadata AudioGenerationOutput AudioGenerationRequest AudioGenerationResponse
+pipelines.adapters: AudioGeneratorPipeline EmbeddingsGeneratorPipeline PipelineAudioGenerator
+    PipelineEmbeddingsGenerator PipelineTokenGenerator TokenGeneratorPipeline
+pipelines.audio: AudioGenerationMetadata AudioGenerationOutput AudioGenerationRequest AudioGenerationResponse
     AudioGeneratorOutput
-chat: ImageContentPart MessageContent TextContentPart TextGenerationRequestFunction TextGenerationRequestMessage
+request.chat: ImageContentPart MessageContent TextContentPart TextGenerationRequestFunction TextGenerationRequestMessage
     TextGenerationRequestTool TextGenerationResponseFormat VideoContentPart
-codec: WireError decode encode msgpack_numpy_decoder msgpack_numpy_encoder
-constraint: Constraint ConstraintKind
-context: AudioGenerationContext AudioGenerationContextType AudioGeneratorContext BaseContext BaseContextType
+wire.codec: WireError decode encode msgpack_numpy_decoder msgpack_numpy_encoder
+request.constraint: Constraint ConstraintKind
+context.protocols: AudioGenerationContext AudioGenerationContextType AudioGeneratorContext BaseContext BaseContextType
     EmbeddingsContext EmbeddingsGenerationContextType EmbeddingsGeneratorContext InputContext PixelGenerationContext
     PixelGenerationContextType SpecDecodingState TextGenerationContext TextGenerationContextType VLMContextType
     VLMTextGenerationContext
-generation_output: GenerationOutput OutputContent
-generators: AudioGenerator EmbeddingsGenerator PipelinesFactory TokenGenerator
-grammar_state: GrammarEnforcementSnapshot
-hidden_states: HiddenStates
-inputs: AudioGenerationInputs EmbeddingsGenerationInputs PixelGenerationInputs TextGenerationInputs
-log_probabilities: LogProbabilities
-lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
-media_contexts: PixelContext SpeechContext
+pipelines.generation_output: GenerationOutput OutputContent
+pipelines.generators: AudioGenerator EmbeddingsGenerator PipelinesFactory TokenGenerator
+context.grammar_state: GrammarEnforcementSnapshot
+messages.hidden_states: HiddenStates
+pipelines.inputs: AudioGenerationInputs EmbeddingsGenerationInputs PixelGenerationInputs TextGenerationInputs
+base.log_probabilities: LogProbabilities
+request.lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
+context.media: PixelContext SpeechContext
 messages: Action Cancel Detach Finish Goodbye Hello Inquiry InquiryAnswer Join Order OrderAnswer Results Retire
     RowGrammar SessionAction SessionAnswer SessionOrder Status Step StepResult Submit Terms Unknown WorkerGoodbye
     WorkerHello WorkerStatus
-open_responses: OpenResponsesRequest OpenResponsesRequestBody ResponseResource
-outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
-parsers: ParsedReasoningDelta ParsedToolCall ParsedToolCallDelta ParsedToolResponse ReasoningParser ReasoningSpan
-    ToolParser
-pipeline: Pipeline PipelineInputs PipelineInputsType PipelineOutput PipelineOutputType PipelineOutputsDict
+pipelines.open_responses: OpenResponsesRequest OpenResponsesRequestBody ResponseResource
+result.outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
+pipelines.parsers: ParsedReasoningDelta ParsedToolCall ParsedToolCallDelta ParsedToolResponse ReasoningParser
+    ReasoningSpan ToolParser
+pipelines.pipeline: Pipeline PipelineInputs PipelineInputsType PipelineOutput PipelineOutputType PipelineOutputsDict
     PipelineTokenizer TokenizerEncoded UnboundContextType
-processors: BatchLogitsProcessor BatchProcessorInputs LogitsProcessor ProcessorInputs
-request_id: DUMMY_REQUEST_ID Request RequestID RequestType
-requests: EmbeddingsGenerationRequest PixelGenerationRequest TextGenerationRequest
-results: ErrorCode RequestError SchedulerResult
-sampling: LogprobMode SamplingParams SamplingParamsGenerationConfigDefaults SamplingParamsInput combine
-shared_memory: SharedMemoryArray
-status: BatchType GenerationStatus InputModality PipelineTask SchedulerStatus
-stopping: EOSTracker
-text_context: TextContext
-tokens: Range TokenBuffer TokenSlice
-vision_context: ImageMetadata TextAndVisionContext
+pipelines.processors: BatchLogitsProcessor BatchProcessorInputs LogitsProcessor ProcessorInputs
+base.request_id: DUMMY_REQUEST_ID Request RequestID RequestType
+request.requests: EmbeddingsGenerationRequest PixelGenerationRequest TextGenerationRequest
+result.results: ErrorCode RequestError SchedulerResult
+request.sampling: LogprobMode SamplingParams SamplingParamsGenerationConfigDefaults SamplingParamsInput combine
+wire.shared_memory: SharedMemoryArray
+base.status: BatchType GenerationStatus InputModality PipelineTask SchedulerStatus
+context.stopping: EOSTracker
+context.text: TextContext
+context.tokens: Range TokenBuffer TokenSlice
+context.vision: ImageMetadata TextAndVisionContext
 """
 
 

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interfaces import WorkerHello
-from shared import logs, phases, successors
+from shared import forkserver, logs, phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
 from shared.load_errors import may_pass
 from shared.settings import Settings, parse_memory
 
 if TYPE_CHECKING:
-    from model_worker import kernels
+    from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
-    from model_worker.loader import LoadedModel
+    from model_worker.loading.checkpoint import LoadedModel
     from model_worker.runner import ModelRunner
-    from model_worker.sampler import SamplerRows
+    from model_worker.sampling.sampler import SamplerRows
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def main() -> None:
     logs.configure(f"{role} {arguments.device}", settings.log_level, settings.log_format)
     phases.phase("import")
     _import()
-    epoch = successors.successor(arguments.epoch)
+    epoch = forkserver.successor(arguments.epoch)
     become(f"{role} {arguments.device}", run_directory.stack_file(role))
     try:
         engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch)
@@ -65,30 +65,34 @@ def _import() -> None:
     """What takes seconds, torch most of all, and is the same for all. Makes no thread that a fork would miss."""
     # It makes a million objects and hardly any garbage; looking for that takes a second.
     gc.disable()
-    from model_worker import capacity, engine, kernels, loader, mask_process, masks, processors, rows, runner, sampler
+    from model_worker import capacity, engine, rows, runner
+    from model_worker.grammar import mask_process, masks
+    from model_worker.loading import checkpoint
+    from model_worker.sampling import processors, sampler
 
-    assert all((capacity, engine, kernels, loader, mask_process, masks, processors, rows, runner, sampler))
+    assert all((capacity, engine, kernel_cache, checkpoint, mask_process, masks, processors, rows, runner, sampler))
     gc.freeze()
 
 
 def build(
     settings: Settings, index: int, device: str, epoch: int
-) -> tuple[Engine, WorkerHello, kernels.Compilation | None]:
+) -> tuple[Engine, WorkerHello, kernel_cache.Compilation | None]:
     """Loads the model and makes room for its KV cache. ValueError says why this model cannot be served here.
 
     Where kernels are not there yet, they are being compiled.
     """
     import torch
 
-    from model_worker import kernels, mask_process
     from model_worker.capacity import capacity_for
+    from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine, WorkerIdentity
-    from model_worker.loader import load_model
-    from model_worker.masks import Masks
-    from model_worker.processors import load_processors
+    from model_worker.grammar import mask_process
+    from model_worker.grammar.masks import Masks
+    from model_worker.loading.checkpoint import load_model
     from model_worker.rows import WorkerRows
     from model_worker.runner import ModelRunner
-    from model_worker.sampler import SamplerRows
+    from model_worker.sampling.processors import load_processors
+    from model_worker.sampling.sampler import SamplerRows
 
     processors = load_processors(settings.processor_paths)
     phases.phase("load weights")
@@ -99,7 +103,7 @@ def build(
         lambda _what, done, total: _progress(done, total),
         max_model_len=settings.max_model_len,
         quantization=settings.quantization,
-        deferred=lambda dtype: not kernels.kept(dtype),
+        deferred=lambda dtype: not kernel_cache.kept(dtype),
     )
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory)
@@ -144,16 +148,18 @@ def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:
     """Compiles what sampling on a CPU takes, or loads what was compiled before."""
     import torch
 
-    from model_worker import forbid
+    from model_worker.grammar import apply_mask
 
     sampler.warm_up()
     for dtype in {torch.float32, loaded.dtype}:
-        forbid.warm_up(dtype)
+        apply_mask.warm_up(dtype)
 
 
-def _compilation(loaded: LoadedModel, runner: ModelRunner, sampler: SamplerRows, engine: Engine) -> kernels.Compilation:
+def _compilation(
+    loaded: LoadedModel, runner: ModelRunner, sampler: SamplerRows, engine: Engine
+) -> kernel_cache.Compilation:
     """Has the kernels compiled; at the end of it they prove themselves, and all go over to them."""
-    from model_worker import kernels
+    from model_worker.cpu import kernel_cache
 
     unproven = loaded.unproven
     assert unproven is not None
@@ -168,7 +174,7 @@ def _compilation(loaded: LoadedModel, runner: ModelRunner, sampler: SamplerRows,
         log.info("the kernels are compiled: from now on answers come at full speed")
 
     log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
-    return kernels.Compilation(loaded.dtype, go_over)
+    return kernel_cache.Compilation(loaded.dtype, go_over)
 
 
 def serve(
@@ -176,7 +182,7 @@ def serve(
     hello: WorkerHello,
     endpoint: str,
     keys: Path | None = None,
-    compilation: kernels.Compilation | None = None,
+    compilation: kernel_cache.Compilation | None = None,
 ) -> None:
     """Announces the worker and runs steps until SIGTERM."""
     from model_worker.loop import Loop
@@ -190,7 +196,7 @@ def serve(
     gc.collect()
     gc.freeze()
     gc.enable()
-    successors.has_served()
+    forkserver.has_served()
     phases.ready(blocks=hello.num_blocks, max_model_len=hello.max_model_len, attention=hello.attention)
     loop.run()
 

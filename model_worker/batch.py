@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from model_worker.transfer import upload_together
+from model_worker.device_copy import upload_together
 
 IntColumn = NDArray[np.integer[Any]]
 

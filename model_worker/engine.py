@@ -17,18 +17,18 @@ import torch
 from numpy.typing import NDArray
 
 from interfaces import Join, RowGrammar, Step, StepResult
-from interfaces.forced_tokens import ForcedTokens
-from interfaces.hidden_states import HiddenStates
-from interfaces.logprob_reports import LogprobReports
-from model_worker import alone
+from interfaces.messages.forced_tokens import ForcedTokens
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
 from model_worker.batch import ForwardBatch
-from model_worker.drafts import draft
-from model_worker.fusion.stack import Drawn, Passes
-from model_worker.masks import Masks
-from model_worker.reports import ReportBuilder
+from model_worker.cpu.fused.stack import Drawn, Passes
+from model_worker.device_copy import Download, Mark, upload, upload_together
+from model_worker.execution import isolation
+from model_worker.execution.ngram import draft
+from model_worker.grammar.masks import Masks
 from model_worker.rows import HiddenPart, PackedStep, WorkerRows
-from model_worker.sampler import Sampled, SamplerRows, with_largest
-from model_worker.transfer import Download, Mark, upload, upload_together
+from model_worker.sampling.logprobs import ReportBuilder
+from model_worker.sampling.sampler import Sampled, SamplerRows, with_largest
 
 Forward = Callable[[ForwardBatch], torch.Tensor]
 Pick = Callable[[ForwardBatch, NDArray[np.bool_]], tuple[NDArray[np.int64], torch.Tensor]]
@@ -109,7 +109,7 @@ class Engine:
     device, where the next step finds them. With `begin_pick`, which is `ModelRunner.begin_pick`, the same holds on a
     CPU for steps whose rows need nothing but their largest logit.
 
-    Of a sequence that is computed by itself up to `most_drafts` tokens are guessed (`drafts.py`), where steps are to be
+    Of a sequence that is computed by itself up to `most_drafts` tokens are guessed (`ngram.py`), where steps are to be
     repeated anyway and `pick` is given: one pass is then all repetitions whose tokens were guessed right.
     """
 
@@ -329,8 +329,8 @@ class Engine:
     def _passes(self, step: Step, packed: PackedStep | None = None) -> StepResult:
         if not self._alone:
             return self._pass(step, packed)
-        results = [self._pass(part) for part in alone.parts(step, self._alone)]
-        return alone.together(step, results) if len(results) > 1 else results[0]
+        results = [self._pass(part) for part in isolation.parts(step, self._alone)]
+        return isolation.together(step, results) if len(results) > 1 else results[0]
 
     def _pass(self, step: Step, packed: PackedStep | None = None) -> StepResult:
         started = time.perf_counter_ns()

@@ -16,8 +16,8 @@ from typing import Any
 import zmq
 
 from interfaces import Retire, Step, StepResult, WireError, WorkerGoodbye, WorkerHello, decode, encode
+from model_worker.cpu.kernel_cache import Compilation
 from model_worker.engine import Engine, Flight
-from model_worker.kernels import Compilation
 from shared import phases
 from shared.endpoints import worker_identity
 from shared.sockets import connect_dealer, same_host

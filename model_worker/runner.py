@@ -25,14 +25,14 @@ from model_worker.attention import (
     tiled,
 )
 from model_worker.batch import ForwardBatch
-from model_worker.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
+from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
+from model_worker.embedding_hooks import given_embeddings, taken_inputs
 from model_worker.kv_cache import KVCache
-from model_worker.sampler import largest
-from model_worker.taps import given_embeddings, taken_inputs
+from model_worker.sampling.sampler import largest
 
 if TYPE_CHECKING:
-    from model_worker.fusion.stack import Drawn, Passes
-    from model_worker.loader import LoadedModel
+    from model_worker.cpu.fused.stack import Drawn, Passes
+    from model_worker.loading.checkpoint import LoadedModel
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Which rows run in a worker's next step, and how many tokens of each.
 
 Every sequence in decode gets its token in every step; what is left of the token budget goes to prompts, oldest first,
-in chunks, and beside rows in decode no more than `pace.py` allows. When blocks run out, the youngest sequences make
+in chunks, and beside rows in decode no more than `prefill_budget.py` allows. When blocks run out, the youngest make
 room for older ones and start again later from the tokens they have (preemption by recompute), so the oldest can always
 finish.
 """

@@ -27,21 +27,21 @@ from interfaces import (
     TextContext,
     WorkerHello,
 )
-from interfaces.hidden_states import HiddenStates
-from interfaces.logprob_reports import LogprobReports
-from scheduler.admission import WaitingLine, refusal
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
 from scheduler.batch import build_step
-from scheduler.deadlines import Deadlines
-from scheduler.journal import Journal
 from scheduler.limits import Limits
 from scheduler.outbox import Outbox
-from scheduler.replay import Replays, Stream
+from scheduler.quarantine import Suspects
 from scheduler.replicas import NOBODY, Replicas
+from scheduler.request_deadlines import Deadlines
+from scheduler.request_log import Journal
+from scheduler.resumable_streams import Replays, Stream
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
 from scheduler.stillness import Stillness, misplaced
 from scheduler.succession import LostEpochs, of_one_supervisor
-from scheduler.suspects import Suspects
+from scheduler.waiting_queue import WaitingLine, refusal
 from scheduler.workers import NewTokens, Worker
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from interfaces import TextContext
-from scheduler.admission import WaitingLine
+from scheduler.waiting_queue import WaitingLine
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import Finish, RequestError, Results
-from interfaces.hidden_states import HiddenStates
-from interfaces.logprob_reports import LogprobReports
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
 
 _NO_TOKEN = np.array([-1], np.int32)
 

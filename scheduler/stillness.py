@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from interfaces import ErrorCode, RequestError
-from scheduler.admission import WaitingLine
 from scheduler.sequence import Sequence
+from scheduler.waiting_queue import WaitingLine
 from scheduler.workers import Worker
 
 LOOK_SECONDS = 10.0

@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import StepResult, WorkerHello, WorkerStatus
-from interfaces.forced_tokens import ForcedTokens
-from interfaces.hidden_states import HiddenStates
-from interfaces.logprob_reports import LogprobReports
+from interfaces.messages.forced_tokens import ForcedTokens
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
 from scheduler.blocks import BlockPool
-from scheduler.lineup import Lineup
-from scheduler.pace import Pace
+from scheduler.prefill_budget import Pace
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
-from scheduler.step_clock import StepClock
+from scheduler.steady_batch import Lineup
+from scheduler.step_deadline import StepClock
 
 R = TypeVar("R", LogprobReports, HiddenStates)
 

@@ -55,7 +55,7 @@ def beat() -> None:
 
 
 def died(pid: int, status: int) -> None:
-    """The fork that this process had work has ended, and it can fork another one (shared/successors.py).
+    """The fork that this process had work has ended, and it can fork another one (shared/forkserver.py).
 
     `status` as subprocess says it: the exit code, or the signal's number below zero.
     """

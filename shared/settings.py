@@ -27,7 +27,7 @@ CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 _OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, *(ENV_PREFIX + name for name in ("SHM_WATERMARK", "SUPERVISOR_PID", "STATUS_FD", "FORKS"))}
 )
-"""Variables of ours that are no settings: one of interfaces/shared_memory.py, and those of a supervisor's children."""
+"""Variables of ours that are no settings: one of interfaces/wire/shared_memory.py, and those of our own children."""
 _OTHER_PREFIXES = (ENV_PREFIX + "TEST_", ENV_PREFIX + "BENCH_")
 """Of variables that tests and benchmarks read."""
 _SERVICE = re.compile(r"(TOKENYARD(?:_\w+)?)_SERVICE_HOST", re.ASCII)

@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 
 from api_server.errors import invalid, unsupported
-from api_server.refusals import report_unknown
-from interfaces.constraint import Constraint, ConstraintKind
+from api_server.web.unknown_fields import report_unknown
+from interfaces.request.constraint import Constraint, ConstraintKind
 
 ANY_OBJECT = '{"type":"object"}'
 

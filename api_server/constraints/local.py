@@ -11,8 +11,8 @@ from functools import cached_property
 
 from api_server.constraints.compile_process import outcome, special_tokens
 from api_server.constraints.compiler import check_size, refused
-from api_server.tokenizer import Tokenizer
-from interfaces.constraint import Constraint
+from api_server.text.tokenizer import Tokenizer
+from interfaces.request.constraint import Constraint
 from shared.grammar import Vocabulary
 
 

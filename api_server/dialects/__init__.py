@@ -1,1 +1,1 @@
-"""The HTTP dialects: each a thin pair of parse and render around the common path (`api_server/generation.py`)."""
+"""The HTTP dialects: each a thin pair of parse and render around `api_server/generation/generation.py`."""

@@ -19,8 +19,8 @@ from api_server.dialects.sglang import tokenize as sglang_tokenize
 from api_server.dialects.sglang.batch import NO_INPUT
 from api_server.dialects.tgi import errors as tgi_errors
 from api_server.dialects.tgi import routes as tgi
-from api_server.endpoint import Call, ErrorRenderer, endpoint
 from api_server.errors import RequestFailed, invalid
+from api_server.web.endpoint import Call, ErrorRenderer, endpoint
 
 Dialect = Literal["tgi", "sglang", "both", "neither"]
 

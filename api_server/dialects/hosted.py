@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api_server.body import Mismatch, parse
-from api_server.choice import Choice
+from api_server.answers.choice import Choice
 from api_server.dialects.openai import errors as openai_errors
 from api_server.dialects.openai import requests as openai_requests
 from api_server.dialects.openai.routes import TAG as OPENAI
@@ -36,11 +35,12 @@ from api_server.dialects.tgi import routes as tgi
 from api_server.dialects.tgi.generate import check, internal_request, read
 from api_server.dialects.tgi.rendering import answer, is_complete
 from api_server.dialects.tgi.schema import ErrorResponse, GenerateRequest
-from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from api_server.generation import generate
-from api_server.item_limits import check_count
-from interfaces.requests import TextGenerationRequest
+from api_server.generation.generation import generate
+from api_server.web.body import Mismatch, parse
+from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.item_limits import check_count
+from interfaces.request.requests import TextGenerationRequest
 
 Form = Literal["tgi", "sglang", "chat", "completion"]
 

@@ -14,8 +14,8 @@ from api_server.dialects.openai import schema as openai_schema
 from api_server.dialects.openai.routes import TAG as OPENAI
 from api_server.dialects.openai.routes import list_models as openai_list
 from api_server.dialects.openai.routes import show_model as openai_show
-from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import RequestFailed
+from api_server.web.endpoint import Call, Document, endpoint
 
 
 def routes() -> list[Route]:

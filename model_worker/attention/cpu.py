@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.attention.cpu_kernel import run_core, run_cores
+from model_worker.attention.cpu_plan import STREAMING_ROWS, Plan, share_out, tiles_of, total_cost
 from model_worker.attention.params import AttentionParams
-from model_worker.attention.plan import STREAMING_ROWS, Plan, share_out, tiles_of, total_cost
 from model_worker.batch import ForwardBatch
 
 _numba_config: Any = numba.config

@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, prange, types
 
-from model_worker.fusion.elements import widened
+from model_worker.cpu.simd.elements import widened
 
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic

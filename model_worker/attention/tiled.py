@@ -1,7 +1,7 @@
 """Attention in plain torch over blocks as the fused stack lays them out, for as long as its kernels are being compiled.
 
 So sequences that were begun in plain torch go on with the kernels, and what is cached stays. How a block lies in memory
-is cache_tile.py's: for each head K as `[element step, token]` and V as `[token step, element]`, in words of one float32
+is cache_dot.py's: for each head K as `[element step, token]` and V as `[token step, element]`, in words of one float32
 or of two bfloat16.
 """
 

@@ -20,13 +20,13 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils.hub import cached_file
 
-from interfaces.context import EmbeddingsContext
-from interfaces.inputs import EmbeddingsGenerationInputs
-from interfaces.outputs import EmbeddingsOutput
-from interfaces.pipeline import Pipeline
-from interfaces.request_id import RequestID
-from model_worker.loader import first_line, read_config, weights_dtype
-from model_worker.probe import ModelRefused
+from interfaces.base.request_id import RequestID
+from interfaces.context.protocols import EmbeddingsContext
+from interfaces.pipelines.inputs import EmbeddingsGenerationInputs
+from interfaces.pipelines.pipeline import Pipeline
+from interfaces.result.outputs import EmbeddingsOutput
+from model_worker.loading.checkpoint import first_line, read_config, weights_dtype
+from model_worker.loading.probe import ModelRefused
 
 PoolingMode = Literal["mean", "last", "cls"]
 

@@ -17,25 +17,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces.inputs import TextGenerationInputs
-from interfaces.log_probabilities import LogProbabilities
+from interfaces.base.log_probabilities import LogProbabilities
+from interfaces.base.request_id import RequestID
+from interfaces.base.status import GenerationStatus
+from interfaces.context.text import TextContext
 from interfaces.messages import Join, RowGrammar, Step, StepResult
-from interfaces.outputs import TextGenerationOutput
-from interfaces.pipeline import Pipeline
-from interfaces.processors import BatchLogitsProcessor, BatchProcessorInputs, ProcessorInputs
-from interfaces.request_id import RequestID
-from interfaces.sampling import MOST_TOP_LOGPROBS, LogprobMode, SamplingParams
-from interfaces.status import GenerationStatus
-from interfaces.text_context import TextContext
-from model_worker import mask_process
+from interfaces.pipelines.inputs import TextGenerationInputs
+from interfaces.pipelines.pipeline import Pipeline
+from interfaces.pipelines.processors import BatchLogitsProcessor, BatchProcessorInputs, ProcessorInputs
+from interfaces.request.sampling import MOST_TOP_LOGPROBS, LogprobMode, SamplingParams
+from interfaces.result.outputs import TextGenerationOutput
 from model_worker.batch import ForwardBatch
 from model_worker.capacity import Capacity, capacity_for
 from model_worker.engine import Engine, WorkerIdentity
-from model_worker.loader import load_model
-from model_worker.masks import Masks
+from model_worker.grammar import mask_process
+from model_worker.grammar.masks import Masks
+from model_worker.loading.checkpoint import load_model
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
-from model_worker.sampler import SamplerRows
+from model_worker.sampling.sampler import SamplerRows
 
 
 @dataclass(slots=True)

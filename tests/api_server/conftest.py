@@ -23,15 +23,12 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from api_server.__main__ import _Server, tls_options
-from api_server.access_log import logged
 from api_server.app import create
-from api_server.engine_client import EngineClient
+from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from api_server.state import ServerState
-from api_server.tokenizer import Tokenizer
-from interfaces.codec import decode
-from interfaces.hidden_states import HiddenStates
-from interfaces.logprob_reports import LogprobReports
+from api_server.text.tokenizer import Tokenizer
+from api_server.web.access_log import logged
 from interfaces.messages import (
     Action,
     Cancel,
@@ -47,8 +44,11 @@ from interfaces.messages import (
     Submit,
     WorkerStatus,
 )
-from interfaces.results import RequestError
-from interfaces.sampling import SamplingParams
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
+from interfaces.request.sampling import SamplingParams
+from interfaces.result.results import RequestError
+from interfaces.wire.codec import decode
 from scheduler.sessions import Sessions
 from shared.endpoints import RunDirectory
 from shared.settings import Settings

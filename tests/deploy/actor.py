@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from shared import phases, successors
+from shared import forkserver, phases
 from shared.liveness import become
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     arguments = parser.parse_args()
     become("actor", arguments.stack)
     phases.phase("import")
-    epoch = successors.successor(arguments.epoch)
+    epoch = forkserver.successor(arguments.epoch)
     become("actor", arguments.stack)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN if arguments.then == "slow to retire" else lambda *_: sys.exit(0))
     if arguments.then == "stubborn":
@@ -57,7 +57,7 @@ def main() -> None:
     if arguments.only_once and epoch > 0:
         sys.exit("once was enough")
     if not arguments.never_ready:
-        successors.has_served()
+        forkserver.has_served()
         phases.ready(epoch=epoch, pid=os.getpid())
     if arguments.beat_for:
         beat(arguments.beat_for if epoch <= 0 else math.inf)

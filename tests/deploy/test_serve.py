@@ -121,7 +121,7 @@ def test_kernels_are_kept_in_the_users_cache_or_for_this_run(tmp_path: Path) -> 
 
 def test_arrays_of_killed_processes_are_swept() -> None:
     code = (
-        "import os, numpy; from interfaces.shared_memory import Segments; book = Segments(); "
+        "import os, numpy; from interfaces.wire.shared_memory import Segments; book = Segments(); "
         "print(book.share(numpy.arange(9)).name, flush=True); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from api_server import bodies, item_limits, stop_patterns, tokenizer
 from api_server.dialects.sglang.tokenize import MAX_PROMPTS
 from api_server.dialects.tgi.validation import MAX_STOP_SEQUENCES
+from api_server.text import stop_patterns, tokenizer
+from api_server.web import bodies, item_limits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
 SECTION = PAGE.partition("## Large requests")[2].partition("\n## ")[0]

@@ -158,7 +158,7 @@ def test_a_refused_keyword_is_refused_by_name(keyword: str) -> None:
 
 def test_the_page_is_right_about_limits() -> None:
     from api_server.constraints import compile_process, limits
-    from model_worker import mask_process
+    from model_worker.grammar import mask_process
 
     text = PAGE.read_text()
     for number in (

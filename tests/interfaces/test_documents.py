@@ -21,7 +21,7 @@ import pytest
 from pydantic import BaseModel
 
 import interfaces
-from interfaces.sampling import SamplingParams
+from interfaces.request.sampling import SamplingParams
 
 DOCUMENTS = json.loads((Path(__file__).parent / "documents.json").read_text())
 CASES = [

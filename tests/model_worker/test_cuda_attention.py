@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model_worker import loader, self_check
 from model_worker.attention import cuda, reference
 from model_worker.attention.params import AttentionParams
 from model_worker.kv_cache import KVLayout, LayerShape
-from model_worker.loader import load_model
+from model_worker.loading import checkpoint, verify
+from model_worker.loading.checkpoint import load_model
 from tests.model_worker.test_attention import Case, relative_error
 from tests.model_worker.tiny_models import tiny_model
 
@@ -123,14 +123,14 @@ def test_a_kernel_that_fails_its_proof_is_not_used(
     assert loaded.block_size == 16
     assert replace(loaded, backend="cuda").block_size == 256
     monkeypatch.setattr(cuda, "unsupported", lambda *_: None)
-    tokens = self_check.tokens(loaded.model.config, loaded.device)
+    tokens = verify.tokens(loaded.model.config, loaded.device)
     expected = torch.from_numpy(np.random.default_rng().normal(size=(2, tokens.shape[1], loaded.vocab_size)))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", written_out)
-    assert loader._cuda_backend(loaded, tokens, expected) == "reference"
+    assert checkpoint._cuda_backend(loaded, tokens, expected) == "reference"
     assert "attends in plain torch" in caplog.text
     assert "gives other logits" in caplog.text
     with torch.inference_mode():
-        expected = self_check.eager_logits(loaded.model, tokens)
-    assert loader._cuda_backend(loaded, tokens, expected) == "cuda"
+        expected = verify.eager_logits(loaded.model, tokens)
+    assert checkpoint._cuda_backend(loaded, tokens, expected) == "cuda"
     monkeypatch.undo()
-    assert loader._cuda_backend(loaded, tokens, expected) == "reference", "a CPU has no such kernel"
+    assert checkpoint._cuda_backend(loaded, tokens, expected) == "reference", "a CPU has no such kernel"

@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from interfaces import Step, StepResult, WorkerGoodbye, WorkerHello, decode, encode
+from model_worker.cpu.kernel_cache import Compilation
 from model_worker.engine import Engine, Flight
-from model_worker.kernels import Compilation
 from model_worker.loop import HELLO_SECONDS, Loop
 from shared.sockets import bind_router, receive_from
 

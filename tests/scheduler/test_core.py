@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from interfaces import Finish, RequestID, SamplingParams, Step, Submit, Terms, TextContext, decode, encode
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
-from scheduler.lineup import Lineup
-from scheduler.pace import Pace
+from scheduler.prefill_budget import Pace
+from scheduler.steady_batch import Lineup
 from scheduler.workers import Worker
 from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from interfaces import Action, Finish, Hello, Order, OrderAnswer, Status, Submit, TextContext, decode, encode
-from interfaces.sampling import SamplingParams
+from interfaces.request.sampling import SamplingParams
 from scheduler.core import Scheduler
 from scheduler.loop import Loop
 from shared.endpoints import RunDirectory

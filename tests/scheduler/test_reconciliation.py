@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api_server import engine_client
-from api_server.engine_client import EngineClient
-from api_server.submission import Submission
+from api_server.engine import client as engine_client
+from api_server.engine.client import EngineClient
+from api_server.engine.submission import Submission
 from interfaces import ErrorCode, GenerationStatus, SamplingParams, Submit, Terms, TextContext, decode, encode
 from scheduler import loop as loop_module
 from scheduler.core import Scheduler

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import zmq
 
-from interfaces.codec import decode, encode
 from interfaces.messages import Goodbye, Inquiry
+from interfaces.wire.codec import decode, encode
 from shared.curve import bind_secure, check_server_keys, make_peer_keys, make_server_keys
 from shared.settings import SettingsError
 from shared.sockets import bind_router, connect_dealer, send_to

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interfaces.shared_memory import WATERMARK_VARIABLES
+from interfaces.wire.shared_memory import WATERMARK_VARIABLES
+from shared.forkserver import FORKS
 from shared.liveness import SUPERVISOR_PID
 from shared.logs import FORMATS
 from shared.phases import STATUS_FD
@@ -29,7 +30,6 @@ from shared.settings import (
     parse_memory,
     resolve,
 )
-from shared.successors import FORKS
 
 devices = st.one_of(
     st.just("auto"),
@@ -41,7 +41,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "port": st.integers(1, 65535),
     "api_servers": st.integers(1, 64),
     "keep_alive_timeout": st.integers(1, 3600),
-    "private_metrics": st.just(False),  # True wants keys: tests/api_server/test_access.py
+    "private_metrics": st.just(False),  # True wants keys: tests/api_server/web/test_access.py
     "cors_origins": st.sampled_from(["auto", "none", "*", "null, https://example.com", "http://[::1]:3000"]),
     "devices": devices,
     "dtype": st.sampled_from(DTYPES),

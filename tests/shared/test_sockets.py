@@ -12,8 +12,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from interfaces.codec import decode, encode
 from interfaces.messages import Cancel, Goodbye, Inquiry
+from interfaces.wire.codec import decode, encode
 from shared.sockets import bind_router, connect_dealer, connect_dealer_async, send_to
 
 

@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from interfaces import Finish, SamplingParams, Step, StepResult, Submit, Terms, TextContext, WorkerHello, decode, encode
-from interfaces.log_probabilities import LogProbabilities
+from interfaces.base.log_probabilities import LogProbabilities
 from model_worker.engine import Engine, Flight, WorkerIdentity
-from model_worker.loader import LoadedModel, load_model
-from model_worker.masks import Masks
-from model_worker.processors import Processor
+from model_worker.grammar.masks import Masks
+from model_worker.loading.checkpoint import LoadedModel, load_model
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
-from model_worker.sampler import SamplerRows
+from model_worker.sampling.processors import Processor
+from model_worker.sampling.sampler import SamplerRows
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
 

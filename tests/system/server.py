@@ -96,7 +96,7 @@ class Server:
         self.wait_for(
             "the start of mask processes",
             20,
-            lambda: self.count("model_worker.mask_process") >= self.count("model_worker"),
+            lambda: self.count("model_worker.grammar.mask_process") >= self.count("model_worker"),
         )
         return sorted(child.pid for child in self.children())
 

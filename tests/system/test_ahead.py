@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from interfaces import Finish, SamplingParams
-from interfaces.sampling import LogprobMode
+from interfaces.request.sampling import LogprobMode
 from model_worker.engine import Engine, Flight
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 from tests.system.in_process import InProcessServer, Shape, load

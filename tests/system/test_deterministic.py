@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from interfaces import SamplingParams, Terms, TextContext
-from interfaces.sampling import LogprobMode
+from interfaces.request.sampling import LogprobMode
 from tests.model_worker.tiny_models import tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 

@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.api_server.web import Web, answer, running
+from tests.api_server.served_app import Web, answer, running
 from tests.system.server import Server
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from interfaces import SamplingParams
-from interfaces.sampling import LogprobMode
-from model_worker.loader import LoadedModel
+from interfaces.request.sampling import LogprobMode
+from model_worker.loading.checkpoint import LoadedModel
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 from tests.system.in_process import Answer, InProcessServer, Shape, load
 

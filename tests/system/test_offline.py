@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from api_server.pipeline_tokenizer import TextTokenizer
+from api_server.generation.offline_tokenizer import TextTokenizer
 from interfaces import (
     GenerationStatus,
     PipelineTokenizer,
@@ -28,9 +28,9 @@ from interfaces import (
     TextGenerationRequest,
     TextGenerationResponseFormat,
 )
-from interfaces.constraint import Constraint, ConstraintKind
-from model_worker import mask_process
-from model_worker.masks import Masks
+from interfaces.request.constraint import Constraint, ConstraintKind
+from model_worker.grammar import mask_process
+from model_worker.grammar.masks import Masks
 from model_worker.pipelines.text import TextPipeline
 from tests.model_worker.tiny_models import tiny_model
 from tests.system.in_process import InProcessServer, Shape, load

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from interfaces import SamplingParams
-from tests.model_worker.int8_reference import dequantized_model
+from tests.model_worker.cpu.int8_reference import dequantized_model
 from tests.model_worker.tiny_models import tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 from tests.system.server import Server

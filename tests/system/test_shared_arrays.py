@@ -18,8 +18,8 @@ import pytest
 import zmq
 from numpy.typing import NDArray
 
-from api_server.engine_client import EngineClient
-from api_server.submission import Submission
+from api_server.engine.client import EngineClient
+from api_server.engine.submission import Submission
 from interfaces import (
     ImageMetadata,
     Join,
@@ -32,7 +32,7 @@ from interfaces import (
     decode,
     encode,
 )
-from interfaces.shared_memory import DIRECTORY, PREFIX, SharedMemoryError
+from interfaces.wire.shared_memory import DIRECTORY, PREFIX, SharedMemoryError
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from shared.sockets import connect_dealer

@@ -209,7 +209,12 @@ def undisturbed(attacked: Server) -> list[Any]:
 @pytest.mark.parametrize(
     ("victim", "nth"),
     # The mask process that is forked, and the one that forks it.
-    [("model_worker", 0), ("model_worker.mask_process", 1), ("model_worker.mask_process", 0), ("scheduler", 0)],
+    [
+        ("model_worker", 0),
+        ("model_worker.grammar.mask_process", 1),
+        ("model_worker.grammar.mask_process", 0),
+        ("scheduler", 0),
+    ],
 )
 def test_a_killed_process_changes_no_byte(attacked: Server, undisturbed: list[Any], victim: str, nth: int) -> None:
     attacked.processes()  # until the mask processes are there again

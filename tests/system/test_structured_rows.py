@@ -21,11 +21,11 @@ from tokenizers import Tokenizer
 from api_server.constraints.languages import JSON_OPTIONS
 from deploy import embedded_model
 from interfaces import Finish, SamplingParams
-from interfaces.grammar_state import GrammarState
-from interfaces.sampling import LogprobMode
-from model_worker import mask_process
-from model_worker.loader import LoadedModel
-from model_worker.masks import Masks
+from interfaces.context.grammar_state import GrammarState
+from interfaces.request.sampling import LogprobMode
+from model_worker.grammar import mask_process
+from model_worker.grammar.masks import Masks
+from model_worker.loading.checkpoint import LoadedModel
 from shared.grammar import GrammarError
 from tests.api_server.constraints.vocabulary import EOS, compiled
 from tests.model_worker.tiny_models import tiny_model

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from interfaces import SamplingParams
-from model_worker.watermark import GAMMA, green_list
+from model_worker.sampling.watermark import GAMMA, green_list
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from api_server.documents import Document, text_field
+from api_server.chat.documents import Document, text_field
 from api_server.errors import ErrorKind, RequestFailed, invalid, unsupported
 
 

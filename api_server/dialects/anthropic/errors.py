@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from api_server.endpoint import Call
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.sse import named_frame
+from api_server.web.endpoint import Call
+from api_server.web.sse import named_frame
 
 _INVALID = "invalid_request_error"
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from starlette.datastructures import QueryParams
 from starlette.responses import Response
 
-from api_server.endpoint import Call
 from api_server.state import ServerState
+from api_server.web.endpoint import Call
 
 
 class ModelInfo(BaseModel):

@@ -8,11 +8,11 @@ from typing import Any
 
 import orjson
 
-from api_server.choice import Choice, complete
-from api_server.generation import Generation
+from api_server.answers.choice import Choice, complete
+from api_server.generation.generation import Generation
 from api_server.parsers.answer import Block, Call, ParsedAnswer, Passage
 from api_server.parsers.scanner import Piece, Thought
-from api_server.sse import named_frame
+from api_server.web.sse import named_frame
 
 _REASON = {"stop_token": "end_turn", "stop_string": "stop_sequence"}
 

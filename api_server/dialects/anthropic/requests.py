@@ -10,23 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from api_server import body, documents, item_limits, refusals
-from api_server.chat_tools import listed, tool_use
+from api_server.chat import documents
+from api_server.chat.thinking import template_options
+from api_server.chat.tools import listed, tool_use
 from api_server.constraints.given import response_format
 from api_server.dialects.anthropic.client_tools import as_function, is_run_by_servers
 from api_server.dialects.anthropic.context_edits import Count, Edited, Messages, edited
 from api_server.dialects.anthropic.documents import document_block
 from api_server.dialects.anthropic.schema import Conversation, MessagesBody, OutputConfig, Tool, ToolChoice
 from api_server.dialects.anthropic.turns import system_parts, turns
-from api_server.endpoint import Call
 from api_server.errors import invalid, unsupported
-from api_server.refusals import ALWAYS, Refusals, unless
-from api_server.thinking import template_options
-from interfaces.chat import TextGenerationRequestMessage
-from interfaces.constraint import Constraint
-from interfaces.request_id import RequestID
-from interfaces.requests import TextGenerationRequest
-from interfaces.sampling import SamplingParamsInput
+from api_server.web import body, item_limits, unknown_fields
+from api_server.web.endpoint import Call
+from api_server.web.unknown_fields import ALWAYS, Refusals, unless
+from interfaces.base.request_id import RequestID
+from interfaces.request.chat import TextGenerationRequestMessage
+from interfaces.request.constraint import Constraint
+from interfaces.request.requests import TextGenerationRequest
+from interfaces.request.sampling import SamplingParamsInput
 
 B = TypeVar("B", bound=Conversation)
 
@@ -65,7 +66,7 @@ def read(call: Call, model: type[B]) -> B:
     raw = call.json
     if isinstance(raw.get("tools"), list):
         raw["tools"] = listed(raw["tools"], _functions)
-    refusals.check(raw, MessagesBody, REFUSED, _WITHOUT_EFFECT)
+    unknown_fields.check(raw, MessagesBody, REFUSED, _WITHOUT_EFFECT)
     try:
         parsed = body.parse(model, raw)
     except body.Mismatch as error:

@@ -19,9 +19,9 @@ from api_server.dialects.anthropic.schema import (
     StreamEvent,
     TokenCount,
 )
-from api_server.endpoint import Call, Document, endpoint
-from api_server.generation import generate
-from api_server.sse import EventStream
+from api_server.generation.generation import generate
+from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.sse import EventStream
 
 TAG = "anthropic"
 

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from api_server.endpoint import Call
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.sse import frame
+from api_server.web.endpoint import Call
+from api_server.web.sse import frame
 
 _INVALID_REQUEST = "invalid_request_error"
 

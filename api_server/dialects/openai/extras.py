@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from api_server.choice import Choice
+from api_server.answers.choice import Choice
 from api_server.dialects.openai.schema import ExtendedBody
-from api_server.tokenizer import Tokenizer
+from api_server.text.tokenizer import Tokenizer
 
 
 def add_to_chat(answer: dict[str, Any], body: ExtendedBody, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:

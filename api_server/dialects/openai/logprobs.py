@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api_server.choice import Choice, TokenDelta
-from api_server.tokenizer import Tokenizer
+from api_server.answers.choice import Choice, TokenDelta
+from api_server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

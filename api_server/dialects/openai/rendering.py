@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from api_server.choice import Choice, Finish, TextDelta, complete
+from api_server.answers.choice import Choice, Finish, TextDelta, complete
 from api_server.dialects.openai.extras import StreamedIds
 from api_server.dialects.openai.logprobs import Echo, LogprobWriter, joined
 from api_server.dialects.openai.schema import StreamOptions
-from api_server.generation import Generation
+from api_server.generation.generation import Generation
 from api_server.parsers.scanner import Piece, Thought
-from api_server.sse import DONE, frame
 from api_server.state import ServerState
+from api_server.web.sse import DONE, frame
 
 _REASON = {"stop_token": "stop", "stop_string": "stop", "length": "length"}
 

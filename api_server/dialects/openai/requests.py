@@ -12,22 +12,23 @@ from typing import Any, TypeVar
 
 import orjson
 
-from api_server import body, documents, item_limits, refusals
-from api_server.chat_messages import chat_messages
-from api_server.chat_tools import ToolUse, tool_use
+from api_server.chat import documents
+from api_server.chat.messages import chat_messages
+from api_server.chat.thinking import template_options
+from api_server.chat.tools import ToolUse, tool_use
 from api_server.constraints import given as given_constraints
-from api_server.dialects.openai.responses_schema import ResponsesBody
-from api_server.dialects.openai.responses_tools import Toolbox
+from api_server.dialects.openai.responses.schema import ResponsesBody
+from api_server.dialects.openai.responses.tools import Toolbox
 from api_server.dialects.openai.schema import ChatBody, CompletionBody, ExtendedBody, TextBody
-from api_server.endpoint import Call
 from api_server.errors import invalid, shown, unsupported
 from api_server.logit_processors import processor_problem
-from api_server.refusals import ALWAYS, Refusals, unless
-from api_server.stop_patterns import pattern_problem
-from api_server.thinking import template_options
-from interfaces.chat import TextGenerationRequestMessage
-from interfaces.requests import TextGenerationRequest
-from interfaces.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
+from api_server.text.stop_patterns import pattern_problem
+from api_server.web import body, item_limits, unknown_fields
+from api_server.web.endpoint import Call
+from api_server.web.unknown_fields import ALWAYS, Refusals, unless
+from interfaces.request.chat import TextGenerationRequestMessage
+from interfaces.request.requests import TextGenerationRequest
+from interfaces.request.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
 
 B = TypeVar("B", bound=TextBody)
 
@@ -294,7 +295,7 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
 
 def _check(raw: Mapping[str, Any], model: type[TextBody], refused: Refusals) -> None:
     """Refuses what is known and not implemented; reports what is unknown, once for each name."""
-    refusals.check(raw, model, refused, {*_WITHOUT_EFFECT, *given_constraints.EXTRAS})
+    unknown_fields.check(raw, model, refused, {*_WITHOUT_EFFECT, *given_constraints.EXTRAS})
     best_of = raw.get("best_of")
     if best_of is not None and best_of != (raw.get("n") or 1) and "best_of" not in model.model_fields:
         raise unsupported("best_of", "choosing the best of several answers to a chat")

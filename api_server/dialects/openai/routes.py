@@ -8,9 +8,10 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from api_server.dialects.openai import extras, rendering, requests, responses
+from api_server.dialects.openai import extras, rendering, requests
 from api_server.dialects.openai.errors import error_frame, render_error
 from api_server.dialects.openai.logprobs import Echo, LogprobWriter, echo_of
+from api_server.dialects.openai.responses import routes as responses
 from api_server.dialects.openai.schema import (
     ChatAnswer,
     ChatBody,
@@ -20,10 +21,10 @@ from api_server.dialects.openai.schema import (
     ErrorAnswer,
     ExtendedBody,
 )
-from api_server.endpoint import Call, Document, endpoint
-from api_server.generation import Generation, generate
-from api_server.sse import EventStream
+from api_server.generation.generation import Generation, generate
 from api_server.state import ServerState
+from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.sse import EventStream
 
 TAG = "openai"
 

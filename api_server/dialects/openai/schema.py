@@ -1,6 +1,6 @@
 """The bodies of OpenAI's text endpoints, with the extra parameters that vLLM's clients send.
 
-Types only: the rules between values live in `requests.py`, ranges of sampling values in `interfaces/sampling.py`.
+Types only: rules between values are in `requests.py`, ranges of sampling values in `interfaces/request/sampling.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api_server.item_limits import MOST_TOKEN_IDS, Biases, StopIds, Tools, Turns
+from api_server.web.item_limits import MOST_TOKEN_IDS, Biases, StopIds, Tools, Turns
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -109,7 +109,7 @@ class ExtendedBody(TextBody):
 
 
 class Message(BaseModel):
-    """For the document; `chat_template.py` checks what arrives."""
+    """For the document; `template.py` checks what arrives."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None

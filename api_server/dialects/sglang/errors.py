@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from api_server.endpoint import Call
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.sse import DONE, frame
+from api_server.web.endpoint import Call
+from api_server.web.sse import DONE, frame
 
 _STATUS_AND_TYPE = {
     ErrorKind.BAD_MEDIA_TYPE: (415, "invalid_request_error"),

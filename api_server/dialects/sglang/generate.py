@@ -12,9 +12,7 @@ import orjson
 from numpy.typing import NDArray
 from starlette.responses import Response
 
-from api_server import refusals
-from api_server.body import Mismatch, parse
-from api_server.choice import Choice
+from api_server.answers.choice import Choice
 from api_server.constraints.given import of_sampling_params
 from api_server.dialects.sglang.batch import Batch, Item, expand
 from api_server.dialects.sglang.errors import ERROR_STATUSES, error_frame
@@ -28,14 +26,16 @@ from api_server.dialects.sglang.validation import (
     unsupported_field,
     unsupported_sampling,
 )
-from api_server.endpoint import Call, Document
 from api_server.errors import invalid, unsupported
-from api_server.generation import Generation, generate
+from api_server.generation.generation import Generation, generate
 from api_server.logit_processors import processor_problem
-from api_server.sse import DONE, EventStream, frame
-from interfaces.request_id import RequestID
-from interfaces.requests import TextGenerationRequest
-from interfaces.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
+from api_server.web import unknown_fields
+from api_server.web.body import Mismatch, parse
+from api_server.web.endpoint import Call, Document
+from api_server.web.sse import DONE, EventStream, frame
+from interfaces.base.request_id import RequestID
+from interfaces.request.requests import TextGenerationRequest
+from interfaces.request.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
 
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6
@@ -110,7 +110,7 @@ def _checked(call: Call) -> tuple[GenerateRequest, Batch]:
 
 
 def _read(call: Call) -> GenerateRequest:
-    refusals.check(call.json, GenerateRequest, {})
+    unknown_fields.check(call.json, GenerateRequest, {})
     check_sizes(call.json, call.server)
     try:
         return parse(GenerateRequest, call.json)

@@ -10,9 +10,9 @@ from starlette.routing import Route
 
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse
-from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed
-from api_server.product import release
+from api_server.release import release
+from api_server.web.endpoint import Call, Document, endpoint
 from interfaces.messages import Status
 
 

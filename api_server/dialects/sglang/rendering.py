@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api_server.choice import Choice, Finish
+from api_server.answers.choice import Choice, Finish
 from api_server.dialects.sglang.batch import Batch, Item
 from api_server.dialects.sglang.schema import GenerateRequest
 

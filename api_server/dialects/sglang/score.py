@@ -11,17 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api_server.body import Mismatch, parse
-from api_server.choice import Choice, complete
+from api_server.answers.choice import Choice, complete
 from api_server.dialects.sglang.errors import ERROR_STATUSES, render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Integers, Texts
-from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import invalid
-from api_server.generation import generate
-from api_server.item_limits import check_prompts, check_total
-from interfaces.request_id import RequestID
-from interfaces.requests import TextGenerationRequest
-from interfaces.sampling import MOST_LOGPROB_IDS, LogprobMode, SamplingParamsInput
+from api_server.generation.generation import generate
+from api_server.web.body import Mismatch, parse
+from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.item_limits import check_prompts, check_total
+from interfaces.base.request_id import RequestID
+from interfaces.request.requests import TextGenerationRequest
+from interfaces.request.sampling import MOST_LOGPROB_IDS, LogprobMode, SamplingParamsInput
 
 
 class ScoreRequest(BaseModel):

@@ -16,16 +16,16 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api_server.body import Mismatch, parse
-from api_server.choice import Choice
+from api_server.answers.choice import Choice
 from api_server.dialects.sglang.batch import Batch, Item
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest
-from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
+from api_server.web.body import Mismatch, parse
+from api_server.web.endpoint import Call, Document, endpoint
+from interfaces.base.request_id import RequestID
 from interfaces.messages import SessionAction, SessionAnswer
-from interfaces.request_id import RequestID
-from interfaces.requests import TextGenerationRequest
+from interfaces.request.requests import TextGenerationRequest
 
 LONGEST_SECONDS = 86400.0
 

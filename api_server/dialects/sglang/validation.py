@@ -11,10 +11,10 @@ from typing import Any
 
 from api_server.dialects.sglang.batch import SPREAD, Item
 from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
-from api_server.item_limits import LONGEST_NUMBER, check_count, check_prompts, check_vectors
 from api_server.state import ServerState
-from api_server.stop_patterns import pattern_problem
-from interfaces.sampling import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
+from api_server.text.stop_patterns import pattern_problem
+from api_server.web.item_limits import LONGEST_NUMBER, check_count, check_prompts, check_vectors
+from interfaces.request.sampling import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 32
 

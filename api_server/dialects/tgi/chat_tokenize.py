@@ -13,7 +13,7 @@ from api_server.dialects.openai import requests as openai
 from api_server.dialects.openai.schema import ChatBody
 from api_server.dialects.tgi.errors import render_error
 from api_server.dialects.tgi.schema import ErrorResponse, SimpleToken
-from api_server.endpoint import Call, Document, endpoint
+from api_server.web.endpoint import Call, Document, endpoint
 
 
 class ChatTokenizeResponse(BaseModel):

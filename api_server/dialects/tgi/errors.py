@@ -6,9 +6,9 @@ import orjson
 from starlette.responses import Response
 
 from api_server.dialects.tgi.validation import Limits, length_problem
-from api_server.endpoint import Call
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.sse import frame
+from api_server.web.endpoint import Call
+from api_server.web.sse import frame
 
 _STATUS_AND_TYPE = {
     ErrorKind.BAD_JSON: (400, "validation"),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from api_server import refusals
-from api_server.body import Mismatch, parse
 from api_server.constraints.given import of_tgi
 from api_server.dialects.tgi.errors import BodyMismatch
 from api_server.dialects.tgi.schema import Body, GenerateParameters, GenerateRequest
 from api_server.dialects.tgi.validation import Limits, first_problem
-from api_server.endpoint import Call
 from api_server.errors import invalid
-from interfaces.request_id import RequestID
-from interfaces.requests import TextGenerationRequest
-from interfaces.sampling import LogprobMode, SamplingParamsInput
+from api_server.web import unknown_fields
+from api_server.web.body import Mismatch, parse
+from api_server.web.endpoint import Call
+from interfaces.base.request_id import RequestID
+from interfaces.request.requests import TextGenerationRequest
+from interfaces.request.sampling import LogprobMode, SamplingParamsInput
 
 R = TypeVar("R", bound=Body)
 
@@ -24,7 +24,7 @@ _UNKNOWN_LIMIT = 1 << 62
 
 def read(model: type[R], call: Call) -> R:
     """The body as a `model`. Raises RequestFailed."""
-    refusals.check(call.json, model, {})
+    unknown_fields.check(call.json, model, {})
     try:
         return parse(model, call.json)
     except Mismatch as mismatch:

@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from api_server.choice import Choice, TextDelta, TokenDelta
+from api_server.answers.choice import Choice, TextDelta, TokenDelta
 from api_server.dialects.tgi.generate import is_sampled
 from api_server.dialects.tgi.schema import GenerateRequest
-from api_server.endpoint import Call
-from api_server.generation import Generation
-from api_server.sse import frame
-from api_server.tokenizer import Tokenizer
+from api_server.generation.generation import Generation
+from api_server.text.tokenizer import Tokenizer
+from api_server.web.endpoint import Call
+from api_server.web.sse import frame
 
 _REASONS = {"stop_token": "eos_token", "stop_string": "stop_sequence", "length": "length"}
 _INCOMPLETE = {"error": "Incomplete generation", "error_type": "incomplete_generation"}

@@ -21,12 +21,12 @@ from api_server.dialects.tgi.schema import (
     TokenizeRequest,
 )
 from api_server.dialects.tgi.validation import MAX_STOP_SEQUENCES
-from api_server.endpoint import Call, Document, endpoint
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.generation import generate
-from api_server.product import release
-from api_server.sse import EventStream
-from api_server.tokenizer import THREADS
+from api_server.generation.generation import generate
+from api_server.release import release
+from api_server.text.tokenizer import THREADS
+from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.sse import EventStream
 
 TAG = "tgi"
 

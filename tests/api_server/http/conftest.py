@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from api_server.tokenizer import Tokenizer
+from api_server.text.tokenizer import Tokenizer
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving

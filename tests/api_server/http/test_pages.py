@@ -11,9 +11,9 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
-from api_server.access import PUBLIC_PATHS
 from api_server.http.pages import allow_pages
-from api_server.tokenizer import Tokenizer
+from api_server.text.tokenizer import Tokenizer
+from api_server.web.access import PUBLIC_PATHS
 from shared.access_keys import with_digests
 from shared.endpoints import RunDirectory
 from shared.settings import Settings, SettingsError

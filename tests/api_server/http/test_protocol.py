@@ -585,7 +585,7 @@ def test_a_client_that_leaves_while_nothing_is_sent_is_noticed(
     line: Line, server: LiveServer, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when its stream has begun: what it must get next is the size of a chunk."""
-    monkeypatch.setattr("api_server.generation.SILENCE_BEFORE_HEADERS", 0.05)
+    monkeypatch.setattr("api_server.generation.generation.SILENCE_BEFORE_HEADERS", 0.05)
     server.double.hold.set()
     line.send(request("/v1/completions", ASK | {"stream": stream}))
     server.double.wait(lambda: server.double.running)

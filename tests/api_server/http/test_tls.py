@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from api_server.http.heads import MAX_HEAD_BYTES
-from api_server.tokenizer import Tokenizer
+from api_server.text.tokenizer import Tokenizer
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from api_server.parsers.answer import AnswerParser, Call, FormatToolParser, ParsedAnswer, merged, parse
 from api_server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, reasoning_format, tool_format
 from api_server.parsers.scanner import Piece, Thought
-from interfaces.parsers import ParsedToolCallDelta, ToolParser
+from interfaces.pipelines.parsers import ParsedToolCallDelta, ToolParser
 from tests.api_server.parsers import formats
 from tests.api_server.parsers.formats import SCHEMAS, SCRAPS, TEXT_BEFORE, WRITERS
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from api_server.parsers.reasoning import GraniteReasoning, MarkedReasoning, ThinkReasoning
 from api_server.parsers.registry import REASONING_FORMATS
-from api_server.tokenizer import Tokenizer
-from interfaces.parsers import ReasoningParser
+from api_server.text.tokenizer import Tokenizer
+from interfaces.pipelines.parsers import ReasoningParser
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<th", "ink>", "a", "b ", "\n", "user", "assistant"]
 ADDED = {0, 1, 2, 3}

@@ -22,8 +22,8 @@ from interfaces import (
     TextContext,
     TokenBuffer,
 )
+from model_worker.loading.probe import ModelRefused
 from model_worker.pipelines.embeddings import EmbeddingsPipeline, Pooling
-from model_worker.probe import ModelRefused
 
 VOCAB = 97
 CONFIGS: dict[str, dict[str, Any]] = {

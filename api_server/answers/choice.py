@@ -1,0 +1,152 @@
+"""The facts of an answer, of which every dialect renders its frames: its tokens and text so far, and why it ended.
+
+Knows nothing of where tokens come from, or how text is made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from api_server.errors import ErrorKind, RequestFailed
+from api_server.parsers.answer import ParsedAnswer
+from api_server.parsers.scanner import Piece
+from interfaces.base.log_probabilities import LogProbabilities
+from interfaces.context.text import TextContext
+from interfaces.context.tokens import TokenSlice
+from interfaces.request.requests import TextGenerationRequest
+from interfaces.request.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a choice ended. `matched` is the stop token's id, the stop string or the stop pattern; else None."""
+
+    kind: Literal["stop_token", "stop_string", "length", "cancelled"]
+    matched: int | str | None = None
+
+
+def complete(finish: Finish | None) -> Finish:
+    """The end of an answer that is whole. One that the server itself cut off is none: raises RequestFailed."""
+    if finish is None or finish.kind == "cancelled":
+        reason = "the server ended this request before its answer was complete"
+        raise RequestFailed(ErrorKind.UNAVAILABLE, reason, counted=True)
+    return finish
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """One generated token. `text` is what this token added to the text, special tokens included.
+
+    `logprob` is None unless `sampling.logprobs` asked for it. `top` maps the most probable tokens to their logprobs,
+    most probable first, and `asked` those that the request named.
+    """
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+    top: Mapping[int, float]
+    asked: Mapping[int, float]
+
+
+@dataclass(slots=True)  # one is made for each token, and frozen ones take three times as long to make
+class TextDelta:
+    """News of choice `index`: `text` to append (stop strings cut, never part of a character), perhaps empty.
+
+    `tokens` is empty unless `token_details` was asked for; `count` tokens arrived with this delta in any case. Tokens
+    whose text is still held back (an unfinished character, a possible stop string) are in the delta in which they
+    arrived. `finish` is set in the last delta of a choice, and in no other. `pieces` are empty unless `parse_answer`
+    was asked for; then they are all that is new, in order, and `text` is the plain text among them.
+    """
+
+    index: int
+    text: str
+    count: int
+    tokens: list[TokenDelta]
+    finish: Finish | None
+    pieces: Sequence[Piece] = ()
+
+
+@dataclass
+class Choice:
+    """One answer to one prompt: the facts of which every dialect renders its frames. Times are `time.monotonic()`."""
+
+    index: int
+    request: TextGenerationRequest
+    request_index: int
+    """Position of `request` in the batch."""
+    prompt_text: str | None
+    """The prompt as text (after the chat template, before truncation); None when it came as token ids."""
+    context: TextContext
+    only_scores: bool = False
+    """Nothing is generated: the log-probabilities of the prompt are what is wanted."""
+
+    completion_tokens: int = 0
+    """Generated so far, with the stop token, up to the token that completed a stop string; more may have arrived."""
+    tokens: list[TokenDelta] = field(default_factory=list)
+    """Details of these tokens, when `token_details` was asked for."""
+    pieces: list[str] = field(default_factory=list)
+    answer: ParsedAnswer = field(default_factory=ParsedAnswer)
+    """Reasoning, text and calls in order, when `parse_answer` was asked for."""
+    reasoning_tokens: int = 0
+    """Among the `completion_tokens`, as far as the model's reasoning is known and the answer is parsed."""
+    hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    """Hidden states by the index of their token, prompt first, when they were asked for."""
+    cached_tokens: int = 0
+    logprob_sum: float = 0.0
+    finish: Finish | None = None
+
+    submitted: float = 0.0
+    queued: float | None = None
+    """Seconds that it waited for its place on a worker; None if it never got one."""
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of all deltas so far."""
+        return "".join(self.pieces)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.context.prompt_length
+
+    @property
+    def prompt_token_ids(self) -> TokenSlice:
+        return self.context.tokens.prompt
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The `completion_tokens` generated ones."""
+        ids: list[int] = self.context.tokens.generated[: self.completion_tokens].tolist()
+        return ids
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that could be generated."""
+        return 0 if self.only_scores else self.sampling.max_new_tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        """By which the best of several answers is chosen."""
+        return self.logprob_sum / max(1, self.completion_tokens)
+
+    @property
+    def prompt_logprobs(self) -> LogProbabilities:
+        """Of the prompt's tokens from `first_prompt_logprob` on; complete with the first delta."""
+        return self.context.progress.prompt_log_probabilities
+
+    @property
+    def first_prompt_logprob(self) -> int:
+        """Index of the first token of the prompt that has one: nothing comes before token 0."""
+        return max(1, self.sampling.prompt_logprobs_from or 0)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The values in force: `max_new_tokens` is the limit and `seed` the seed that is used."""
+        return self.context.sampling_params

@@ -1,0 +1,1 @@
+"""Chats before they are tokens: messages, templates, tools, documents."""

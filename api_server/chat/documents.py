@@ -1,0 +1,202 @@
+"""Documents as parts of messages: whatever a dialect calls them, they become text parts, by one rule.
+
+A document is sent as text, as base64 or by URL. It is text in UTF-8 (what models here read), and the model sees it as
+
+    Document: report.txt
+    Context: what Anthropic's clients may say about it
+
+    the text
+
+Each dialect has a `Reader` for its form of such parts. This module knows what a part's list is replaced by and the
+limits; `url_fetch.py` knows how a URL is fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from api_server.engine import scheduling
+from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.state import ServerState
+
+MOST_BYTES = 4 * 1024 * 1024
+"""Of one document."""
+MOST_DOCUMENTS = 16
+LONGEST_NAME = 200
+
+_TEXT_TYPES = re.compile(
+    r"text/.+"
+    r"|application/(x-)?(json|jsonl|ndjson|xml|yaml|toml|javascript|ecmascript|typescript|python|sh|sql|graphql|tex|latex)"
+    r"|application/.+\+(json|xml|yaml)",
+    re.ASCII,
+)
+_UNSAID = ("", "application/octet-stream", "binary/octet-stream")
+"""Types that leave open what the bytes are: then the bytes decide."""
+_CHARSETS = ("", "utf-8", "utf8", "us-ascii", "ascii")
+_CHARSET = re.compile(r';\s*charset\s*=\s*"?([^";]*)', re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Document:
+    """What a part says. `field` is where the client wrote `value`."""
+
+    field: str
+    form: Literal["text", "base64", "url"]
+    value: str
+    media_type: str = ""
+    """As declared, with parameters."""
+    name: str = ""
+    context: str = ""
+
+
+Reader = Callable[[Mapping[str, Any], str], Document | None]
+"""The document of a part at a path; None for another part. Raises RequestFailed."""
+
+
+async def load(server: ServerState, turns: Sequence[Any], path: str, reader: Reader) -> None:
+    """Replaces every document in the turns' lists of parts by a text part, in place. Raises RequestFailed."""
+    found = [place for i, turn in enumerate(turns) for place in _places(turn, f"{path}[{i}]", reader)]
+    if len(found) > MOST_DOCUMENTS:
+        raise invalid(
+            f"{path} has {len(found)} documents; at most {MOST_DOCUMENTS} are possible in one request: send fewer, or "
+            "several as one",
+            path,
+        )
+    for (parts, i, _), text in zip(found, await _texts(server, [document for *_, document in found]), strict=True):
+        parts[i] = {"type": "text", "text": text}
+
+
+def file_part(part: Mapping[str, Any], path: str) -> Document | None:
+    """OpenAI's part of a chat: `{"type": "file", "file": {...}}`."""
+    if part.get("type") != "file":
+        return None
+    given = part.get("file")
+    if not isinstance(given, Mapping):
+        raise invalid(f"{path}.file must be an object with filename and file_data", f"{path}.file")
+    return file_fields(given, f"{path}.file")
+
+
+def file_fields(given: Mapping[str, Any], path: str) -> Document:
+    """A file in OpenAI's words: `file_data` (a data URL, or base64) or `file_url`, and `filename`."""
+    if given.get("file_id") is not None:
+        where = f"{path}.file_id"
+        message = f"{where}: this server keeps no files: send the file itself as file_data"
+        raise RequestFailed(ErrorKind.UNSUPPORTED, message, field=where)
+    data, url, name = (text_field(given, key, path) for key in ("file_data", "file_url", "filename"))
+    if bool(data) == bool(url):
+        raise invalid(f"{path} must have one of file_data and file_url", path)
+    if url:
+        return Document(f"{path}.file_url", "url", url, name=name)
+    where = f"{path}.file_data"
+    if not data.startswith("data:"):
+        return Document(where, "base64", data, name=name)
+    declared, comma, rest = data[len("data:") :].partition(",")
+    if not comma or not declared.lower().endswith(";base64"):
+        raise invalid(f'{where} must be base64, or "data:TYPE;base64," and base64, got {data!r:.60}', where)
+    return Document(where, "base64", rest, declared[: -len(";base64")] or "text/plain", name)
+
+
+def text_field(given: Mapping[str, Any], key: str, path: str) -> str:
+    """A text, or nothing. Raises RequestFailed for anything else."""
+    value = given.get(key)
+    if value is not None and not isinstance(value, str):
+        raise invalid(f"{path}.{key} must be a text, got {value!r:.100}", f"{path}.{key}")
+    return value or ""
+
+
+def _places(holder: Any, path: str, reader: Reader) -> Iterator[tuple[list[Any], int, Document]]:
+    """The documents among the parts of a turn or of a tool's result, with the list and the index of each."""
+    for key in ("content", "output"):
+        parts: Any = holder.get(key) if isinstance(holder, Mapping) else None
+        for i, part in enumerate(parts if isinstance(parts, list) else ()):
+            where = f"{path}.{key}[{i}]"
+            document = reader(part, where) if isinstance(part, Mapping) else None
+            if document is None:
+                yield from _places(part, where, reader)
+            else:
+                yield parts, i, document
+
+
+async def _texts(server: ServerState, documents: Sequence[Document]) -> list[str]:
+    """All are there within the request's own time limit, or the first that fails ends them all."""
+    if not documents:
+        return []
+    try:
+        async with scheduling.spending(), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_text(server, document)) for document in documents]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _text(server: ServerState, document: Document) -> str:
+    field, name = document.field, document.name
+    if document.form == "text":
+        _check_type(document.media_type, field)
+        _check_size(len(document.value.encode()), field)
+        return _shown(document, name, document.value)
+    if document.form == "base64":
+        _check_type(document.media_type, field)
+        return _shown(document, name, _decoded(_bytes(document.value, field), field))
+    if server.url_fetcher is None:
+        message = f"{field}: this server fetches no URLs: send the document itself (its operator may set --fetch-hosts)"
+        raise RequestFailed(ErrorKind.UNSUPPORTED, message, field=field)
+    fetched = await server.url_fetcher.fetch(document.value, field)
+    _check_type(fetched.content_type, field)
+    return _shown(document, name or fetched.name, _decoded(fetched.body, field))
+
+
+def _shown(document: Document, name: str, text: str) -> str:
+    """What the model sees. A name is one line, whatever a client or a server put into it."""
+    lines = [f"Document: {_line(name, LONGEST_NAME) or 'unnamed'}"]
+    if document.context:
+        lines.append(f"Context: {document.context.strip()}")
+    return "\n".join([*lines, "", text])
+
+
+def _line(text: str, longest: int) -> str:
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:longest]
+
+
+def _check_type(declared: str, field: str) -> None:
+    media_type = declared.partition(";")[0].strip().lower()
+    charset = _CHARSET.search(declared)
+    if media_type not in _UNSAID and not _TEXT_TYPES.fullmatch(media_type):
+        message = (
+            f"{field}: a document of type {media_type[:100]!r} cannot be read here, only text (text/*, JSON, XML and "
+            "the like): send the text that is in it"
+        )
+        raise RequestFailed(ErrorKind.UNSUPPORTED, message, field=field)
+    if charset is not None and charset[1].strip().lower() not in _CHARSETS:
+        message = f"{field}: a document in {charset[1].strip()[:50]!r} cannot be read here: send it in UTF-8"
+        raise RequestFailed(ErrorKind.UNSUPPORTED, message, field=field)
+
+
+def _bytes(data: str, field: str) -> bytes:
+    packed = "".join(data.split())
+    _check_size(len(packed) // 4 * 3 - packed.count("="), field)
+    try:
+        return base64.b64decode(packed, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise invalid(f"{field} is not valid base64: {error}", field) from None
+
+
+def _check_size(size: int, field: str) -> None:
+    if size > MOST_BYTES:
+        raise invalid(f"{field} is a document of {size} bytes; at most {MOST_BYTES} are possible: send a part", field)
+
+
+def _decoded(content: bytes, field: str) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise invalid(f"{field}: the document is no text in UTF-8 (byte {error.start}): send its text", field) from None
+    if "\0" in text:
+        raise invalid(f"{field}: the document is no text (it has zero bytes): send its text", field)
+    return text

@@ -1,0 +1,151 @@
+"""From chat messages to the prompt's text: gives the messages the form templates expect, and renders.
+
+Knows what Jinja templates of Hugging Face models understand. It does not know dialects or tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+import orjson
+
+from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.text.control_tokens import ControlTokens, parts
+from interfaces.request.chat import TextContentPart, TextGenerationRequestMessage
+from interfaces.request.requests import TextGenerationRequest
+
+_RESERVED = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+"""Parameters of apply_chat_template itself: as template variables they would change the server's behaviour."""
+
+
+def size(request: TextGenerationRequest) -> int:
+    """Characters that a template is given, about."""
+    turns = sum(_length(message.content) + _length(message.reasoning_content) for message in request.messages)
+    calls = [message.tool_calls for message in request.messages if message.tool_calls]
+    options = dict(request.chat_template_options or {})
+    return turns + sum(len(orjson.dumps(given)) for given in (calls, list(request.tools or ()), options) if given)
+
+
+def _length(content: Any) -> int:
+    if isinstance(content, list):
+        return sum(len(part.text) for part in content if isinstance(part, TextContentPart))
+    return len(content or "")
+
+
+def render(tokenizer: Any, request: TextGenerationRequest, control: ControlTokens | None = None) -> list[str]:
+    """The prompt's text, in parts, each to be tokenized by itself. Raises RequestFailed(INVALID or TEMPLATE).
+
+    With `control` the names of control tokens in messages are cut, so that they are text; otherwise there is one part.
+    """
+    options = dict(request.chat_template_options or {})
+    for name in options.keys() & _RESERVED:
+        raise invalid(f"chat_template_kwargs must not contain {name!r}", "chat_template_kwargs")
+    template = _template_of(tokenizer, bool(request.tools))
+    messages = [_turn(message, i, template) for i, message in enumerate(request.messages)]
+    if request.tools and "tools" not in template:
+        messages[-1]["content"] += _introduced(request.tools, request.tool_prompt)
+    if request.continue_final_message and not messages[-1]["content"]:
+        raise invalid("continue_final_message needs a last message with content to continue", "messages")
+
+    tools: Any = [dict(tool) for tool in request.tools] if request.tools else None
+    sign = ""
+    if control is not None:
+        messages, tools, sign = control.guarded(messages, tools)
+
+    def applied(turns: list[dict[str, Any]]) -> list[str]:
+        text: str = tokenizer.apply_chat_template(
+            turns,
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+            continue_final_message=request.continue_final_message,
+            tokenize=False,
+            **options,
+        )
+        return parts(text, sign)
+
+    try:
+        try:
+            return applied(messages)
+        except TypeError:
+            # Most templates want a call's arguments as an object; some put them together as a text.
+            if not any("tool_calls" in turn for turn in messages):
+                raise
+            return applied([_with_text_arguments(turn) for turn in messages])
+    except jinja2.TemplateError as error:
+        raise RequestFailed(ErrorKind.TEMPLATE, f"the chat template refuses the messages: {error}") from None
+    except Exception as error:  # a template runs arbitrary expressions over client data: any error may come out
+        raise RequestFailed(
+            ErrorKind.TEMPLATE, f"the chat template failed on the messages: {type(error).__name__}: {error}"
+        ) from None
+
+
+def _with_text_arguments(turn: dict[str, Any]) -> dict[str, Any]:
+    def call(given: dict[str, Any]) -> dict[str, Any]:
+        arguments = given["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return given | {"function": given["function"] | {"arguments": text}}
+
+    return turn | {"tool_calls": [call(each) for each in turn["tool_calls"]]} if "tool_calls" in turn else turn
+
+
+_TOOL_PROMPT = (
+    "If one of these functions helps to answer, respond with a JSON object for a call of it and nothing else, in the "
+    'form {"name": name of the function, "parameters": object with its arguments}.'
+)
+
+
+def _introduced(tools: Sequence[Any], prompt: str | None) -> str:
+    """The tools as text, for a template that has no place for them."""
+    functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    return f"\n---\n{prompt or _TOOL_PROMPT}\n{functions}"
+
+
+def _template_of(tokenizer: Any, tools: bool) -> str:
+    try:
+        template: str = tokenizer.get_chat_template(tools=[{}] if tools else None)
+    except ValueError:
+        raise RequestFailed(
+            ErrorKind.TEMPLATE, "this model has no chat template; use a completion endpoint, which takes plain text"
+        ) from None
+    return template
+
+
+_NAMES_OF_REASONING = ("thinking", "reasoning")
+"""What templates call it that do not say `reasoning_content` (gpt-oss has the first)."""
+
+
+def _turn(message: TextGenerationRequestMessage, index: int, template: str) -> dict[str, Any]:
+    """A message as templates know them: absent fields are absent, and content is one text."""
+    turn = message.model_dump(exclude_none=True)
+    try:
+        turn["content"] = message.text
+    except ValueError as error:
+        raise RequestFailed(ErrorKind.UNSUPPORTED, f"messages[{index}].{error}", field="messages") from None
+    for name in _NAMES_OF_REASONING:
+        if message.reasoning_content and f".{name}" in template:
+            turn.setdefault(name, message.reasoning_content)
+    if message.role == "developer" and "developer" not in template:
+        turn["role"] = "system"
+    return turn

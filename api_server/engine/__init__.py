@@ -1,0 +1,1 @@
+"""The scheduler as this process sees it: submissions, their updates, its health."""

@@ -1,0 +1,383 @@
+"""The replica's end of the wire to the scheduler: submits, cancels, and hands out new tokens.
+
+Knows handles, heartbeats and what to do when the scheduler does not know a request, because it restarted, gave this
+replica up or lost a message: submit again, with the tokens received so far. It does not know text, dialects or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+
+from api_server.engine.fan_out import fan_out, fit_together
+from api_server.engine.questions import Questions
+from api_server.engine.submission import Inbox, Submission
+from interfaces.context.text import TextContext
+from interfaces.messages import (
+    REGISTRATION_SIZE,
+    Cancel,
+    Detach,
+    Goodbye,
+    Hello,
+    Order,
+    OrderAnswer,
+    Results,
+    SessionAnswer,
+    SessionOrder,
+    Status,
+    Terms,
+    Unknown,
+)
+from interfaces.result.results import ErrorCode, RequestError
+from interfaces.wire.codec import WireError, decode, encode
+from interfaces.wire.shared_memory import Segments
+from shared.sockets import MAX_MESSAGE_BYTES, connect_dealer, readable, same_host
+
+log = logging.getLogger("tokenyard")
+
+HELLO_SECONDS = 1.0
+STALE_SECONDS = 5.0
+"""Without a Status for this long the scheduler counts as gone: ten heartbeats."""
+GIVE_UP_SECONDS = 60.0
+"""After this silence open requests fail: a supervisor restarts a dead scheduler within seconds."""
+STANDSTILL_SECONDS = 5.0
+"""A heartbeat that comes so late says that this process was stopped, or the whole machine suspended."""
+MOST_LOSSES = 5
+"""A request that was lost so often in a row fails: something about it cannot be sent."""
+STALL_SECONDS = 120.0
+"""Requests run, and no worker has completed a step for this long: the engine is stuck."""
+RECENT_SECONDS = 5.0
+"""Tokens that came so recently prove that the engine works."""
+_BURST = 64
+"""Messages handled before other callbacks of the loop get their turn."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether the engine is alive and moves, and why not."""
+
+    alive: bool
+    ready: bool
+    reason: str
+
+
+class EngineClient:
+    """One per process. `start` and everything else runs on the event loop's thread; nothing here blocks."""
+
+    def __init__(self, endpoint: str, replica: str) -> None:
+        self.replica = f"{replica}-{secrets.token_hex(6)}"
+        self.status: Status | None = None
+        self.draining = False
+        """Whether this server is being stopped: it is not ready, and serves what comes nevertheless."""
+        self._ended = ""
+        self._endpoint = endpoint
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._open: dict[int, Submission] = {}
+        self._segments = Segments() if same_host(endpoint) else None
+        self._last_handle = secrets.randbits(20)
+        self._incarnation: int | None = None
+        self._past: set[int] = set()
+        self._last_results = -1
+        self._heard = self._last_beat = time.monotonic()
+        self._was_ready = False
+        self._max_model_len = self._vocab_size = 0
+        self._hello: asyncio.TimerHandle | None = None
+        self._questions = Questions(self._send)
+        self._moved = -math.inf
+
+    def start(self) -> None:
+        """Connects; the first Status arrives once the scheduler has seen the Hello."""
+        self._loop = asyncio.get_running_loop()
+        self._socket = connect_dealer(self._context, self._endpoint, self.replica.encode())
+        self._loop.add_reader(self._socket.fileno(), self._receive)
+        self._beat()
+
+    def close(self) -> None:
+        """Says goodbye, so that the scheduler frees what is left at once. Idempotent."""
+        if self._context.closed:
+            return
+        self._send(Goodbye(self.replica))
+        self._loop.remove_reader(self._socket.fileno())
+        if self._hello is not None:
+            self._hello.cancel()
+        self._socket.close(linger=500)
+        self._context.term()
+        if self._segments is not None:
+            self._segments.release_all()
+
+    @property
+    def running(self) -> int:
+        """Requests of this replica in the scheduler's hands."""
+        return len(self._open)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the scheduler was last heard."""
+        return time.monotonic() - self._heard
+
+    @property
+    def max_model_len(self) -> int | None:
+        """None until a worker has told it; while a worker is being restarted, what the last one told."""
+        return self._max_model_len or None
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocab_size or None
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Width of the vectors that may stand for tokens."""
+        return self.status.hidden_size or None if self.status else None
+
+    def health(self) -> Health:
+        """Alive: the scheduler speaks and, if requests run, steps complete. Ready: it would serve a request now.
+
+        Loading counts as not alive (as with other servers, whose users poll /health until it is 200); a worker that
+        is being restarted later does not, so that no orchestrator kills a server that is recovering.
+        """
+        status = self.status
+        if self.draining:
+            return Health(True, False, "draining: this server is being stopped")
+        if status is None:
+            return Health(False, False, f"starting: no word from the scheduler for {self.silence:.0f} s yet")
+        if self.silence > STALE_SECONDS:
+            return Health(False, False, f"the scheduler has been silent for {self.silence:.0f} s")
+        stall = min((w.seconds_since_step for w in status.workers), default=0.0) if status.running else 0.0
+        if stall > STALL_SECONDS:
+            return Health(
+                False, False, f"no step has been completed for {stall:.0f} s while {status.running} requests run"
+            )
+        return Health(self._was_ready, status.ready, status.reason if not status.ready else "")
+
+    def submit(self, context: TextContext, inbox: Inbox | None = None, terms: Terms | None = None) -> Submission:
+        """Sends a request; its news come to `inbox`. A refusal comes as a result with an `error`."""
+        submission = Submission(self._new_handle(), context, inbox or Inbox(), terms or Terms())
+        reason = self._cannot_serve()
+        if reason:
+            submission.fail(RequestError(ErrorCode.UNAVAILABLE, reason))
+            return submission
+        if self._segments is not None:
+            context.share_arrays(self._segments)
+        self._send_submit(submission)
+        return submission
+
+    def end_all_in(self, seconds: float) -> None:
+        """Requests that still run after so many seconds end with an error, and so does whatever comes later."""
+        passed = f", and {seconds:g} s have passed" if seconds else ""
+        self._loop.call_later(seconds, self._end_all, f"the server is being stopped{passed}")
+
+    def _end_all(self, reason: str) -> None:
+        self._ended = reason
+        self._fail_all(reason)
+
+    def cancel(self, submissions: Iterable[Submission]) -> None:
+        """Nobody waits for these any more. Idempotent; finished ones are left out."""
+        handles = [s.handle for s in submissions if self._forget(s)]
+        if handles:
+            self._send(Cancel(np.array(handles, np.int32)))
+
+    def detach(self, submissions: Iterable[Submission]) -> None:
+        """Nobody listens for now; what can be taken up again goes on."""
+        handles = [s.handle for s in submissions if self._forget(s)]
+        if handles:
+            self._send(Detach(np.array(handles, np.int32)))
+
+    async def order(self, action: int, request_ids: Sequence[str] = ()) -> OrderAnswer:
+        """Has the scheduler do something (`Action`). Its news for this replica are handled before its answer.
+
+        TimeoutError when it does not answer.
+        """
+        answer: OrderAnswer = await self._questions.ask(lambda number: Order(number, action, list(request_ids)))
+        return answer
+
+    async def session(self, action: int, session: str, **fields: Any) -> SessionAnswer:
+        """Has the scheduler do something with a session (`SessionAction`). TimeoutError when it does not answer."""
+        answer: SessionAnswer = await self._questions.ask(
+            lambda number: SessionOrder(number, action, session, **fields)
+        )
+        return answer
+
+    @property
+    def moves(self) -> bool:
+        """Whether the engine has computed something in the last seconds, or is computing."""
+        workers = self.status.workers if self.status else ()
+        computing = any(0 < worker.seconds_since_step < STALL_SECONDS for worker in workers)
+        return self.silence <= STALE_SECONDS and (computing or time.monotonic() - self._moved < RECENT_SECONDS)
+
+    def _cannot_serve(self) -> str:
+        if self._ended:
+            return self._ended
+        if self.silence > STALE_SECONDS:
+            self._receive()  # perhaps it was this process that was busy, and the news wait in the socket
+        if self.status is None or self.silence > STALE_SECONDS:
+            return self.health().reason
+        if not self.status.ready and self.max_model_len is None:
+            return f"the model is not loaded yet: {self.status.reason}"
+        return ""
+
+    def _send_submit(self, submission: Submission) -> None:
+        self._open[submission.handle] = submission
+        data = encode(submission.message)
+        if len(data) > MAX_MESSAGE_BYTES:
+            # Whoever receives more closes the connection, and what others have sent is lost with it.
+            problem = f"the request takes {len(data)} bytes, and {MAX_MESSAGE_BYTES} are the most that can be sent"
+            error = RequestError(ErrorCode.INVALID, f"{problem}: give it fewer or smaller images")
+        elif not self._send_bytes(data):
+            error = RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages")
+        else:
+            return
+        self._forget(submission)
+        submission.fail(error)
+
+    def _forget(self, submission: Submission) -> bool:
+        """It has ended: what it had in shared memory goes. False when that was so before."""
+        if self._open.pop(submission.handle, None) is None:
+            return False
+        context = submission.context  # with all its tokens: from now on it may be somebody else's
+        if self._segments is not None:
+            context.unshare_arrays(self._segments)
+        return True
+
+    def _new_handle(self) -> int:
+        # The wire's handles are int32; one that is still in flight is never given again.
+        while True:
+            self._last_handle = self._last_handle % 0x7FFFFFFF + 1
+            if self._last_handle not in self._open:
+                return self._last_handle
+
+    def _beat(self) -> None:
+        self._hello = self._loop.call_later(HELLO_SECONDS, self._beat)
+        self.say_hello()
+        now = time.monotonic()
+        if now - self._last_beat > STANDSTILL_SECONDS:
+            log.warning("this process stood still for %.1f s", now - self._last_beat)
+            self._heard = now  # the scheduler may have stood still, too, and has its time from now on
+        self._last_beat = now
+        if self._open and self.silence > GIVE_UP_SECONDS:
+            self._fail_all(f"the scheduler has been silent for {self.silence:.0f} s")
+
+    def say_hello(self) -> None:
+        """Tells the scheduler that this replica is here, and which requests it waits for."""
+        self._send(Hello(self.replica, np.array(list(self._open), np.int32)))
+
+    def _fail_all(self, reason: str) -> None:
+        submissions = list(self._open.values())
+        self.cancel(submissions)
+        for submission in submissions:
+            submission.fail(RequestError(ErrorCode.UNAVAILABLE, reason))
+
+    def _send(self, message: Any) -> bool:
+        return self._send_bytes(encode(message))
+
+    def _send_bytes(self, data: bytes) -> bool:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # A send may swallow the edge that would have announced incoming messages.
+        if readable(self._socket):
+            self._loop.call_soon(self._receive)
+        return True
+
+    def _receive(self) -> None:
+        """Drains the socket: its file descriptor only signals edges."""
+        if self._socket.closed:
+            return
+        for _ in range(_BURST):
+            if not readable(self._socket):
+                return
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(decode(data))
+            except WireError as error:
+                log.error("dropped a malformed message of the scheduler: %s", error)
+        self._loop.call_soon(self._receive)
+
+    def _handle(self, message: Any) -> None:
+        if not isinstance(message, Results | Unknown | Status | OrderAnswer | SessionAnswer):
+            log.error("dropped a %s: the scheduler does not send it to API processes", type(message).__name__)
+            return
+        if not self._is_current(message.incarnation):
+            return
+        self._heard = time.monotonic()
+        if isinstance(message, Results):
+            self._take_results(message)
+        elif isinstance(message, Unknown):
+            self._submit_unknown(message)
+        elif isinstance(message, OrderAnswer | SessionAnswer):
+            self._questions.answered(message)
+        else:
+            if self.status is not None and _steps(message) > _steps(self.status):
+                self._moved = self._heard
+            self.status = message
+            self._max_model_len = message.max_model_len or self._max_model_len
+            self._vocab_size = message.vocab_size or self._vocab_size
+            self._was_ready |= message.ready
+
+    def _is_current(self, incarnation: int) -> bool:
+        if incarnation == self._incarnation:
+            return True
+        if incarnation in self._past:
+            return False
+        if self._incarnation is not None:
+            self._past.add(self._incarnation)
+            self._submit_again(list(self._open.values()), "the scheduler restarted", blamed=False)
+        self._incarnation, self._last_results = incarnation, -1
+        return True
+
+    def _submit_unknown(self, message: Unknown) -> None:
+        """The scheduler does not have these; those that have ended meanwhile are not open any more."""
+        lost = [self._open[handle] for handle in message.handles.tolist() if handle in self._open]
+        why = "the scheduler had given this process up" if message.dropped else "the scheduler does not know them"
+        self._submit_again(lost, why, blamed=not message.dropped)
+
+    def _submit_again(self, orphans: Sequence[Submission], why: str, blamed: bool) -> None:
+        """The scheduler is told of these requests anew, and of the tokens that their clients have.
+
+        New handles, and the old ones cancelled: a Submit may still be queued that was sent before the scheduler died,
+        and results of what it had before may still come. Losses for which the requests may be `blamed` are counted.
+        """
+        if not orphans:
+            return
+        log.warning("%s: submitting %d open requests again", why, len(orphans))
+        self._send(Cancel(np.array([orphan.handle for orphan in orphans], np.int32)))
+        for orphan in orphans:
+            if blamed and orphan.lost_again() >= MOST_LOSSES:
+                self._give_up(orphan)
+                continue
+            del self._open[orphan.handle]
+            orphan.handle, orphan.again = self._new_handle(), True
+            self._send_submit(orphan)
+
+    def _give_up(self, submission: Submission) -> None:
+        reason = f"the scheduler has lost this request {MOST_LOSSES} times in a row"
+        log.error("request %s failed: %s", submission.context.request_id, reason)
+        self._forget(submission)
+        submission.fail(RequestError(ErrorCode.FAILED, reason))
+
+    def _take_results(self, results: Results) -> None:
+        """Hands them out. After results that were lost, or that make no sense, no later ones count: there is a gap."""
+        if not fit_together(results):
+            log.error("dropped results whose parts do not fit together")
+            return
+        if results.number != self._last_results + 1 and results.number % REGISTRATION_SIZE:
+            self._submit_again(list(self._open.values()), "results were lost on their way", blamed=True)
+        self._last_results = results.number
+        if fan_out(results, self._open, self._forget):
+            self._moved = self._heard
+
+
+def _steps(status: Status) -> int:
+    return sum(worker.steps for worker in status.workers)

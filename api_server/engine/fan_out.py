@@ -1,0 +1,65 @@
+"""From one message of results to the submissions that wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from api_server.engine.submission import Submission
+from interfaces.base.status import GenerationStatus
+from interfaces.messages import Finish, Results
+from interfaces.result.results import ErrorCode, RequestError
+
+_STATUS_OF_CODE = {
+    Finish.STOP: GenerationStatus.END_OF_SEQUENCE,
+    Finish.LENGTH: GenerationStatus.MAXIMUM_LENGTH,
+    Finish.CANCELLED: GenerationStatus.CANCELLED,
+}
+
+
+def fit_together(results: Results) -> bool:
+    """Whether each entry has all its parts."""
+    if not len(results.handles) == len(results.tokens) == len(results.finished):
+        return False
+    if results.logprobs is not None and len(results.logprobs) != len(results.handles):
+        return False
+    parts = (results.reports, results.hidden)
+    return all(part is None or part.consistent for part in parts)
+
+
+def fan_out(results: Results, waiting: Mapping[int, Submission], forget: Callable[[Submission], object]) -> bool:
+    """Each entry to the submission of its handle, if that still waits; whether tokens were among them.
+
+    `forget` is called for each that ends, before it learns so.
+    """
+    _tell_facts(results, waiting)
+    logprobs = results.logprobs.tolist() if results.logprobs is not None else [None] * len(results.handles)
+    tokens = results.tokens.tolist()
+    columns = zip(results.handles.tolist(), tokens, results.finished.tolist(), logprobs, strict=True)
+    for handle, token, finished, logprob in columns:
+        submission = waiting.get(handle)
+        if submission is None:
+            continue  # cancelled here while its token was on the way
+        submission.add(token, logprob)
+        if finished != Finish.ACTIVE:
+            forget(submission)
+            if finished == Finish.FAILED:
+                submission.fail(results.errors.get(handle, RequestError(ErrorCode.FAILED, "no reason was given")))
+            else:
+                submission.end(_STATUS_OF_CODE.get(finished, GenerationStatus.CANCELLED))
+    return max(tokens, default=-1) >= 0
+
+
+def _tell_facts(results: Results, waiting: Mapping[int, Submission]) -> None:
+    """What comes with or before the tokens."""
+    for handle, position, report in results.reports.entries() if results.reports is not None else ():
+        if handle in waiting:
+            waiting[handle].report(position, report)
+    for handle, position, vector in results.hidden.entries() if results.hidden is not None else ():
+        if handle in waiting:
+            waiting[handle].hidden[position] = vector
+    for handle, count in results.cached.items():
+        if handle in waiting:
+            waiting[handle].context.cached_prefix_length = count
+    for handle, microseconds in results.queued.items():
+        if handle in waiting:
+            waiting[handle].queued = microseconds / 1e6

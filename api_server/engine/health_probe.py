@@ -1,0 +1,49 @@
+"""GET /health_generate: whether a token comes out of the engine.
+
+Tokens that others' requests got just now prove it as well, and so does a forward pass that is under way: a busy server
+is not asked for more, and a long prefill is no failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from api_server.engine.client import EngineClient
+from api_server.engine.submission import Submission
+from interfaces.base.request_id import RequestID
+from interfaces.context.text import TextContext
+from interfaces.request.sampling import SamplingParams
+
+PROBE_SECONDS = 20.0
+
+
+async def problem(engine: EngineClient) -> str:
+    """Why no token would come, or nothing."""
+    health = engine.health()
+    if not health.ready:
+        return health.reason
+    if engine.moves:
+        return ""
+    submission = engine.submit(_context())
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            return await _first_news(submission)
+    except TimeoutError:
+        return "" if engine.moves else f"no token has come for {PROBE_SECONDS:.0f} s"
+    finally:
+        engine.cancel([submission])
+
+
+def _context() -> TextContext:
+    params = SamplingParams(temperature=0.0, max_new_tokens=1)
+    return TextContext.from_prompt([0], params, request_id=RequestID(f"HEALTH_CHECK_{uuid.uuid4().hex}"))
+
+
+async def _first_news(submission: Submission) -> str:
+    while True:
+        _, news = await submission.inbox.next()
+        if news.error is not None:
+            return news.error.message
+        if news.is_done or (news.result is not None and news.result.tokens):
+            return ""

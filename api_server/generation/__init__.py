@@ -1,0 +1,1 @@
+"""The common path of every dialect: a request becomes contexts, tokens become text."""

@@ -1,0 +1,235 @@
+"""From what a client asked to what the scheduler can run: prompt tokens, sampling values, lengths that fit.
+
+Every refusal that needs no scheduler happens here. Knows the model's defaults and limits; knows no dialect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from api_server.answers.formats import AnswerFormats
+from api_server.chat.tool_schemas import Compile, held_to
+from api_server.engine import resume
+from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.state import ServerState
+from api_server.text.tokenizer import Prompt, Tokenizer
+from api_server.web import item_limits
+from interfaces.base.request_id import DUMMY_REQUEST_ID
+from interfaces.context.text import TextContext
+from interfaces.request.constraint import Constraint, ConstraintKind
+from interfaces.request.requests import TextGenerationRequest
+from interfaces.request.sampling import LogprobMode, SamplingParams, SamplingParamsGenerationConfigDefaults, combine
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that can be submitted, `request.n` times."""
+
+    request: TextGenerationRequest
+    prompt: Prompt
+    sampling: SamplingParams
+    grammar: str | None = None
+    """Compiled; it begins after the tokens `grammar_begins_after`."""
+    grammar_begins_after: list[int] = field(default_factory=list)
+
+    @property
+    def only_scores(self) -> bool:
+        """Whether nothing is to be generated, and log-probabilities of the prompt are wanted all the same."""
+        return self.sampling.max_new_tokens == 0 and self.sampling.prompt_logprobs_from is not None
+
+    def context(self, k: int) -> TextContext:
+        """Of the k-th answer. Everybody who holds this answer, here and in the scheduler, holds such a context."""
+        sampling = self.sampling
+        # The model runs over a prompt only to continue it: the one token is dropped when it comes.
+        length = 1 if self.only_scores else sampling.max_new_tokens
+        if k or length != sampling.max_new_tokens:
+            sampling = replace(sampling, seed=seed_of(sampling.seed, k), max_new_tokens=length)
+        context = TextContext.from_prompt(
+            self.prompt.tokens,
+            sampling,
+            request_id=self.request.request_id,
+            model_name=self.request.model_name,
+            cache_salt=_salt(self.request),
+            hidden_states=self.request.hidden_states,
+            prompt_embeddings=self.request.prompt_embeddings,
+            log_probabilities=self.request.logprobs or int(self.sampling.logprobs != LogprobMode.NONE),
+            log_probabilities_echo=self.request.echo and self.request.logprobs > 0,
+            grammar=self.grammar,
+            target_endpoint=self.request.target_endpoint,
+        )
+        context.set_thinking_region(None, self.grammar_begins_after)
+        return context
+
+
+async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -> list[Prepared]:
+    """Raises RequestFailed for the first request that cannot be served."""
+    total, most = sum(request.n for request in batch), server.settings.max_queued
+    if total > most:
+        raise invalid(f"the request asks for {total} answers at once; at most {most} are possible", "n")
+    limit, vocab_size = server.max_model_len, server.engine.vocab_size
+    formats = server.formats
+    found = [await prepare_one(server.tokenizer, formats.opened(each), limit, vocab_size) for each in batch]
+    item_limits.check_total(sum(item.request.n * len(item.prompt.tokens) for item in found), "n")
+    compile_constraint = server.constraints.compile
+    return [
+        await constrained(await _formed(formats, item, compile_constraint), server.tokenizer, compile_constraint)
+        for item in found
+    ]
+
+
+async def _formed(formats: AnswerFormats, item: Prepared, compile_constraint: Compile) -> Prepared:
+    """With the form of the calls that it may make, if that is prescribed. Raises RequestFailed."""
+    schemas = await held_to(item.request, compile_constraint)
+    return replace(item, request=formats.constrained(item.request, item.prompt.tokens, schemas))
+
+
+async def constrained(
+    prepared: Prepared, tokenizer: Tokenizer, compile_constraint: Callable[[Constraint], Awaitable[str]]
+) -> Prepared:
+    """With its constraint compiled, if it has one. Raises RequestFailed."""
+    constraint = _constraint_of(prepared.request)
+    if constraint is None:
+        return prepared
+    begins_after = tokenizer.exact(constraint.begins_after) if constraint.begins_after else []
+    grammar = await compile_constraint(constraint)
+    return replace(prepared, grammar=grammar, grammar_begins_after=begins_after)
+
+
+def _constraint_of(request: TextGenerationRequest) -> Constraint | None:
+    form = request.response_format
+    if request.constraint is not None or form is None:
+        return request.constraint
+    if form.grammar is not None:
+        return Constraint(ConstraintKind.LARK, form.grammar, field="response_format")
+    if form.json_schema:
+        return Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(form.json_schema), field="response_format")
+    return None
+
+
+def _salt(request: TextGenerationRequest) -> str:
+    """Prompts of embeddings share cached prefixes only with the same vectors: their tokens say nothing."""
+    given = request.prompt_embeddings
+    if given is None:
+        return request.cache_salt
+    return f"{request.cache_salt}\0embeddings:{hashlib.blake2b(given.tobytes(), digest_size=16).hexdigest()}"
+
+
+def seed_of(seed: int, k: int) -> int:
+    """Seed of the k-th answer to a request: the request's own first, then values that follow from it."""
+    if k == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{k}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+async def prepare_one(
+    tokenizer: Tokenizer, request: TextGenerationRequest, max_model_len: int | None, vocab_size: int | None
+) -> Prepared:
+    """Raises RequestFailed. A limit that is None is not known, and not checked."""
+    if request.request_id == DUMMY_REQUEST_ID:
+        raise invalid(f"the request id {DUMMY_REQUEST_ID} is reserved: choose another", "request_id")
+    sampling = _sampling(tokenizer, request)
+    if request.prompt_embeddings is not None and sampling.prompt_logprobs_from is not None:
+        raise invalid("a prompt of embeddings has no tokens, and so no log probabilities", "prompt_logprobs_from")
+    prompt = await tokenizer.prompt(request, max_model_len)
+    if not len(prompt.tokens):
+        raise invalid("the prompt is empty: it must have at least one token", "prompt")
+    if vocab_size is not None and prompt.tokens.max() >= vocab_size:
+        raise invalid(
+            f"the prompt contains token id {prompt.tokens.max()}; this model knows 0 to {vocab_size - 1}", "prompt"
+        )
+    start = sampling.prompt_logprobs_from or 0
+    if start > len(prompt.tokens):
+        raise invalid(
+            f"the start of the log probabilities, {start}, is higher than the number of input tokens "
+            f"({len(prompt.tokens)})",
+            "prompt_logprobs_from",
+        )
+    stream = resume.current.get()
+    if stream is not None:
+        sampling = _repeatable(request, sampling, stream.name)
+    length = _new_tokens(request, sampling, len(prompt.tokens), max_model_len)
+    return Prepared(request, prompt, _within_reach(sampling, length, tokenizer.vocab_size))
+
+
+def _sampling(tokenizer: Tokenizer, request: TextGenerationRequest) -> SamplingParams:
+    given = request.sampling
+    if given is None:
+        return _final(request, tokenizer)
+    tokenizer.check_ids(given.stop_token_ids or [], "stop_token_ids")
+    tokenizer.check_ids(list(given.logit_bias or ()), "logit_bias")
+    tokenizer.check_ids(given.logprob_ids or [], "logprob_ids")
+    tokenizer.check_ids(given.allowed_token_ids or [], "allowed_token_ids")
+    defaults = tokenizer.defaults
+    if not request.model_defaults:
+        defaults = SamplingParamsGenerationConfigDefaults(eos_token_id=tokenizer.eos_token_ids)
+    least, most = given.min_new_tokens, given.max_new_tokens
+    if least is not None and most is not None and least > most:
+        raise invalid(f"min_new_tokens must be at most the maximum of {most}, got {least}", "min_new_tokens")
+    # A constrained text ends where its grammar does.
+    if given.ignore_eos and request.constraint is None and request.forced_tools is None:
+        defaults = replace(defaults, eos_token_id=None)
+    try:
+        return combine(given, defaults)
+    except ValueError as error:
+        raise invalid(str(error), str(error).split(" ", 1)[0]) from None
+
+
+def _repeatable(request: TextGenerationRequest, sampling: SamplingParams, name: str) -> SamplingParams:
+    """A resumable stream must be the same when it is asked for again, also if nobody remembers it."""
+    if request.sampling is not None and request.sampling.seed is None:
+        return replace(sampling, seed=seed_of(0, _number(name)))
+    return sampling
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") + 1
+
+
+def _final(request: TextGenerationRequest, tokenizer: Tokenizer) -> SamplingParams:
+    """Values that are not to be laid over the model's defaults: only its end tokens apply."""
+    params = request.sampling_params
+    ids = [*([] if params.ignore_eos else tokenizer.eos_token_ids), *(params.stop_token_ids or ())]
+    tokenizer.check_ids(ids, "stop_token_ids")
+    mode = params.logprobs or (LogprobMode.TEMPERED if request.logprobs else LogprobMode.NONE)
+    return replace(params, stop_token_ids=list(dict.fromkeys(ids)), logprobs=mode)
+
+
+def _new_tokens(request: TextGenerationRequest, sampling: SamplingParams, prompt: int, limit: int | None) -> int | None:
+    """The number of tokens that may be generated. Raises RequestFailed(TOO_LONG)."""
+    asked = (request.sampling or request.sampling_params).max_new_tokens
+    wanted = next((n for n in (asked, request.default_max_new_tokens, sampling.max_new_tokens) if n is not None), None)
+    if limit is None:
+        return wanted
+    room = limit - prompt
+    if room < (0 if wanted == 0 and sampling.prompt_logprobs_from is None else 1):
+        length = {} if asked is None else {"max_new_tokens": asked}
+        raise _too_long(f"the prompt has {prompt} tokens", {"prompt_tokens": prompt, "limit": limit} | length, "prompt")
+    if asked is not None and asked > room and not request.clamp_max_new_tokens:
+        raise _too_long(
+            f"the prompt has {prompt} tokens and max_new_tokens is {asked} (at most {room} fit)",
+            {"prompt_tokens": prompt, "max_new_tokens": asked, "limit": limit},
+            "max_new_tokens",
+        )
+    return room if wanted is None else min(wanted, room)
+
+
+def _within_reach(sampling: SamplingParams, length: int | None, vocab_size: int) -> SamplingParams:
+    """Cuts values that mean "as many as there are" to what there is; the worker keeps them in 32 bits."""
+    least = sampling.min_new_tokens if length is None else min(sampling.min_new_tokens, length)
+    top_k = sampling.top_k if sampling.top_k < vocab_size else -1
+    if (length, least, top_k) == (sampling.max_new_tokens, sampling.min_new_tokens, sampling.top_k):
+        return sampling
+    return replace(sampling, max_new_tokens=length, min_new_tokens=least, top_k=top_k)
+
+
+def _too_long(what: str, numbers: dict[str, int], field: str) -> RequestFailed:
+    return RequestFailed(
+        ErrorKind.TOO_LONG,
+        f"{what}; this model's context holds {numbers['limit']} tokens, prompt and answer together",
+        field=field,
+        numbers=numbers,
+    )

@@ -1,0 +1,88 @@
+"""Facts of a scrape that this process does not count itself: the scheduler's, from its last `Status`, and what the
+supervisor sees of the processes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from api_server.engine.client import STALE_SECONDS
+from interfaces.messages import EPOCHS_OF_A_SUPERVISOR, Status
+from shared.process_table import ProcessState
+
+_WORKER_LABELS = ["device", "index"]
+
+
+def scheduler_facts(status: Status | None, silence: float, draining: bool) -> list[Metric]:
+    """Of the last `Status`. When that is too old, gauges of a state that has passed are left out; ages go on."""
+    fresh = status is not None and silence <= STALE_SECONDS
+    ready = GaugeMetricFamily("tokenyard_scheduler_ready", "1 while the scheduler accepts work")
+    ready.add_metric([], float(status is not None and status.ready and fresh and not draining))
+    silent = GaugeMetricFamily("tokenyard_scheduler_silent_seconds", "Since the scheduler was heard", value=silence)
+    if status is None:
+        return [ready, silent]
+    lasting = [ready, silent, *_worker_counters(status), *_scheduler_counters(status)]
+    if not fresh:
+        return [*lasting, _worker_ages(status, silence)]
+    running = GaugeMetricFamily("tokenyard_requests_running", "Sequences in the batches", value=status.running)
+    waiting = GaugeMetricFamily("tokenyard_requests_waiting", "Sequences that wait for room", value=status.waiting)
+    block = GaugeMetricFamily("tokenyard_kv_block_size", "Tokens in one KV block", value=status.block_size)
+    return [*lasting, running, waiting, block, _worker_ages(status, 0.0), *_worker_gauges(status)]
+
+
+def process_facts(processes: Mapping[str, ProcessState]) -> Iterator[Metric]:
+    """What the supervisor sees of all processes of this server."""
+    silent = GaugeMetricFamily(
+        "tokenyard_process_silent_seconds", "Since a process was heard that hangs; 0 for the others", labels=["process"]
+    )
+    hangs = CounterMetricFamily("tokenyard_process_hangs", "Times a process hung and was killed", labels=["process"])
+    for name, state in processes.items():
+        silent.add_metric([name], state.seconds_silent)
+        hangs.add_metric([name], state.hangs)
+    yield from (silent, hangs)
+
+
+def _worker_ages(status: Status, silence: float) -> Metric:
+    age = GaugeMetricFamily(
+        "tokenyard_worker_seconds_since_step", "Age of the last completed step", labels=_WORKER_LABELS
+    )
+    for worker in status.workers:
+        age.add_metric([worker.device, str(worker.index)], worker.seconds_since_step + silence)
+    return age
+
+
+def _worker_gauges(status: Status) -> Iterator[Metric]:
+    labels = _WORKER_LABELS
+    running = GaugeMetricFamily("tokenyard_worker_running", "Sequences on one worker", labels=labels)
+    blocks = GaugeMetricFamily("tokenyard_kv_blocks", "KV blocks by state", labels=[*labels, "state"])
+    for worker in status.workers:
+        names = [worker.device, str(worker.index)]
+        running.add_metric(names, worker.running)
+        blocks.add_metric([*names, "total"], worker.blocks_total)
+        blocks.add_metric([*names, "used"], worker.blocks_used)
+        blocks.add_metric([*names, "cached"], worker.blocks_cached)
+    yield from (running, blocks)
+
+
+def _worker_counters(status: Status) -> Iterator[Metric]:
+    labels = _WORKER_LABELS
+    steps = CounterMetricFamily("tokenyard_worker_steps", "Forward passes", labels=labels)
+    starts = CounterMetricFamily("tokenyard_worker_starts", "Times the worker's slot was started", labels=labels)
+    drafted = CounterMetricFamily("tokenyard_worker_draft_tokens", "Tokens that were guessed", labels=labels)
+    accepted = CounterMetricFamily("tokenyard_worker_accepted_tokens", "Tokens that were guessed right", labels=labels)
+    for worker in status.workers:
+        names = [worker.device, str(worker.index)]
+        steps.add_metric(names, worker.steps)
+        starts.add_metric(names, worker.epoch % EPOCHS_OF_A_SUPERVISOR)
+        drafted.add_metric(names, worker.drafted)
+        accepted.add_metric(names, worker.accepted)
+    yield from (steps, starts, drafted, accepted)
+
+
+def _scheduler_counters(status: Status) -> Iterator[Metric]:
+    for name, value in sorted(status.counters.items()):
+        plain = re.sub(r"[^a-z0-9_]", "_", name.lower()).removesuffix("_total")
+        yield CounterMetricFamily(f"tokenyard_scheduler_{plain}", f"Counter {name!r} of the scheduler", value=value)

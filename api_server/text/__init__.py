@@ -1,0 +1,1 @@
+"""Text and tokens, both ways, and where a text ends."""

@@ -1,0 +1,354 @@
+"""The model's tokenizer: prompts to token ids, in threads, and the facts about tokens that the rest needs.
+
+Knows transformers' tokenizers (with torch hidden), generation_config.json and the vocabulary; knows no dialect and no
+scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from api_server.chat import template
+from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
+from api_server.text.control_tokens import ControlTokens
+from api_server.text.detokenizer import Detokenizer, Vocabulary
+from interfaces.request.requests import TextGenerationRequest
+from interfaces.request.sampling import SamplingParamsGenerationConfigDefaults
+from shared.load_errors import broken_file
+from shared.resources import usable_cores
+
+log = logging.getLogger("tokenyard")
+
+T = TypeVar("T")
+
+MAX_JOBS = 512
+"""Prompts that may wait for a tokenizer thread; further requests are refused instead of queued without end."""
+THREADS = 4
+MAX_TEXT = 1 << 19
+"""Characters of a text that is tokenized whatever the model's context holds: about a second of a core."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model reads it. `text` is None when the client sent token ids."""
+
+    text: str | None
+    tokens: NDArray[np.int32]
+    parts: tuple[str, ...] = ()
+    """Of the text, which were tokenized one by one, if they are several (control_tokens.py)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenSpan:
+    """One token of a text: `start` and `stop` are character offsets into it."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class Tokenizer:
+    """Safe to use from several threads: the underlying tokenizer is never changed after loading."""
+
+    def __init__(self, tokenizer: Any, generation_config: dict[str, Any], control_tokens: bool = False) -> None:
+        """With `control_tokens` their names stand for them in messages, too."""
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        # Truncation and padding are state of the backend, which several threads read at once.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._vocabulary = Vocabulary(self._backend)
+        self._pool = ThreadPoolExecutor(min(THREADS, usable_cores()), "tokenizer")
+        self._jobs = 0
+        self.eos_token_ids = _eos_ids(tokenizer, generation_config)
+        self.defaults = _defaults(generation_config, self.eos_token_ids)
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        """One more than the highest id."""
+        self._longest_token = max(map(len, vocabulary))
+        self._control = None if control_tokens else ControlTokens(self._backend, self.chat_template)
+
+    @classmethod
+    def load(cls, model: str, control_tokens: bool = False) -> Tokenizer:
+        """From a Hugging Face directory or hub name. Raises ValueError, with the reason, if it cannot.
+
+        transformers is imported here, so that a process can `hide_torch` first.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            reason = broken_file(model) or (str(error).strip() or repr(error)).splitlines()[0]
+            raise ValueError(f"the tokenizer of {model} cannot be loaded: {reason}") from error
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"the tokenizer of {model} has no tokenizer.json form, which this server needs")
+        return cls(tokenizer, _read_generation_config(model), control_tokens)
+
+    async def prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
+        """The request's prompt as token ids. Raises RequestFailed.
+
+        `max_tokens` lets a text that is too long by any reckoning be refused without tokenizing it; without it, and
+        when the prompt will be truncated, the limit is MAX_TEXT.
+        """
+        if request.prompt is None and not request.messages:
+            raise invalid("exactly one of prompt and messages must be given", "prompt")
+        if isinstance(request.prompt, Sequence) and not isinstance(request.prompt, str):
+            return Prompt(None, _truncated(self._checked(request.prompt), request))
+        return await self._in_thread(lambda: self._encode_prompt(request, max_tokens))
+
+    async def spans(self, text: str, add_special_tokens: bool = True, parts: Sequence[str] = ()) -> list[TokenSpan]:
+        """The tokens of a text with their places in it (TGI's /tokenize). Raises RequestFailed when it is too long.
+
+        `parts` of the text, if given, are tokenized one by one.
+        """
+        refuse_long(len(text), "inputs")
+        return await self._in_thread(lambda: self._spans(text, parts or [text], add_special_tokens))
+
+    async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of token ids. Raises RequestFailed for ids outside the vocabulary."""
+        ids = self._checked(tokens).tolist()
+        return await self._in_thread(lambda: str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens)))
+
+    def detokenizer(self, context: Sequence[int], skip_special_tokens: bool, kept: Collection[int] = ()) -> Detokenizer:
+        """Decodes the continuation of `context`, token by token; the special tokens in `kept` are not skipped."""
+        return self._vocabulary.detokenizer(context, skip_special_tokens, kept)
+
+    @property
+    def added(self) -> frozenset[int]:
+        """Tokens that no text is cut into: marks of turns, of calls and the like."""
+        return self._vocabulary.added
+
+    def token_of(self, text: str) -> int | None:
+        """The id of the token that is this text, if there is one."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
+    def ids_of(self, text: str) -> list[int]:
+        """The tokens of a short text that a template or a parser has written."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; of several, all of them; without any, nothing."""
+        found = getattr(self._tokenizer, "chat_template", None) or ""
+        return "\n".join(found.values()) if isinstance(found, dict) else str(found)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._vocabulary.special
+
+    def token_text(self, token: int) -> str:
+        """A token alone, as text."""
+        return str(self._backend.decode([token], skip_special_tokens=False))
+
+    def piece(self, token: int) -> str:
+        """A token as it reads inside a text: the same wherever it stands."""
+        return self._vocabulary.piece(token)
+
+    def raw(self, token: int) -> bytes:
+        """The bytes of a token."""
+        return self._vocabulary.raw(token)
+
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """What each token adds to the text of all of them, special ones included."""
+        return await self._in_thread(lambda: list(map(self.detokenizer([], False).add, tokens)))
+
+    def exact(self, text: str) -> list[int]:
+        """The tokens of a text as it stands: special tokens that it names are those, and none is added."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def grammar_vocabulary(self) -> tuple[str, list[int]]:
+        """What a matcher of grammars needs to know: the tokenizer as JSON, and the tokens that end a text."""
+        return str(self._backend.to_str()), self.eos_token_ids
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, job: Callable[[], T]) -> T:
+        if self._jobs >= MAX_JOBS:
+            raise RequestFailed(
+                ErrorKind.OVERLOADED,
+                f"{self._jobs} prompts wait to be tokenized; retry later",
+                retry_after=RETRY_AFTER_SECONDS,
+            )
+        self._jobs += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+        finally:
+            self._jobs -= 1
+
+    def _encode_prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
+        if request.messages:
+            self._refuse_endless_turns(request, max_tokens)
+            parts = template.render(self._tokenizer, request, self._control)
+        else:
+            parts = [str(request.prompt)]
+        if not parts[-1].rstrip().endswith(request.opening.rstrip()):
+            parts[-1] += request.opening
+        text = "".join(parts)
+        add_special_tokens = request.add_special_tokens
+        if add_special_tokens is None:
+            add_special_tokens = not request.messages
+        if max_tokens is not None and request.truncate_prompt_to is None:
+            self._refuse_endless(text, max_tokens)
+        else:
+            refuse_long(len(text), "prompt")
+        ids = np.array(self._encoded(parts, add_special_tokens).ids, np.int32)
+        return Prompt(text, _truncated(ids, request), tuple(parts) if len(parts) > 1 else ())
+
+    def _encoded(self, parts: Sequence[str], add_special_tokens: bool) -> Any:
+        """The tokens of a text that no token crosses the parts of, as `tokenizers` has them."""
+        if len(parts) == 1:
+            return self._backend.encode(parts[0], add_special_tokens=add_special_tokens)
+        first, *others = parts
+        encodings = [self._backend.encode(first, add_special_tokens=False)]
+        encodings += [self._inner.encode(part, add_special_tokens=False) for part in others]
+        merged = type(encodings[0]).merge(encodings, growing_offsets=True)
+        return self._backend.post_process(merged, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def _inner(self) -> Any:
+        """The backend for what does not stand where a text begins, where some put a space."""
+        form = json.loads(self._backend.to_str())
+        unspaced = _without_first_space(form)
+        return self._backend if unspaced == form else type(self._backend).from_str(json.dumps(unspaced))
+
+    def _refuse_endless_turns(self, request: TextGenerationRequest, max_tokens: int | None) -> None:
+        """Before a template is rendered, which takes time for every character, and may take it several times.
+
+        A template may leave out a part of what it is given, so this limit is generous where the context is small.
+        """
+        most = max(MAX_TEXT, (max_tokens or 0) * self._longest_token)
+        characters = template.size(request)
+        if characters > most:
+            raise RequestFailed(
+                ErrorKind.TOO_LONG,
+                f"the messages and tools have {characters} characters; at most {most} are possible: send fewer",
+                field="messages",
+            )
+
+    def _refuse_endless(self, text: str, max_tokens: int) -> None:
+        fewest = len(text) // self._longest_token
+        if fewest > max_tokens:
+            raise RequestFailed(
+                ErrorKind.TOO_LONG,
+                f"the prompt has at least {fewest} tokens ({len(text)} characters); "
+                f"this model's context holds {max_tokens} tokens, prompt and answer together",
+                field="prompt",
+                numbers={"prompt_tokens": fewest, "limit": max_tokens},
+            )
+
+    def _checked(self, tokens: Sequence[int]) -> NDArray[np.int32]:
+        """Client-sent ids as an array."""
+        self.check_ids(tokens, "prompt")
+        return np.array(tokens, np.int32)
+
+    def check_ids(self, tokens: Sequence[int], field: str) -> None:
+        """Raises RequestFailed(INVALID) for ids outside the vocabulary: they would read outside the embedding."""
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise invalid(f"{field} contains token id {bad}; ids are 0 to {self.vocab_size - 1}", field)
+
+    def _spans(self, text: str, parts: Sequence[str], add_special_tokens: bool) -> list[TokenSpan]:
+        encoding = self._encoded(parts, add_special_tokens)
+        return [
+            TokenSpan(token, text[start:stop] or self.token_text(token), start, stop)
+            for token, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
+
+
+def _without_first_space(form: Any) -> Any:
+    """A tokenizer's JSON without whatever puts a space before a text."""
+    if isinstance(form, list):
+        return [_without_first_space(part) for part in form if not _is_prepend(part)]
+    if not isinstance(form, dict):
+        return form
+    steps = ("normalizer", "pre_tokenizer", "normalizers", "pretokenizers")
+    found = {
+        name: None if _is_prepend(part) else _without_first_space(part) if name in steps else part
+        for name, part in form.items()
+    }
+    changes = {"add_prefix_space": False, "prepend_scheme": "never"}
+    return found | {name: value for name, value in changes.items() if name in found}
+
+
+def _is_prepend(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "Prepend"
+
+
+def refuse_long(characters: int, field: str) -> None:
+    """Raises RequestFailed(TOO_LONG) for more text than is tokenized at once."""
+    if characters > MAX_TEXT:
+        message = f"{field} has {characters} characters; at most {MAX_TEXT} are tokenized at once, so send it in parts"
+        raise RequestFailed(ErrorKind.TOO_LONG, message, field=field)
+
+
+def hide_torch() -> None:
+    """Makes transformers load without torch: a third of the start-up time and a quarter of the memory.
+
+    Must come before the first import of transformers.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def _truncated(tokens: NDArray[np.int32], request: TextGenerationRequest) -> NDArray[np.int32]:
+    keep = request.truncate_prompt_to
+    return tokens if keep is None else tokens[-keep:]
+
+
+def _eos_ids(tokenizer: Any, config: dict[str, Any]) -> list[int]:
+    configured = config.get("eos_token_id") or []
+    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    return list(dict.fromkeys(token for token in ids if token is not None))
+
+
+def _defaults(config: dict[str, Any], eos: list[int]) -> SamplingParamsGenerationConfigDefaults:
+    """Only what the file itself says: transformers' own class defaults are not the model's wish."""
+    names = {f.name for f in dataclasses.fields(SamplingParamsGenerationConfigDefaults)} - {"eos_token_id"}
+    given = {name: value for name, value in config.items() if name in names and value is not None}
+    return SamplingParamsGenerationConfigDefaults(**given, eos_token_id=eos)
+
+
+def _read_generation_config(model: str) -> dict[str, Any]:
+    path = _config_file(model)
+    if path is None:
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        log.warning("generation_config.json of %s is ignored: %s", model, error)
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _config_file(model: str) -> Path | None:
+    if Path(model).is_dir():
+        path = Path(model) / "generation_config.json"
+        return path if path.exists() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(
+        model,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(found) if found else None

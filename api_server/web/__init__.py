@@ -1,0 +1,1 @@
+"""What every HTTP request passes: access, bodies, fields, endpoints, event streams."""

@@ -1,0 +1,99 @@
+"""The bodies that the open requests of one process hold: how much each may weigh, and all together; where large ones
+are read.
+
+Knows weights. Knows no JSON and no dialect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Self, TypeVar
+
+from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.web.body_weight import Weight, exactly
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 64 << 20
+MOST_WEIGHT = 3 * MAX_BODY_BYTES
+"""Of one body. The values that it leaves room for are parsed in about a quarter of a second."""
+MOST_HELD = 4 * MOST_WEIGHT
+"""Of all bodies together."""
+KEPT_FOR_SMALL = MOST_WEIGHT
+"""A further budget for small bodies, so that a few large ones do not keep them out."""
+SMALL = 1 << 16
+LIGHT = 1 << 18
+"""Weight up to which a body is read on the event loop: it takes a few milliseconds."""
+
+
+class Bodies:
+    """One per process."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        """Weight of all bodies of open requests."""
+        # One thread: what is read in it at the same time would only take turns, and hold more memory.
+        self._pool = ThreadPoolExecutor(1, "bodies")
+
+    def hold(self) -> Held:
+        return Held(self)
+
+    async def apart(self, job: Callable[[], T]) -> T:
+        """Runs what takes long in the thread for that."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Held:
+    """The body of one request, from its first byte to the end of the answer."""
+
+    def __init__(self, bodies: Bodies) -> None:
+        self._bodies = bodies
+        self._weight = Weight()
+        self._charged = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._charge(0)
+
+    @property
+    def light(self) -> bool:
+        """Whether reading it holds nobody up."""
+        return self._charged <= LIGHT
+
+    def add(self, data: bytes) -> None:
+        """More of it has come. Raises RequestFailed(OVERLOADED) when there is no room for it."""
+        self._weight.add(data)
+        self._charge(min(self._weight.total, MOST_WEIGHT))  # beyond that it is refused, or turns out to weigh less
+        limit = MOST_HELD if self._charged > SMALL else MOST_HELD + KEPT_FOR_SMALL
+        if self._bodies.held > limit:
+            self._charge(0)
+            raise RequestFailed(
+                ErrorKind.OVERLOADED, "the requests that are open hold as much memory as they may; retry later"
+            )
+
+    async def weigh(self, body: bytes | bytearray) -> None:
+        """It is complete. Raises RequestFailed(INVALID) when it has too many values."""
+        if self._weight.total <= MOST_WEIGHT:
+            return
+        weight = await self._bodies.apart(lambda: exactly(body))
+        self._charge(weight.total)
+        if weight.total > MOST_WEIGHT:
+            raise invalid(
+                f"the request body has {weight.values} values (items of lists and members of objects) in {weight.size} "
+                f"bytes, more than can be read at once: about {MOST_WEIGHT * weight.values // weight.total} of this "
+                "kind are possible; send fewer"
+            )
+
+    def _charge(self, weight: int) -> None:
+        self._bodies.held += weight - self._charged
+        self._charged = weight

@@ -1,0 +1,1 @@
+"""Names that every other room of interfaces uses."""

@@ -1,0 +1,1 @@
+"""A request as the scheduler and the workers know it."""

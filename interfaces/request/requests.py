@@ -1,0 +1,301 @@
+"""What a client wants made, in one form for all dialects: text, embeddings or images. Speech is in `audio.py`.
+
+A dialect maps its body to one of these and knows nothing of what follows; the code that follows knows nothing of the
+dialect. The values here are what was asked: defaults of the model, tokens and limits are added later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces.base.request_id import Request, RequestID, RequestType
+from interfaces.request.chat import (
+    ImageContentPart,
+    TextGenerationRequestMessage,
+    TextGenerationRequestTool,
+    TextGenerationResponseFormat,
+    VideoContentPart,
+)
+from interfaces.request.constraint import Constraint
+from interfaces.request.sampling import SamplingParams, SamplingParamsInput
+
+__all__ = [
+    "EmbeddingsGenerationRequest",
+    "PixelGenerationRequest",
+    "Request",
+    "RequestType",
+    "TextGenerationRequest",
+]
+
+
+@dataclass(frozen=True)
+class TextGenerationRequest(Request):
+    """One prompt, to be answered `n` times. A batch of prompts is a list of these, given to one `generate` call.
+
+    Plain dicts are taken for messages and the response format, and None for lists. ValueError or TypeError for what
+    cannot belong together; whether there is a prompt at all is for the process to judge that has to answer.
+    """
+
+    request_id: RequestID
+    """Name in logs; clients may choose it, so it need not be unique."""
+
+    model_name: str = ""
+    prompt: str | Sequence[int] | None = None
+    """Text, or token ids; instead of `messages`."""
+
+    messages: list[TextGenerationRequestMessage] = field(default_factory=list)
+    """The conversation, for the chat template."""
+
+    images: list[bytes] = field(default_factory=list)
+    """Encoded images, one for each image part of the messages, in order."""
+
+    tools: Sequence[TextGenerationRequestTool | Mapping[str, Any]] | None = None
+    response_format: TextGenerationResponseFormat | None = None
+    timestamp_ns: int = 0
+    """When the server received it, in nanoseconds."""
+
+    request_path: str = "/"
+    logprobs: int = 0
+    """How many of the most probable tokens to report for each generated token; 0: no log probabilities."""
+
+    echo: bool = False
+    """The answer begins with the prompt."""
+
+    stop: str | list[str] | None = None
+    """Further stop strings, beside `sampling_params.stop`, which has them all."""
+
+    chat_template_options: Mapping[str, Any] | None = None
+    """Further variables of the chat template (`enable_thinking`...)."""
+
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    """Final values. They do not count when `sampling` is given."""
+
+    _: KW_ONLY
+    videos: list[bytes] = field(default_factory=list)
+    target_endpoint: str | None = None
+    """Address of the engine that must serve it; None: any."""
+
+    dkv_cache_hint: dict[str, Any] | None = None
+    index: int | None = None
+    """Place in a batch; carried, not used."""
+
+    lora_name: str | None = None
+    """Name of the adapter; None: `model_name` names it."""
+
+    sampling: SamplingParamsInput | None = None
+    """What the client said, to be laid over the model's defaults. `sampling.stop` are the stop strings,
+    `sampling.max_new_tokens` the length that was asked for explicitly."""
+
+    model_defaults: bool = True
+    """Whether generation_config.json fills what `sampling` leaves open. Its EOS ids apply in any case."""
+
+    constraint: Constraint | None = None
+    """The form that the answer must have; wins over `response_format`."""
+
+    forced_tools: Sequence[str] | None = None
+    """Names of tools, of which the answer must call one at least. None: the model decides."""
+
+    parallel_tool_calls: bool = True
+    """Whether one answer may have several calls; otherwise it ends with the first."""
+
+    tool_prompt: str | None = None
+    """What introduces the tools to a model whose chat template has no place for them."""
+
+    opening: str = ""
+    """What the answer begins with, as part of the prompt, unless the chat template has written it already."""
+
+    parse_answer: bool = False
+    """Reasoning and tool calls are told apart from the text."""
+
+    separate_reasoning: bool = True
+    """With `parse_answer`: reasoning is no part of the text."""
+
+    stream_reasoning: bool = True
+    """Reasoning comes as it is written; otherwise at once, when it is complete."""
+
+    max_thinking_tokens: int | None = None
+    """Reasoning that has become so long is ended, and the answer begins."""
+
+    default_max_new_tokens: int | None = None
+    """The dialect's length when none was asked for, cut to what fits. None: the model's, else all that fits."""
+
+    clamp_max_new_tokens: bool = False
+    """A length asked for that does not fit is cut to what fits, instead of being refused."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer continues the last message instead of opening a new one."""
+
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own (BOS...). None: for a text prompt yes, after a chat template no."""
+
+    truncate_prompt_to: int | None = None
+    """Keep only the LAST n tokens of the prompt."""
+
+    n: int = 1
+    keep_stop: bool = False
+    """The answer keeps the stop string or stop token that ended it (special tokens are still skipped)."""
+
+    stop_patterns: list[str] = field(default_factory=list)
+    """Regular expressions (RE2's syntax) that end the answer when they match in it; what matched stays."""
+
+    skip_special_tokens: bool = True
+    token_details: bool = False
+    """`TextDelta.tokens` is wanted: costs a second detokenization per token."""
+
+    hidden_states: bool = False
+    """The hidden states of all tokens are wanted."""
+
+    prompt_embeddings: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
+    """Vectors that stand for the embeddings of the prompt's tokens; `prompt` then has as many ids, of no meaning."""
+
+    cache_salt: str = ""
+    """Requests share cached prompt prefixes only with requests of the same salt."""
+
+    received: float = field(default_factory=time.monotonic)
+    """`time.monotonic()` when the request's head had arrived."""
+
+    def __post_init__(self) -> None:
+        self._convert()
+        if self.prompt and self.messages:
+            raise ValueError("prompt and messages exclude each other: give one of them")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+        if self.max_thinking_tokens is not None and self.max_thinking_tokens < 0:
+            raise ValueError(f"max_thinking_tokens must be at least 0, got {self.max_thinking_tokens}")
+        if self.images or self.videos:
+            self._check_media()
+
+    __str__ = Request.__str__
+
+    @property
+    def most_calls(self) -> int | None:
+        """How many calls end the answer; None: the model ends it.
+
+        Forced ones are as many as there are tools to call: where every continuation is a call, a model may not find
+        an end.
+        """
+        if not self.parallel_tool_calls:
+            return 1
+        return None if self.forced_tools is None else len(self.forced_tools)
+
+    @cached_property
+    def number_of_images(self) -> int:
+        """Image parts in the messages."""
+        return sum(message.count(ImageContentPart) for message in self.messages)
+
+    @cached_property
+    def number_of_videos(self) -> int:
+        """Video parts in the messages."""
+        return sum(message.count(VideoContentPart) for message in self.messages)
+
+    def _convert(self) -> None:
+        """Brings the looser forms of fields into the declared ones; repeating it changes nothing."""
+        put = object.__setattr__
+        put(self, "request_id", RequestID(self.request_id))
+        put(self, "messages", [_message(message, i) for i, message in enumerate(self.messages or ())])
+        put(self, "images", list(self.images or ()))
+        put(self, "videos", list(self.videos or ()))
+        if self.response_format is not None:
+            put(self, "response_format", TextGenerationResponseFormat.of(self.response_format))
+        if self.stop:
+            more = [self.stop] if isinstance(self.stop, str) else list(self.stop)
+            put(self, "sampling_params", replace(self.sampling_params, stop=_joined(self.sampling_params.stop, more)))
+            if self.sampling is not None:
+                put(self, "sampling", replace(self.sampling, stop=_joined(self.sampling.stop, more)))
+
+    def _check_media(self) -> None:
+        if isinstance(self.prompt, str) and self.prompt:
+            raise ValueError("a text prompt has no place for images or videos: use messages, or token ids")
+        if not self.messages:
+            return
+        for what, given, parts in (
+            ("images", len(self.images), self.number_of_images),
+            ("videos", len(self.videos), self.number_of_videos),
+        ):
+            if given and given != parts:
+                raise ValueError(f"{what} has {given} items for {parts} parts of the messages: give one for each")
+
+
+@dataclass(frozen=True)
+class EmbeddingsGenerationRequest(Request):
+    """One text, or its token ids, to be embedded."""
+
+    request_id: RequestID
+    model_name: str
+    input: str | Sequence[int]
+    _: KW_ONLY
+    dimensions: int | None = None
+    """Keep this many leading numbers of the embedding, for models that were made for it."""
+
+    normalize: bool = True
+    truncate_to: int | None = None
+    """Keep only the FIRST n tokens of the input. None: a longer one is refused."""
+
+    request_path: str = "/"
+    timestamp_ns: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "request_id", RequestID(self.request_id))
+        if not len(self.input):
+            raise ValueError("input must not be empty")
+        for name in ("dimensions", "truncate_to"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+    __str__ = Request.__str__
+
+
+@dataclass(frozen=True)
+class PixelGenerationRequest(Request):
+    """A description to be drawn. None leaves a value to the model."""
+
+    request_id: RequestID
+    model_name: str
+    prompt: str
+    _: KW_ONLY
+    negative_prompt: str | None = None
+    images: list[bytes] = field(default_factory=list)
+    """Encoded images to start from."""
+
+    height: int | None = None
+    width: int | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float = 3.5
+    num_images_per_prompt: int = 1
+    seed: int | None = None
+    request_path: str = "/"
+    timestamp_ns: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "request_id", RequestID(self.request_id))
+        if not self.prompt:
+            raise ValueError("prompt must not be empty")
+        for name in ("height", "width", "num_inference_steps", "num_images_per_prompt"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= self.guidance_scale < float("inf"):
+            raise ValueError(f"guidance_scale must be at least 0 and finite, got {self.guidance_scale}")
+
+    __str__ = Request.__str__
+
+
+def _message(given: Any, index: int) -> TextGenerationRequestMessage:
+    if isinstance(given, TextGenerationRequestMessage):
+        return given
+    if not isinstance(given, Mapping):
+        raise TypeError(f"messages[{index}] must be a message or a dict, got {type(given).__name__}")
+    return TextGenerationRequestMessage(**given)
+
+
+def _joined(stop: list[str] | None, more: list[str]) -> list[str]:
+    return list(dict.fromkeys([*(stop or ()), *more]))

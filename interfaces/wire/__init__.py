@@ -1,0 +1,1 @@
+"""How values cross a process boundary: msgpack, read strictly."""

@@ -1,0 +1,307 @@
+"""The one codec of the system: declared types to msgpack bytes and back, strictly.
+
+Messages between our processes: a dataclass decorated with `@message(tag)` is one msgpack array `[version, tag, field,
+...]`, and nested dataclasses are arrays too. Columns are the bytes of their numbers, other numpy arrays have
+msgpack-numpy's form. `encode` and `decode` do these.
+
+Everything else (contexts, outputs, results by request id): `msgpack_numpy_encoder` and `msgpack_numpy_decoder(type)`,
+where dataclasses are maps by field name and large arrays may travel through shared memory.
+
+Decoding checks every value against the declared type and raises `WireError` with the path of the first field that is
+wrong; nothing else comes out of it, whatever the bytes. It knows no message and no socket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from interfaces.wire.forms import F32 as F32
+from interfaces.wire.forms import I8 as I8
+from interfaces.wire.forms import I32 as I32
+from interfaces.wire.forms import I64 as I64
+from interfaces.wire.forms import (
+    Column,
+    InProcess,
+    Reader,
+    Triples,
+    WireError,
+    check_dtype,
+    inline_form,
+    message_form,
+    shared_form,
+)
+from interfaces.wire.forms import F32Matrix as F32Matrix
+from interfaces.wire.forms import I32x3 as I32x3
+from interfaces.wire.readers import Readers, wire_name
+from interfaces.wire.record_readers import wire_fields
+from interfaces.wire.record_writers import values_of
+from interfaces.wire.shared_memory import Segments, SharedMemoryArray
+
+__all__ = [
+    "F32",
+    "I8",
+    "I32",
+    "I64",
+    "PROTOCOL_VERSION",
+    "Column",
+    "F32Matrix",
+    "I32x3",
+    "InProcess",
+    "Triples",
+    "WireError",
+    "decode",
+    "encode",
+    "message",
+    "msgpack_numpy_decoder",
+    "msgpack_numpy_encoder",
+]
+
+PROTOCOL_VERSION = 12
+"""First element of every message; a peer of another version is refused, because fields are positional."""
+
+SHARED_MEMORY_THRESHOLD = 24_000_000
+"""Bytes from which an array travels through shared memory, where that is on."""
+
+_SURELY_SMALL = 4096
+"""A message up to this size cannot make the unpacker reserve much memory, whatever it claims to contain."""
+
+T = TypeVar("T")
+
+_by_tag: dict[int, type] = {}
+_tag_of: dict[type, int] = {}
+_message_readers: dict[tuple[type[Any], bool], Reader] = {}
+_plain_of: dict[type[Any], Callable[[Any], Any]] = {}
+
+
+def message(tag: int) -> Callable[[type[T]], type[T]]:
+    """Registers a dataclass as a message with a number that never changes meaning within a protocol version."""
+
+    def register(cls: type[T]) -> type[T]:
+        if tag in _by_tag:
+            raise TypeError(f"message tag {tag} is taken by {_by_tag[tag].__name__}")
+        _by_tag[tag] = cls
+        _tag_of[cls] = tag
+        return cls
+
+    return register
+
+
+def encode(value: Any) -> bytes:
+    """Bytes of a registered message. Raises TypeError for objects that have no place on the wire."""
+    tag = _tag_of.get(type(value))
+    if tag is None:
+        raise TypeError(f"{type(value).__name__} is not a message: decorate it with @message")
+    return _packed(_packers.message, [PROTOCOL_VERSION, tag, *values_of(type(value))(value)])
+
+
+def decode(data: bytes | memoryview, *, ipc_peer: bool = False) -> Any:
+    """The message in `data`, of the class its tag names. Arrays are read-only views of it. Raises WireError.
+
+    `ipc_peer` says that the bytes come from a process of this host and user: then arrays may be named that are in
+    shared memory. They are not mapped here.
+    """
+    parts = _unpack(data)
+    if type(parts) is not list or len(parts) < 2:
+        raise WireError("a message is an array [version, tag, fields...]")
+    if parts[0] != PROTOCOL_VERSION:
+        raise WireError(f"protocol version {str(parts[0])[:80]}, this process speaks {PROTOCOL_VERSION}")
+    cls = _by_tag.get(parts[1]) if type(parts[1]) is int else None
+    if cls is None:
+        raise WireError(f"unknown message tag {str(parts[1])[:80]}")
+    return _checked(_message_reader(cls, ipc_peer), parts[2:], cls.__name__)
+
+
+class MsgpackNumpyEncoder:
+    """`encoder(object) -> bytes`. Can be pickled; the copy has a book of its own.
+
+    With `use_shared_memory` arrays from the threshold on are put into segments that belong to `segments`: take them
+    after each call, and release them when the request they belong to has ended. What is never released goes with the
+    encoder, and after a kill with the next sweep.
+    """
+
+    def __init__(self, use_shared_memory: bool = False, shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD) -> None:
+        self.use_shared_memory = use_shared_memory
+        self.shared_memory_threshold = shared_memory_threshold
+        self.segments = Segments()
+
+    def __call__(self, value: Any) -> bytes:
+        # A packer of its own each time: one that is kept would keep the memory of the largest object, too.
+        return _packed(msgpack.Packer(default=self._plain), value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MsgpackNumpyEncoder, (self.use_shared_memory, self.shared_memory_threshold)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return self._array(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | SharedMemoryArray):
+            return _named_fields(value.to_wire() if hasattr(value, "to_wire") else value)
+        return _other(value)
+
+    def _array(self, array: NDArray[Any]) -> dict[str, Any]:
+        check_dtype(array.dtype)
+        if self.use_shared_memory and array.nbytes >= self.shared_memory_threshold:
+            segment = self.segments.share(array)
+            if segment is not None:
+                return shared_form(segment)
+        return inline_form(array)
+
+
+class MsgpackNumpyDecoder:
+    """`decoder(bytes) -> object` of one declared type. Raises WireError. Can be pickled."""
+
+    def __init__(self, type_: Any, copy: bool = True, *, ipc_peer: bool = False) -> None:
+        self.type_ = type_
+        self.copy = copy
+        self.ipc_peer = ipc_peer
+        self._reader = Readers(positional=False, copy=copy, ipc_peer=ipc_peer).reader(type_)
+
+    def __call__(self, data: bytes | memoryview) -> Any:
+        return _checked(self._reader, _unpack(data), getattr(self.type_, "__name__", ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _decoder, (self.type_, self.copy, self.ipc_peer)
+
+
+def msgpack_numpy_encoder(
+    use_shared_memory: bool = False, shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD
+) -> MsgpackNumpyEncoder:
+    """A callable that turns an object into bytes. TypeError for objects that have no place on the wire."""
+    return MsgpackNumpyEncoder(use_shared_memory, shared_memory_threshold)
+
+
+def msgpack_numpy_decoder(type_: Any, copy: bool = True, *, ipc_peer: bool = False) -> MsgpackNumpyDecoder:
+    """A callable that turns bytes into an object of type `type_`. TypeError for a type that cannot be on the wire.
+
+    `copy` makes arrays writable and independent; without it they are read-only views. `ipc_peer` says that the bytes
+    come from a process of this host and user, whose segments of shared memory may be opened.
+    """
+    return MsgpackNumpyDecoder(type_, copy, ipc_peer=ipc_peer)
+
+
+def _decoder(type_: Any, copy: bool, ipc_peer: bool) -> MsgpackNumpyDecoder:
+    return MsgpackNumpyDecoder(type_, copy, ipc_peer=ipc_peer)
+
+
+def _message_reader(cls: type[Any], ipc_peer: bool) -> Reader:
+    reader = _message_readers.get((cls, ipc_peer))
+    if reader is None:
+        reader = Readers(positional=True, copy=False, ipc_peer=ipc_peer).reader(cls)
+        _message_readers[cls, ipc_peer] = reader
+    return reader
+
+
+def _positional_plain(value: Any) -> Any:
+    plain = _plain_of.get(type(value))
+    if plain is None:
+        plain = _plain_of[type(value)] = _positional_form(type(value))
+    return plain(value)
+
+
+def _positional_form(cls: type[Any]) -> Callable[[Any], Any]:
+    """Makes one level of a value of that class into what msgpack or this module knows."""
+    if issubclass(cls, np.ndarray):
+        return message_form
+    if not dataclasses.is_dataclass(cls) or cls is SharedMemoryArray:
+        return _other
+    wire_type: type[Any] | None = getattr(cls, "wire_type", None)
+    if wire_type is not None:
+        values = values_of(wire_type)
+        return lambda value: values(value.to_wire())
+    return values_of(cls)
+
+
+def _other(value: Any) -> Any:
+    """One level of an object that is neither array nor dataclass, in terms of what msgpack or this module knows."""
+    if isinstance(value, SharedMemoryArray):
+        return shared_form(value)
+    if isinstance(value, BaseModel):
+        return {"__pydantic__": True, "type": wire_name(type(value)), "data": value.model_dump()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return list(value)
+    if isinstance(value, int):
+        raise TypeError(f"the integer {value} has no place on the wire: it has more than 64 bits")
+    if callable(value):
+        raise TypeError(
+            f"{value!r} cannot cross a process boundary: logits processors and other callables work only within the "
+            "process that runs the pipeline"
+        )
+    raise TypeError(f"{type(value).__name__} has no place on the wire")
+
+
+def _named_fields(value: Any) -> dict[str, Any]:
+    cls = type(value)
+    if not getattr(cls, "__tagged__", False):
+        return {field.name: getattr(value, field.name) for field in wire_fields(cls)}
+    form: dict[str, Any] = {"type": cls.__name__}
+    for field in wire_fields(cls):
+        item = getattr(value, field.name)
+        if not _is_default(field, item):
+            form[field.name] = item
+    return form
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    default: Any = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    return type(value) is type(default) and not isinstance(value, np.ndarray) and value == default
+
+
+class _Packers(threading.local):
+    """Packers that are used again: making one costs more than packing a step."""
+
+    def __init__(self) -> None:
+        self.message = msgpack.Packer(default=_positional_plain)
+
+
+_packers = _Packers()
+
+
+def _packed(packer: Any, value: Any) -> bytes:
+    try:
+        return cast(bytes, packer.pack(value))
+    except ValueError as error:
+        raise TypeError(f"no place on the wire: {error}") from None
+
+
+def _unpack(data: bytes | memoryview) -> Any:
+    try:
+        if len(data) > _SURELY_SMALL:
+            _check_lengths(data)
+        return msgpack.unpackb(data, strict_map_key=False)
+    except Exception as error:  # the unpacker's own errors have no common base
+        raise WireError(f"not msgpack: {str(error)[:200] or type(error).__name__}") from None
+
+
+def _check_lengths(data: bytes | memoryview) -> None:
+    """Walks over the bytes without building anything; raises when they end before what they claim to contain.
+
+    The unpacker reserves room for each list it is told of, so nested lists of claimed lengths could take a thousand
+    times the message's size.
+    """
+    walker = msgpack.Unpacker(max_buffer_size=len(data), read_size=1, strict_map_key=False)
+    walker.feed(data)
+    walker.skip()
+
+
+def _checked(reader: Reader, value: Any, root: str) -> Any:
+    try:
+        return reader(value)
+    except WireError as error:
+        raise error.within(root) from None
+    except RecursionError:
+        raise WireError("nested too deeply", root) from None

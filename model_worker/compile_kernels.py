@@ -1,0 +1,73 @@
+"""`python -m model_worker.compile_kernels --dtype bfloat16`: compiles the kernels of a CPU worker, or finds them.
+
+What numba compiles depends on the types of numbers and not on sizes: a model of one tiny layer brings forth the kernels
+of all that have the form of the fused stack, and the others share one for attention. They are kept in NUMBA_CACHE_DIR.
+Processes that want the same compile one after the other, so that the second one finds everything there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model_worker.attention import cpu
+from model_worker.cpu import kernel_cache
+from model_worker.cpu.simd import bf12
+from model_worker.grammar import apply_mask
+from model_worker.loading.checkpoint import DTYPES, prove
+from model_worker.runner import ModelRunner
+from model_worker.sampling.sampler import SamplerRows
+from shared import logs
+from shared.liveness import become
+
+NICE = 5
+"""A quarter of a core where somebody else wants it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m model_worker.compile_kernels", description=__doc__)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    dtype = DTYPES[parser.parse_args().dtype]
+    become("compile")
+    logs.configure("compile", "warning")
+    os.nice(NICE)
+    directory = Path(os.environ["NUMBA_CACHE_DIR"])
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kernel_cache.kept(dtype):
+            compile_kernels(dtype)
+
+
+def compile_kernels(dtype: torch.dtype) -> None:
+    """Runs every kernel of a worker on a CPU whose weights have this type."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+    )
+    model: Any = LlamaForCausalLM(config)
+    loaded = prove(model.to(dtype).eval(), torch.device("cpu"), "none", lambda *_: None)
+    if loaded.stack is None:
+        raise RuntimeError("the fused stack has not taken a model of its own form")
+    ModelRunner(loaded, num_blocks=8, block_size=loaded.block_size).warm_up()
+    SamplerRows(1, loaded.vocab_size, loaded.device).warm_up()
+    cpu.warm_up(dtype)
+    bf12.warm_up()
+    for masked in {torch.float32, dtype}:
+        apply_mask.warm_up(masked)
+    kernel_cache.keep(dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The CPU backend: SIMD functions, matrix products, the fused stack."""

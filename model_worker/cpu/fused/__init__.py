@@ -1,0 +1,1 @@
+"""A whole decoder stack in one compiled call."""

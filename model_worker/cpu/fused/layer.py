@@ -1,0 +1,139 @@
+"""What a decoder layer does to a block of tokens, phase by phase: all but attention, which looks beyond the block.
+
+A phase is cut into pieces, for several cores or for one that does them all. Knows arrays: packed weights by address, as
+packed_linear.py lays them out. The residual and all sums are float32; what goes into a product is rounded to bfloat16
+first where that is what weights are and processors multiply it. Indices are not checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from model_worker.cpu.fused.rotary_and_kv import pieces_of, place
+from model_worker.cpu.gemm.products import add_product, gated, halves_of, prepare
+from model_worker.cpu.simd.elements import INSIDE, element
+
+_MATH = {"reassoc", "contract", "arcp", "nsz"}
+Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741 - the field's names
+BEFORE_ATTENTION, BEFORE_MLP = range(2)
+
+NORM, QKV, PLACE, OUT, MLP_NORM, INNER, MLP_OUT, PARTS = range(8)
+
+
+class Weights(NamedTuple):
+    """What the model is made of. Arrays begin with the layer."""
+
+    panels: NDArray[np.int64]  # [L, 7] addresses of packed weights
+    biases: NDArray[np.float32]  # [L, q + k + v outputs]
+    norms: NDArray[np.float32]  # [L, 2, hidden]
+    head_norms: NDArray[np.float32]  # [L, 2, head_dim] of Q and K, or [L, 2, 0]
+    final_norm: NDArray[np.float32]  # [hidden]
+    head: int  # address of lm_head's panels
+    screen: int  # address of its int8 copy's, as screened_head.py knows it, or 0
+    bounds: NDArray[np.float32]  # [panels of lm_head], or nothing
+    mlp_width: int
+    epsilon: np.float32
+
+
+class Buffers(NamedTuple):
+    """Room for T tokens, or for B that are dealt with at a time.
+
+    The operands of products are as wide as panels have steps, and zero beyond their contents.
+    """
+
+    hidden: NDArray[Any]  # operand [T, >= hidden]
+    qkv: NDArray[np.float32]  # [B, q + k + v outputs]
+    q: NDArray[Any]  # operand [T, heads, head_dim]
+    keys: NDArray[Any]  # [B, KV heads * head_dim]: K on its way to the cache, of its element type
+    heads: NDArray[Any]  # operand [T, >= heads * v's head_dim]
+    inner: NDArray[Any]  # operand [B, >= mlp_width]
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def normalise(x: Any, row: int, weight: Any, epsilon: Any, out: Any, to: int) -> None:
+    """out[to] = RMS norm of x[row]."""
+    total, values, normed = np.float32(0.0), x[row], out[to]
+    for c in range(len(weight)):
+        total += values[c] * values[c]
+    share = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + epsilon)
+    for c in range(len(weight)):
+        normed[c] = element(values[c] * share * weight[c], out)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _widths(q: Any, cache: Any) -> Any:
+    """Outputs of Q, K and V."""
+    return q.shape[1] * q.shape[2], cache.kv_heads * cache.k_dim, cache.kv_heads * cache.v_dim
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _project(layer: int, taken: Any, operand: Any, out: Any, work: Any, own: Any) -> None:
+    """Some halves of panels of Q's, K's and V's weights, which lie anywhere, but are counted as if in a row."""
+    panels, biases, widths = work.weights.panels, work.weights.biases, _widths(work.buffers.q, work.cache)
+    start = column = 0
+    for part in range(V + 1):
+        width = widths[part]
+        halves = halves_of(width)
+        first, end = max(taken[0] - start, 0), min(taken[0] + taken[1] - start, halves)
+        if first < end:
+            some, weights = (first, end - first), panels[layer, part]
+            add_product(own.core, some, operand, weights, width, out, column, biases, layer, own.kind, own.tile)
+        start, column = start + halves, column + width
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def pieces_in(part: int, tokens: int, work: Any) -> Any:
+    """Into how many pieces a phase is cut for so many tokens."""
+    if part in (NORM, MLP_NORM) or tokens == 0:
+        return tokens
+    if part == QKV:
+        q_width, k_width, v_width = _widths(work.buffers.q, work.cache)
+        return halves_of(q_width) + halves_of(k_width) + halves_of(v_width)
+    if part == PLACE:
+        return pieces_of(tokens, work.buffers.q, work.cache)
+    return halves_of(work.weights.mlp_width if part == INNER else work.x.shape[1])
+
+
+@njit(inline="always")
+def do_part(
+    part: int, layer: int, turn: int, block: Any, taken: Any, fresh: bool, x: Any, heads: Any, work: Any, own: Any
+) -> None:
+    """A phase of a layer for a block: its first token, how many, and from which row of the buffers on it has room.
+
+    Of the phase's pieces those that are `taken`: the first, and how many; `fresh` if this core had none before. `x`
+    [T, hidden] is the residual, `heads` the operand that attention has made; `work` and `own` are as in phases.py.
+    """
+    first, count, at = block
+    rows, weights, buffers, core, tile = x[first : first + count], work.weights, work.buffers, own.core, own.tile
+    hidden, inner, panels = buffers.hidden[at : at + count], buffers.inner[at : at + count], weights.panels
+    if part in (NORM, MLP_NORM):
+        norm = weights.norms[layer, BEFORE_ATTENTION if part == NORM else BEFORE_MLP]
+        for row in range(taken[0], taken[0] + taken[1]):
+            normalise(rows, row, norm, weights.epsilon, hidden, row)
+    elif part == QKV:
+        prepare(fresh, hidden, own.kind)
+        _project(layer, taken, hidden, buffers.qkv[at : at + count], work, own)
+    elif part == PLACE:
+        place(layer, turn, block, taken, work)
+    elif part == OUT:
+        operand, out, biases = heads[first : first + count], panels[layer, O], weights.biases
+        prepare(fresh, operand, own.kind)
+        add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.kind, tile)
+    elif part == INNER:
+        gate, up, width = panels[layer, GATE], panels[layer, UP], weights.mlp_width
+        prepare(fresh, hidden, own.kind)
+        gated(core, taken, hidden, gate, up, width, inner, own.kind, tile, own.other)
+    else:
+        down, biases = panels[layer, DOWN], weights.biases
+        prepare(fresh, inner, own.kind)
+        add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.kind, tile)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def every(pieces: int) -> Any:
+    """All pieces: the first, and how many. (A tuple of a literal would have all that takes it compiled once more.)"""
+    return np.int64(0), np.int64(pieces)

@@ -1,0 +1,199 @@
+"""What a token's projections become: rotated queries as operand of the scores, K and V in their slots of the cache.
+
+Knows how blocks lie in memory (cache_dot.py): K as words [element step, token], V as [token step, element]; a word
+is one float32 or two bfloat16. Sixteen elements at a time go through vector registers, from and to addresses: as loops
+over arrays, whose slices may overlap for all that a compiler knows, this took as long as a third of attention. Indices
+are not checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba.extending
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+
+from model_worker.cpu.fused.attention import key_group, value_group
+from model_worker.cpu.gemm.products import LANE_BYTES
+from model_worker.cpu.simd.cache_dot import GROUP
+from model_worker.cpu.simd.dot_bf16 import FLOATS, INDEX, LANES, WORD, WORDS, sums_at
+from model_worker.cpu.simd.elements import INSIDE, carray, element, pointer
+from model_worker.cpu.simd.vectors import load_lanes, round_lanes, store_lanes
+
+# Its stub gives what it decorates the wrong signature.
+intrinsic: Any = numba.extending.intrinsic
+
+PIECE_TOKENS = 32
+"""Of one head: two lines of memory in each row of the keys of a block, and as many as a core takes without delay."""
+_MATH = {"reassoc", "contract", "arcp", "nsz"}
+
+
+def _at(context: Any, builder: Any, kind: Any, value: Any, index: Any) -> Any:
+    """Where an element of a one-dimensional array lies."""
+    return builder.gep(context.make_array(kind)(context, builder, value).data, [index])
+
+
+@intrinsic
+def _turn(typing: Any, head: Any, cos: Any, sin: Any, angle: Any, at: Any, half: Any, out: Any) -> Any:
+    """out[at + lane] and out[at + half + lane] = elements of float32 `head`, rotated by an angle, of sixteen lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds, places = signature.args, (args[4], builder.add(args[4], args[5]))
+        low, high = (load_lanes(builder, _at(context, builder, kinds[0], args[0], place)) for place in places)
+        cosines, sines = (
+            [
+                builder.load(sums_at(context, builder, kinds[i], args[i], args[3], place, 1, 1)[0], align=4)
+                for place in places
+            ]
+            for i in (1, 2)
+        )
+        turned = (
+            builder.fsub(builder.fmul(low, cosines[0]), builder.fmul(high, sines[0])),
+            builder.fadd(builder.fmul(high, cosines[1]), builder.fmul(low, sines[1])),
+        )
+        for place, vector in zip(places, turned, strict=True):
+            store_lanes(builder, vector, _at(context, builder, kinds[6], args[6], place), kinds[6].dtype)
+        return context.get_dummy_value()
+
+    return types.void(head, cos, sin, types.int64, types.int64, types.int64, out), codegen
+
+
+@intrinsic
+def _copy(typing: Any, head: Any, at: Any, out: Any) -> Any:
+    """out[at + lane] = elements of float32 `head`, of sixteen lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        vector = load_lanes(builder, _at(context, builder, kinds[0], args[0], args[1]))
+        store_lanes(builder, vector, _at(context, builder, kinds[2], args[2], args[1]), kinds[2].dtype)
+        return context.get_dummy_value()
+
+    return types.void(head, types.int64, out), codegen
+
+
+@intrinsic
+def _spread(typing: Any, values: Any, at: Any, memory: Any, word: Any, odd: Any) -> Any:
+    """Elements of sixteen lanes of float32 `values` into as many words from memory[word] on: bfloat16 into one half.
+
+    What is in the other half stays: another core may write it at the same time.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        vector = load_lanes(builder, _at(context, builder, kinds[0], args[0], args[1]))
+        place = _at(context, builder, kinds[2], args[2], args[3])
+        if kinds[2].dtype == types.float32:
+            builder.store(vector, builder.bitcast(place, FLOATS.as_pointer()), align=4)
+            return context.get_dummy_value()
+        halves, bits = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(1), 2 * LANES)
+        words = builder.zext(round_lanes(builder, vector), WORDS)
+        kind = ir.FunctionType(ir.VoidType(), (halves, halves.as_pointer(), WORD, bits))
+        function = builder.module.declare_intrinsic("llvm.masked.store.v32i16.p0", (), kind)
+        odd = builder.icmp_signed("!=", args[4], ir.Constant(INDEX, 0))
+        with builder.if_else(odd) as branches:
+            for branch, half in zip(branches, (1, 0), strict=True):
+                with branch:
+                    moved = builder.shl(words, ir.Constant(WORDS, [16 * half] * LANES))
+                    mask = ir.Constant(bits, [number % 2 == half for number in range(2 * LANES)])
+                    target = builder.bitcast(place, halves.as_pointer())
+                    builder.call(function, (builder.bitcast(moved, halves), target, ir.Constant(WORD, 2), mask))
+        return context.get_dummy_value()
+
+    return types.void(values, types.int64, memory, types.int64, types.int64), codegen
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _normalise_head(head: int, weight: Any, epsilon: Any) -> None:
+    values, total = carray(pointer(head), (len(weight),), np.float32), np.float32(0.0)
+    for d in range(len(weight)):
+        total += values[d] * values[d]
+    share = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + epsilon)
+    for d in range(len(weight)):
+        values[d] *= share * weight[d]
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _rotate(head: int, dim: int, angle: int, rotary: Any, like: Any, to: int) -> None:
+    """Rotate the first elements, element d with element d + half; the others stay as they are.
+
+    float32 [dim] at the address `head`, as elements of `like` to the address `to`.
+    """
+    rotated = rotary.cos.shape[1]
+    half, values, out = rotated // 2, carray(pointer(head), (dim,), np.float32), carray(pointer(to), (dim,), like.dtype)
+    for d in range(0, half - LANES + 1, LANES):
+        _turn(values, rotary.cos, rotary.sin, angle, d, half, out)
+    for d in range(half // LANES * LANES, half):
+        low, high = values[d], values[half + d]
+        out[d] = element(low * rotary.cos[angle, d] - high * rotary.sin[angle, d], out)
+        out[half + d] = element(high * rotary.cos[angle, half + d] + low * rotary.sin[angle, half + d], out)
+    whole = rotated + (dim - rotated) // LANES * LANES
+    for d in range(rotated, whole, LANES):
+        _copy(values, d, out)
+    for d in range(whole, dim):
+        out[d] = element(values[d], out)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _keep_key(to: int, size: int, steps: int, rotated: int) -> None:
+    """Put one token's K where cache_dot.py expects it: from the address `rotated` to `to`."""
+    words, memory = carray(pointer(rotated), (steps,), np.uint32), carray(pointer(to), (steps * size,), np.uint32)
+    for step in range(steps):
+        memory[step * size] = words[step]
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _keep_value(to: int, dim: int, offset: int, value: int, unused: int, like: Any) -> None:
+    """Put one token's V there, and zeros after it: their weight is 0, but 0 times what is no number is no number.
+
+    float32 [dim] at the address `value`, for token number `offset` of the group that begins at the address `to`.
+    """
+    part = LANE_BYTES // like.itemsize
+    values, memory = carray(pointer(value), (dim,), np.float32), carray(pointer(to), (dim * GROUP,), like.dtype)
+    first, odd = offset // part * part * dim, offset % part
+    for d in range(0, dim, LANES):
+        _spread(values, d, memory, first + d * part, odd)
+    for after in range(offset + 1, offset + 1 + unused):
+        first = after // part * part * dim + after % part
+        for d in range(dim):
+            memory[first + d * part] = element(np.float32(0.0), memory)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def pieces_of(tokens: int, q: Any, cache: Any) -> Any:
+    """Into how many pieces `place` is cut: a head of some tokens each, in the order of the projections."""
+    return (q.shape[1] + 2 * cache.kv_heads) * -(-tokens // PIECE_TOKENS)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def place(layer: int, turn: int, block: Any, taken: Any, work: Any) -> None:
+    """Turn the projections of a block of tokens, which are in the buffers: Q into `q`, K and V into the cache.
+
+    Arguments are as those of layer.py's parts. The pieces follow each other as the projections do, so that most are
+    taken by the core that has made them.
+    """
+    first, count, at = block
+    qkv, q, keys, cache, rotary = work.buffers.qkv, work.buffers.q, work.buffers.keys, work.cache, work.rotary
+    head_norms, epsilon = work.weights.head_norms[layer], work.weights.epsilon
+    heads, kv_heads, dim, v_dim = q.shape[1], cache.kv_heads, q.shape[2], cache.v_dim
+    steps, like, chunks = dim * cache.like.itemsize // LANE_BYTES, cache.like, -(-count // PIECE_TOKENS)
+    row_bytes, from_qkv, to_q, to_keys = qkv.shape[1] * LANE_BYTES, qkv.ctypes.data, q.ctypes.data, keys.ctypes.data
+    for piece in range(taken[0], taken[0] + taken[1]):
+        head, skipped = piece // chunks, piece % chunks * PIECE_TOKENS
+        kv = (head - heads) % kv_heads
+        column = head * dim if head < heads + kv_heads else (heads + kv_heads) * dim + kv * v_dim
+        for row in range(skipped, min(skipped + PIECE_TOKENS, count)):
+            token, part = first + row, from_qkv + (at + row) * row_bytes + column * LANE_BYTES
+            angle, number, offset = rotary.rows[token] + turn, cache.blocks[turn, token], cache.offsets[turn, token]
+            if head < heads + kv_heads and head_norms.shape[1]:
+                _normalise_head(part, head_norms[0 if head < heads else 1], epsilon)
+            if head < heads:
+                _rotate(part, dim, angle, rotary, q, to_q + (token * heads + head) * dim * q.itemsize)
+            elif head < heads + kv_heads:
+                rotated = to_keys + ((at + row) * kv_heads + kv) * dim * like.itemsize
+                _rotate(part, dim, angle, rotary, like, rotated)
+                _keep_key(key_group(cache, layer, kv, number, offset), cache.block_size, steps, rotated)
+            else:
+                to = value_group(cache, layer, kv, number, offset // GROUP * GROUP)
+                _keep_value(to, v_dim, offset % GROUP, part, cache.unused[turn, token], like)

@@ -1,0 +1,388 @@
+"""Runs a model of the form that pattern.py recognises in one compiled call per forward pass.
+
+Knows how a batch and the KV cache become the arguments of that call. Weights are not copied: the stack reads those
+that the packed modules hold. A stack serves only after it has given the logits of the model's own forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from threading import Thread
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model_worker.attention import cpu
+from model_worker.batch import ForwardBatch
+from model_worker.cpu.fused.attention import Attention, Cache
+from model_worker.cpu.fused.attention_plan import plan_for, units_with
+from model_worker.cpu.fused.layer import Buffers
+from model_worker.cpu.fused.pattern import OtherForm, Parts
+from model_worker.cpu.fused.phases import BLOCK_TOKENS, Inputs, Kept, Outputs, Rotary, Work, most_turns, run_stack
+from model_worker.cpu.gemm.packed_linear import PackedLinear
+from model_worker.cpu.gemm.products import PANEL, Kind, int8_kind_for, kind_for, may_be_compact
+from model_worker.cpu.gemm.screened_head import SCREENED_ROWS, WORTH_SCREENING, Screen
+from model_worker.cpu.huge_pages import PagesAhead, keep_in_huge_pages
+from model_worker.cpu.simd.argmax import Largest
+from model_worker.cpu.simd.bf12 import CompactPanels, compact_panels
+from model_worker.cpu.simd.cache_dot import GROUP
+from model_worker.cpu.simd.dot_bf16 import operand_dtype
+from model_worker.cpu.simd.fixed_point import MOST_INPUTS, width_of
+from model_worker.cpu.simd.softmax import LOG2_E
+from model_worker.cpu.threads import Job, team
+from model_worker.kv_cache import KVCache
+from shared.resources import free_memory
+
+if TYPE_CHECKING:
+    from model_worker.loading.checkpoint import LoadedModel
+
+log = logging.getLogger(__name__)
+
+_NO_WINDOW = 1 << 40
+# Angles of positions below this are computed once and kept; beyond, they are computed anew in each pass.
+_KEPT_POSITIONS = 1 << 15
+_NO_PEAKS = np.empty((0, 0), np.int32)
+WORTH_RUNNING_AHEAD = 32 << 20
+"""Bytes of weights from which on a pass takes so long (a millisecond and more) that other work is done meanwhile."""
+
+COMPACT_ROWS = 8
+"""Up to so many tokens a pass reads compact weights: more of them wait for arithmetic, of which these take more."""
+WORTH_COMPACTING = 32 << 20
+"""Bytes of weights from which on they come from memory in each pass."""
+COMPACT_SHARE = 1 / 8
+"""Of free memory: what compact weights, which are a second copy, may take."""
+MOST_COMPACT = 0.8
+"""Of the bytes of weights: what the copy takes, with some exceptions."""
+
+
+class Drawn(NamedTuple):
+    """Tokens that passes leave to later ones, which may begin before anybody has read them."""
+
+    unread: NDArray[np.int64]  # [T]: the row whose last token stands for this one; -1: it is known
+    rows: NDArray[np.int64]  # [L]: the row whose last token this pass draws; -1: nobody's
+    last_tokens: NDArray[np.int64]  # [rows]
+
+
+class Passes:
+    """Some passes in a row that were begun, of which each has the tokens that the one before has drawn."""
+
+    def __init__(self, job: Job, tokens: NDArray[np.int64], screen: Screen | None) -> None:
+        self._job, self._tokens, self._screen = job, tokens, screen
+        self.count = len(tokens)
+        """How many there are."""
+
+    def wait(self, number: int) -> NDArray[np.int64]:
+        """Helps until the pass with this number, from 0 on, is over; returns its tokens [L], -1 for one not finite."""
+        self._job.finish(number + 1)
+        if self._screen is not None:
+            self._screen.look_back()
+        tokens: NDArray[np.int64] = self._tokens[number]
+        return tokens
+
+    def stop(self) -> None:
+        """Lets the pass in progress be the last; `count` says then how many there are."""
+        self.count = self._job.stop()
+
+
+def fused_stack(loaded: LoadedModel) -> FusedStack | None:
+    """The stack of a model of the right form whose linear modules are packed, or None."""
+    try:
+        return FusedStack(loaded)
+    except OtherForm:
+        return None
+
+
+class Compact(NamedTuple):
+    """The same weights in their compact form."""
+
+    matrices: list[CompactPanels]  # own the memory
+    panels: NDArray[np.int64]  # as in Weights
+    head: int
+
+
+class FusedStack:
+    """Weights of a model as one compiled call takes them, and buffers that grow with the largest batch."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        parts = Parts(loaded)
+        # The modules own the memory that the addresses in `weights` point to.
+        self._embedding, self._table = parts.embedding, parts.embedding_table()
+        self._rotary, self._modules = parts.rotary, parts
+        self._vocab_size, self._order = loaded.vocab_size, parts.order
+        self._layout = loaded.attention.layout.layers[0]
+        self._q_heads = parts.q_heads
+        self._cores = torch.get_num_threads()
+        params = [loaded.attention.params[layer] for layer in parts.order]
+        self._scales = np.array([layer.scale * LOG2_E for layer in params], np.float32)
+        self._windows = np.array([layer.sliding_window or _NO_WINDOW for layer in params], np.int64)
+        self._weights, self._widths = parts.weights(), parts.operand_widths()
+        self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
+        self._screen: Screen | None = None
+        self._compact: Compact | None = None
+        head = parts.head.linear
+        if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING and head.in_features <= MOST_INPUTS:
+            # Passes give the same without it: nobody waits.
+            Thread(target=self._make_screen, args=(head,), name="screen").start()
+        count = -(-self._vocab_size // PANEL)
+        self._every_panel = np.concatenate([[count], np.arange(count)])
+        self._int8 = parts.int8
+        elements = SCREENED_ROWS * width_of(self._widths[0])
+        self._screen_kind = int8_kind_for(self._element, self._cores, SCREENED_ROWS, elements)
+        self._room, self._kind = self._make_room(1)
+        self._may_compact = may_be_compact(self._kind) and parts.weight_bytes >= WORTH_COMPACTING
+        self._angles = self._compute_angles(torch.arange(1))
+        self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
+
+    def _make_screen(self, head: PackedLinear) -> None:
+        screen = Screen(head, self._vocab_size)
+        self._weights = self._weights._replace(screen=int(screen.panels.ctypes.data), bounds=screen.bounds)
+        self._screen = screen
+
+    def _make_compact(self) -> None:
+        linears = self._modules.linears
+        megabytes = sum(linear.num_bytes for linear in linears) >> 20
+        if not has_room_for_compact(self._modules.weight_bytes):
+            log.info("weights are read as they are, %d MB: memory has no room for a compact copy", megabytes)
+            return
+        most_bytes = MOST_COMPACT * sum(linear.num_bytes for linear in linears)
+        matrices = compact_panels([linear.panels.view(np.uint32) for linear in linears], most_bytes)
+        if not matrices:
+            log.info("weights are read as they are, %d MB: too many lie apart for a compact copy to pay", megabytes)
+            return
+        made = dict(zip(linears, matrices, strict=True))
+        panels, head = self._modules.addresses(lambda linear: made[linear].panels)
+        self._compact = Compact(list(made.values()), panels, head)
+        compact = sum(matrix.num_bytes for matrix in made.values()) >> 20
+        log.info(
+            "up to %d tokens at a time read compact weights, %d MB instead of %d", COMPACT_ROWS, compact, megabytes
+        )
+
+    @property
+    def compacts(self) -> bool:
+        """Whether few tokens read compact weights from now on, for those who would measure or test it."""
+        return self._compact is not None
+
+    @property
+    def screens(self) -> bool:
+        """Whether lm_head is screened from now on, for those who would measure or test it."""
+        return self._screen is not None
+
+    def fits(self, block_size: int) -> bool:
+        """Whether blocks of this size can be laid out as the kernels read them."""
+        return block_size % GROUP == 0
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Write the batch's tokens into the cache and return float32 logits [L, vocab] at `batch.logit_positions`."""
+        return self._run(batch, cache, _every(batch))[0]
+
+    def pick(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Tensor]:
+        """Likewise, but the largest token of each of the L rows (-1: not finite), and the logits of those `wanted`."""
+        rows = np.where(wanted, np.cumsum(wanted) - 1, -1)
+        logits, _, tokens = self._run(batch, cache, rows)
+        return tokens, logits
+
+    def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Also what the logits were made of, float32 [L, hidden]."""
+        logits, residual, _ = self._run(batch, cache, _every(batch))
+        shares = torch.rsqrt(residual.square().mean(-1, keepdim=True) + float(self._weights.epsilon))
+        return logits, residual * shares * torch.from_numpy(self._weights.final_norm)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether passes may and should be begun before the tokens of the one before are read."""
+        return self._cores > 1 and self._table is not None and self._modules.weight_bytes >= WORTH_RUNNING_AHEAD
+
+    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Drawn, passes: int = 1) -> Passes:
+        """As `pick` for no logits, while the caller does something else; decode steps so many times, or fewer.
+
+        The block tables must hold the tokens of all. The caller helps when it waits. Passes must be waited for in the
+        order of their begin.
+        """
+        passes = min(passes, most_turns(len(self._windows))) if batch.decodes else 1
+        return self._begun(batch, cache, np.full(len(drawn.rows), -1), drawn, passes)[0]
+
+    def warm_up(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Of what passes in a row take, compiles what a pass alone does not; `batch` is a decode step."""
+        nobody = np.full(batch.num_tokens, -1)
+        passes = self.begin(batch, cache, Drawn(nobody, nobody, np.empty(0, np.int64)))
+        passes.stop()
+        passes.wait(0)
+
+    def _run(
+        self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
+        """Logits of rows that have a place in `wanted`, the residual [L, hidden] after all layers, largest tokens."""
+        nobody = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
+        passes, logits, residual = self._begun(batch, cache, wanted, nobody, 1)
+        tokens = passes.wait(0)
+        return torch.from_numpy(logits), torch.from_numpy(residual), tokens
+
+    def _begun(
+        self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn, passes: int
+    ) -> tuple[Passes, NDArray[np.float32], NDArray[np.float32]]:
+        """Also the logits, and the residual of tokens whose logits count, as they will be."""
+        if self._may_compact:
+            # Not before kernels may be called. Passes give the same without it: nobody waits.
+            self._may_compact = False
+            Thread(target=self._make_compact, name="compact", daemon=True).start()
+        largest, screen = Largest(self._cores, len(wanted), passes), self._screen
+        greedy = 0 < len(wanted) <= SCREENED_ROWS and int(wanted.max()) < 0
+        if not greedy or (screen is not None and not screen.pays()):
+            screen = None
+        outputs = Outputs(
+            logit_rows=batch.logit_positions.numpy(),
+            wanted=wanted,
+            logits=np.empty((int(wanted.max(initial=-1)) + 1, self._vocab_size), np.float32),
+            keys=largest.keys,
+            places=largest.places,
+            tokens=largest.tokens,
+            rows=drawn.rows,
+            last_tokens=drawn.last_tokens,
+            peaks=_NO_PEAKS if screen is None else screen.peaks[: len(wanted)],
+            panels=self._every_panel if screen is None else screen.chosen,
+        )
+        inputs, x = self._embedded(batch, drawn)
+        buffers = self._buffers(max(batch.num_tokens, len(wanted)))
+        weights, kind = self._weights, self._kind
+        if self._compact is not None and max(batch.num_tokens, len(wanted)) <= COMPACT_ROWS:
+            weights = weights._replace(panels=self._compact.panels, head=self._compact.head)
+            kind = kind._replace(compact=True)
+        kept = Kept(x, buffers.heads, copied=False)
+        last_tokens = None if _every_token(batch) else batch.logit_positions.numpy()
+        if last_tokens is not None:
+            few, heads = np.empty((len(wanted), x.shape[1]), x.dtype), buffers.heads
+            kept = Kept(few, np.empty((len(wanted), heads.shape[1]), heads.dtype), copied=True)
+        work = Work(
+            inputs=inputs,
+            x=x,
+            kept=kept,
+            rotary=self._angles_of(batch, passes),
+            weights=weights,
+            cache=self._cache(batch, cache, passes),
+            attention=self._attention(batch, last_tokens),
+            buffers=buffers,
+            outputs=outputs,
+        )
+        job = team(self._cores).begin(run_stack, work, kind, self._screen_kind, turns=passes)
+        return Passes(job, outputs.tokens, screen), outputs.logits, kept.x
+
+    def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
+        """The tokens, and room for their embeddings; or these, where the module must make them."""
+        tokens = batch.tokens.numpy()
+        if self._table is not None and batch.embeddings is None:
+            x = np.empty((len(tokens), len(self._weights.final_norm)), np.float32)
+            return Inputs(tokens, drawn.unread, drawn.last_tokens, self._table), x
+        x = self._embedding(batch.tokens).to(torch.float32).numpy()
+        return Inputs(tokens[:0], drawn.unread, drawn.last_tokens, np.empty((0, 0), self._element)), x
+
+    def _angles_of(self, batch: ForwardBatch, passes: int) -> Rotary:
+        positions = batch.positions.numpy()
+        most = int(positions.max()) + passes
+        if most > _KEPT_POSITIONS:
+            every = (batch.positions[:, None] + torch.arange(passes)).flatten()
+            return self._compute_angles(every)._replace(rows=np.arange(len(positions)) * passes)
+        if most > len(self._angles.cos):
+            self._angles = self._compute_angles(torch.arange(min(_KEPT_POSITIONS, 2 * most)))
+        return self._angles._replace(rows=positions)
+
+    def _compute_angles(self, positions: Tensor) -> Rotary:
+        cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32), positions.unsqueeze(0))
+        return Rotary(cos[0].contiguous().numpy(), sin[0].contiguous().numpy(), np.arange(len(positions)))
+
+    def _cache(self, batch: ForwardBatch, cache: KVCache, passes: int) -> Cache:
+        if cache not in self._caches:
+            k, v = ([cpu.memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
+            keep_in_huge_pages([*k, *v], written=False)
+            shape, nothing = self._layout, np.empty(0, np.int64)
+            known = Cache(
+                k=np.array([array.ctypes.data for array in k]),
+                v=np.array([array.ctypes.data for array in v]),
+                like=np.empty(1, self._element),
+                kv_heads=shape.kv_heads,
+                block_size=cache.block_size,
+                k_dim=shape.k_dim,
+                v_dim=shape.v_dim,
+                blocks=nothing,
+                offsets=nothing,
+                unused=nothing,
+            )
+            self._caches[cache] = known, PagesAhead([*k, *v])
+        known, ahead = self._caches[cache]
+        blocks, offsets = _slots(batch, passes)
+        ahead.use(int(blocks.max()))
+        return known._replace(blocks=blocks, offsets=offsets, unused=_unused(batch, offsets))
+
+    def _attention(self, batch: ForwardBatch, last_tokens: NDArray[np.int64] | None) -> Attention:
+        """`last_tokens` are those that attend in the last layer; None: all."""
+        layer = self._layout
+        plan = plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
+        tables, last_units = batch.block_tables.numpy(), plan.units
+        if last_tokens is not None:
+            last_units = units_with(plan, last_tokens, batch.num_tokens)
+        return Attention(tables, plan.tiles, plan.members, plan.units, last_units, self._scales, self._windows)
+
+    def _buffers(self, tokens: int) -> Buffers:
+        if tokens > len(self._room.q):
+            self._room, self._kind = self._make_room(max(tokens, 2 * len(self._room.q)))
+        return Buffers(*(array[:tokens] for array in self._room))
+
+    def _make_room(self, tokens: int) -> tuple[Buffers, Kind]:
+        layer, (hidden, heads, inner), operand = self._layout, self._widths, operand_dtype(self._element)
+        at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
+        kind, widest = kind_for(self._element), width_of(max(self._widths))
+        if may_be_compact(kind):
+            kind = kind._replace(compact=False)
+        if self._int8:
+            elements = max(at_a_time * widest, tokens * width_of(hidden))
+            kind = int8_kind_for(self._element, self._cores, tokens, elements)
+        buffers = Buffers(
+            hidden=np.zeros((tokens, hidden), operand),
+            qkv=np.zeros((at_a_time, self._weights.biases.shape[1]), np.float32),
+            q=np.zeros((tokens, self._q_heads, layer.k_dim), operand),
+            keys=np.zeros((at_a_time, layer.kv_heads * layer.k_dim), self._element),
+            heads=np.zeros((tokens, heads), operand),
+            inner=np.zeros((at_a_time, inner), operand),
+        )
+        return buffers, kind
+
+
+def has_room_for_compact(weight_bytes: int) -> bool:
+    """Whether a compact copy of so many bytes of weights is a small part of the memory that is left."""
+    return MOST_COMPACT * weight_bytes <= COMPACT_SHARE * free_memory()
+
+
+def _every_token(batch: ForwardBatch) -> bool:
+    """Whether the logits of all tokens are wanted, in order."""
+    positions = batch.logit_positions.numpy()
+    return len(positions) == batch.num_tokens and bool((positions == np.arange(batch.num_tokens)).all())
+
+
+def _every(batch: ForwardBatch) -> NDArray[np.int64]:
+    return np.arange(len(batch.logit_positions))
+
+
+def _slots(batch: ForwardBatch, passes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Blocks of the tokens of some passes, and their places in them: [passes, T] each."""
+    blocks, offsets = np.divmod(batch.slots.numpy()[None], batch.block_size)
+    if passes == 1:
+        return blocks, offsets
+    places = batch.kv_len.numpy()[None].astype(np.int64) + np.arange(-1, passes - 1)[:, None]
+    index, offsets = np.divmod(places, batch.block_size)
+    blocks = np.take_along_axis(batch.block_tables.numpy().T, index, axis=0)
+    return np.ascontiguousarray(blocks, np.int64), offsets
+
+
+def _unused(batch: ForwardBatch, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each token how many zeros must follow it in its group: see Cache."""
+    if batch.max_query == 1:
+        return np.where(offsets % GROUP == 0, GROUP - 1, 0)
+    last = batch.query_start.numpy()[1:].astype(np.int64) - 1
+    queries = np.diff(batch.query_start.numpy())
+    within = offsets[0, last] % GROUP
+    unused = np.zeros_like(offsets)
+    unused[0, last] = np.where(within < queries, GROUP - 1 - within, 0)
+    return unused

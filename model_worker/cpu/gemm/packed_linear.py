@@ -1,0 +1,189 @@
+"""Linear layers on a CPU: weights reordered once, at load, into panels, the order in which our kernels read them.
+
+Knows how to swap the plain linear modules of a loaded model, for these or for int8 ones, and how oneDNN's order looks
+in memory, which is the same on processors with AVX-512, so that it too can read the one copy there is. Does not know
+any architecture, nor what a layer is for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model_worker.cpu.gemm.int8_linear import Int8Linear, Rounded, rounded
+from model_worker.cpu.gemm.panel_linear import PanelLinear
+from model_worker.cpu.gemm.products import LANE_BYTES, PANEL
+from model_worker.cpu.huge_pages import keep_in_huge_pages
+from model_worker.cpu.simd.fixed_point import MOST_INPUTS
+
+PACKED_DTYPES = (torch.bfloat16, torch.float32)
+# Relative error of a packed module against the one it replaces: another order of summation, nothing more.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}
+# oneDNN chooses the order of weights for a batch size; this is its choice for all but single rows.
+_ROWS_HINT = 512
+
+Progress = Callable[[int, int], None]
+
+
+class PackedLinear(PanelLinear):
+    """A linear layer whose weight exists only in panels, in oneDNN's memory if its order is the same.
+
+    oneDNN multiplies bfloat16 on processors with AVX-512 alone, and has other orders on others: there the panels are
+    our own, and so is the product. torch's own, without oneDNN, takes tens of times as long.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(tuple(weight.shape), bias, weight.dtype)
+        plain = weight.detach()
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain, _ROWS_HINT) if _onednn_packs(weight.dtype) else None
+        found = None if packed is None else _panels_of(packed, plain)
+        self.packed: Tensor | None = None if found is None else packed
+        # Words [panel, step, PANEL]. A word is what one output feature takes from the input at one step: one float32,
+        # or two bfloat16 of neighbouring input features, the first in the lower half. Both dimensions are padded with
+        # zeros.
+        self.panels: NDArray[np.uint32] = _panels(plain) if found is None else found
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return self.multiply(x, int8=False)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return out
+
+    @property
+    def weight(self) -> Tensor:
+        if self.packed is not None:
+            return self.packed.to_dense()
+        words = torch.from_numpy(self.panels.view(np.int32)).transpose(1, 2).contiguous()
+        rows = words.reshape(len(self.panels) * PANEL, -1)
+        return rows.view(self.dtype)[: self.out_features, : self.in_features]
+
+    @property
+    def input_width(self) -> int:
+        return int(self.panels.shape[1]) * LANE_BYTES // self.dtype.itemsize
+
+
+@functools.cache
+def _onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies weights of this type here."""
+    try:
+        torch.ops.mkldnn._reorder_linear_weight(torch.zeros(PANEL, PANEL, dtype=dtype), _ROWS_HINT)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _panels_of(packed: Tensor, weight: Tensor) -> NDArray[np.uint32] | None:
+    """oneDNN's memory as panels, if it lies in this order."""
+    outputs, inputs = weight.shape
+    count, size = -(-outputs // PANEL), int(torch.ops.mkldnn._nbytes(packed))
+    steps = size // (count * PANEL * LANE_BYTES)
+    if size != count * PANEL * LANE_BYTES * steps or steps * LANE_BYTES < inputs * weight.itemsize:
+        return None
+    memory: Any = (ctypes.c_uint32 * (size // LANE_BYTES)).from_address(torch.ops.mkldnn.data_ptr(packed))
+    words = np.ctypeslib.as_array(memory).reshape(count, steps, PANEL)
+    # The first and the last panel show the order; what lies between them follows it too.
+    ends = ((words[:1], weight[:PANEL]), (words[-1:], weight[(count - 1) * PANEL :]))
+    return words if all(np.array_equal(got, _panels(rows, steps)) for got, rows in ends) else None
+
+
+def _panels(weight: Tensor, steps: int | None = None) -> NDArray[np.uint32]:
+    """A plain weight as panels of so many steps, or as few as it takes."""
+    outputs, inputs = weight.shape
+    width = (steps or -(-inputs * weight.itemsize // LANE_BYTES)) * LANE_BYTES // weight.itemsize
+    padded = functional.pad(weight, (0, width - inputs, 0, -outputs % PANEL))
+    words = padded.view(torch.int32).reshape(-1, PANEL, width * weight.itemsize // LANE_BYTES)
+    panels: NDArray[np.uint32] = words.transpose(1, 2).contiguous().numpy().view(np.uint32)
+    return panels
+
+
+def round_linears(model: nn.Module) -> dict[nn.Module, Rounded]:
+    """Give every plain linear module of a CPU model the weight that int8 can say. Returns what it says for each.
+
+    A weight that another module shares, such as a tied embedding's, stays there as it is.
+    """
+    said: dict[nn.Module, Rounded] = {}
+    for module in model.modules():
+        if _is_plain(module) and _can_be_rounded(weight := _weight(module)):
+            said[module] = rounded(weight)
+            module.weight = nn.Parameter(said[module].weight.to(weight.dtype), requires_grad=False)
+    return said
+
+
+def pack_linears(
+    model: nn.Module, progress: Progress | None = None, said: dict[nn.Module, Rounded] | None = None
+) -> list[PackedLinear | Int8Linear]:
+    """Swap every plain linear module of a CPU model for a packed one that is proven equal. Returns the packed ones.
+
+    Those that `round_linears` has rounded become int8 ones, and leave `said`, so that no weight is kept twice. One that
+    another module shares, such as a tied embedding's, stays there beside its packed copy.
+    """
+    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    linears = [(parent, name, child) for parent, name, child in found if _is_plain(child)]
+    swapped: dict[nn.Module, PackedLinear | Int8Linear | None] = {}
+    for done, (parent, name, linear) in enumerate(linears, start=1):
+        if linear not in swapped:
+            swapped[linear] = _proven(linear, None if said is None else said.pop(linear, None))
+        packed = swapped[linear]
+        if packed is not None:
+            setattr(parent, name, packed)
+        if progress is not None:
+            progress(done, len(linears))
+    packed_ones = [packed for packed in swapped.values() if packed is not None]
+    panels = [packed.panels for packed in packed_ones]
+    # Moving what is there takes half a second for a quarter of a gigabyte, and may be done while it is read.
+    Thread(target=keep_in_huge_pages, args=(panels,), kwargs={"written": True}, name="huge-pages").start()
+    return packed_ones
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether swapping the module changes nothing but its forward pass."""
+    hooks: tuple[Any, ...] = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return (
+        type(module) is nn.Linear
+        and not any(hooks)
+        and "forward" not in vars(module)
+        and module.weight.device.type == "cpu"
+        and module.weight.dtype in PACKED_DTYPES
+        and module.weight.dim() == 2
+        and module.weight.numel() > 0
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+def _can_be_rounded(weight: Tensor) -> bool:
+    """Whether int8 has numbers for it, and products with it stay within 32 bits."""
+    return weight.shape[1] <= MOST_INPUTS and bool(torch.isfinite(weight).all())
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+def _proven(linear: nn.Module, said: Rounded | None) -> PackedLinear | Int8Linear | None:
+    """The packed form of a linear module, if it computes the same."""
+    weight, bias = _weight(linear), linear.bias
+    assert bias is None or isinstance(bias, Tensor)
+    packed: PackedLinear | Int8Linear
+    with torch.inference_mode():
+        packed = PackedLinear(weight, bias) if said is None else Int8Linear(said, bias, weight.dtype)
+        x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        want, got = linear(x).float(), packed(x).float()
+    # A weight that is all zeros leaves nothing to divide by; its packed form must be exact then.
+    error = (got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    return packed if float(error) < TOLERANCE[weight.dtype] else None

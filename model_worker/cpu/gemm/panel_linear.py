@@ -1,0 +1,72 @@
+"""Linear layers whose weight lies in panels, which the fused stack reads too, and their product without the stack.
+
+Knows no kind of panel: packed_linear.py and int8_linear.py do, each of one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model_worker.cpu.gemm.products import int8_kind_for, kind_for, run_product
+from model_worker.cpu.simd.dot_bf16 import operand_dtype
+from model_worker.cpu.threads import team
+
+# Waking the other cores takes tens of microseconds: less work than this is done by one.
+_BYTES_PER_CORE, _FLOPS_PER_CORE = 1_000_000, 4_000_000
+
+
+class PanelLinear(nn.Module, ABC):
+    """A linear layer that computes in `dtype`; `panels` hold its weight."""
+
+    panels: NDArray[Any]
+
+    def __init__(self, shape: tuple[int, ...], bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = shape
+        self.dtype = dtype
+        self.bias = None if bias is None else bias.detach()
+        self._added = np.empty(0, np.float32) if self.bias is None else self.bias.float().numpy()
+
+    @property
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """The weight in its plain order, made anew: for models that look at it outside of forward."""
+
+    @property
+    @abstractmethod
+    def input_width(self) -> int:
+        """Input features, with padding."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.nbytes
+
+    def multiply(self, x: Tensor, int8: bool) -> Tensor:
+        """x . weight + bias by our own kernel."""
+        rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
+        padded = functional.pad(rows, (0, self.input_width - self.in_features)).contiguous()
+        out, cores = torch.empty(len(rows), self.out_features, dtype=self.dtype), self._cores(len(rows))
+        element = _numbers(out).dtype
+        operand = _numbers(padded if operand_dtype(element) == element else padded.float())
+        kind = int8_kind_for(element, cores, len(rows), operand.size) if int8 else kind_for(element)
+        arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), kind
+        team(cores).run(run_product, cores, *arguments)
+        return out.reshape(*x.shape[:-1], self.out_features)
+
+    def _cores(self, rows: int) -> int:
+        flops = 2 * rows * self.in_features * self.out_features
+        worth = max(self.num_bytes // _BYTES_PER_CORE, flops // _FLOPS_PER_CORE)
+        return max(1, min(worth, torch.get_num_threads()))
+
+
+def _numbers(tensor: Tensor) -> NDArray[Any]:
+    """A tensor as numpy sees it; bfloat16 as its bits."""
+    array: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array

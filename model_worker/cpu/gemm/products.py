@@ -1,0 +1,419 @@
+"""Products of a few or many rows with packed weights, shared out to the cores of a team, and what follows each of them.
+
+Knows the kinds of panels: those of packed_linear.py, whose words are float32 or bfloat16, their compact form (bf12.py),
+and the int8 ones of int8_linear.py, which begin with their scales. Sums are float32 in the end. Does not know what is
+multiplied. Indices are not checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba.extending
+import numpy as np
+from numba import njit, types
+from numpy.typing import NDArray
+
+from model_worker.attention.cpu_kernel import _exp
+from model_worker.cpu.simd.argmax import take_largest
+from model_worker.cpu.simd.bf12 import COMPACT_STEP_BYTES, HAS_COMPACT, HEADER_BYTES, compact_panel_bytes
+from model_worker.cpu.simd.dot_bf12 import multiply_compact_half_panel, multiply_compact_panel
+from model_worker.cpu.simd.dot_bf16 import (
+    EARLY_BYTES,
+    PIECE_ROWS,
+    SHARING_PIECES,
+    STEP_BYTES,
+    TILE_ROWS,
+    groups_of,
+    multiply_half_panel,
+    multiply_panel,
+)
+from model_worker.cpu.simd.dot_int8 import int8_rows, multiply_int8_half_panel, multiply_int8_panel
+from model_worker.cpu.simd.elements import INSIDE, element
+from model_worker.cpu.simd.fixed_point import Digits, digits_of, room_for, split, width_of
+from model_worker.cpu.threads import begin, take, wait, was_last
+
+overload: Any = numba.extending.overload
+
+_MATH = {"reassoc", "contract", "arcp", "nsz"}
+PANEL, HALF, LANE_BYTES = 64, 32, 4
+SCALE_BYTES = PANEL * LANE_BYTES
+"""What an int8 panel begins with: a float32 for each output."""
+HALVES = 2
+"""Of a panel. They are the pieces of most products; a core takes whole panels, but of the last one a half."""
+HEAD_PANELS = 8
+"""Panels of the longest product, whose pieces they are, that a core takes at a time: some tens of microseconds."""
+
+
+class Kind(NamedTuple):
+    """What kind of weights a product has."""
+
+    like: NDArray[Any]  # any array of the model's element type: uint16 stands for bfloat16
+    digits: Digits | None  # None: panels are words of elements; for int8 panels, room for the operand
+    compact: bool | None = None  # whether words are in their compact form; None: they never are
+
+
+def kind_for(element: Any) -> Kind:
+    """Panels of words of this element type."""
+    return Kind(np.empty(1, element), None)
+
+
+def may_be_compact(kind: Kind) -> bool:
+    """Whether there is a compact form of these panels, and instructions for it."""
+    return HAS_COMPACT and kind.digits is None and kind.like.dtype == np.uint16
+
+
+def int8_kind_for(element: Any, cores: int, rows: int, elements: int) -> Kind:
+    """int8 panels in a model of this element type, whose operands have at most so many rows and elements."""
+    like = np.empty(1, element)
+    return Kind(like, room_for(cores, rows, elements, like))
+
+
+def kind_at(kind: Kind, core: int) -> Any:
+    """With a core's own digits; for compiled callers, whose types must not leave open whether there are any."""
+    return kind if kind.digits is None else kind._replace(digits=Digits(*(array[core] for array in kind.digits)))
+
+
+@overload(kind_at)
+def _kind_at(kind: Any, core: int) -> Any:
+    def none(kind: Any, core: int) -> Any:
+        return kind
+
+    def one(kind: Any, core: int) -> Any:
+        digits = kind.digits
+        own = Digits(digits.values[core], digits.starts[core], digits.factors[core])
+        return Kind(kind.like, own, kind.compact)
+
+    return none if kind.types[1] is types.none else one
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _prepare(operand: Any, like: Any, digits: Any) -> None:
+    if digits is None:
+        return
+    split(operand, like, digits)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def prepare(fresh: bool, operand: Any, kind: Any) -> None:
+    """What a core does before its first piece of a product: operands of bytes are split into digits."""
+    if fresh:
+        _prepare(operand, kind.like, kind.digits)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _steps(operand: Any, like: Any, digits: Any) -> Any:
+    """Of each panel of weights as wide as the operand."""
+    if digits is None:
+        return operand.shape[1] * like.itemsize // LANE_BYTES
+    return width_of(operand.shape[1]) // LANE_BYTES
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _is_compact(compact: Any) -> bool:
+    if compact is None:
+        return False
+    return compact  # type: ignore[no-any-return]
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _find_panel(operand: Any, panels: int, unit: int, like: Any, digits: Any, compact: Any) -> Any:
+    steps, half = _steps(operand, like, digits), (unit % HALVES) * HALF * LANE_BYTES
+    size = steps * STEP_BYTES
+    if digits is None:
+        if _is_compact(compact):
+            return panels + (unit // HALVES) * compact_panel_bytes(steps), np.int64(unit % HALVES)
+        place = panels + (unit // HALVES) * size + half
+        return place, place
+    scales = panels + (unit // HALVES) * (SCALE_BYTES + size) + half
+    return scales + SCALE_BYTES, scales
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _panel(operand: Any, panels: int, unit: int, kind: Any) -> Any:
+    """Addresses of half panel number `unit`, and of its scales if it has any; of a compact one of the panel that it is
+    half of, and which half."""
+    return _find_panel(operand, panels, unit, kind.like, kind.digits, kind.compact)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _piece_rows(like: Any, digits: Any) -> Any:
+    if digits is None:
+        return PIECE_ROWS
+    return int8_rows(like)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def pieces_of_rows(rows: int, kind: Any) -> Any:
+    """Into how many pieces rows are cut: so few rows in each that their sums stay in registers."""
+    return -(-rows // _piece_rows(kind.like, kind.digits))
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _piece(rows: int, pieces: int, piece: int) -> Any:
+    """The first row of a piece, and how many it has."""
+    first = rows * piece // pieces
+    return first, rows * (piece + 1) // pieces - first
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def halves_of(width: int) -> int:
+    """Pieces of a product: halves of panels. The last half may have no output."""
+    return HALVES * -(-width // PANEL)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _following(unit: int, taken: Any, halves: int, core: int) -> int:
+    """Where this core goes on after the panel of half number `unit`: with what it has `taken`, the first half and how
+    many, or where it will most likely take more.
+    """
+    first, count = taken
+    following = unit // HALVES * HALVES + HALVES
+    if following >= first + count and core % 2:
+        following = (first - 1) // HALVES * HALVES
+    return following if 0 <= following < halves else unit
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _loops(many: int, whole: bool, like: Any, digits: Any) -> Any:
+    """How often a piece of so many rows goes through its panel."""
+    if digits is None:
+        return groups_of(many, whole)
+    return groups_of(many * digits_of(like), whole)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _early(many: int, whole: bool, operand: Any, kind: Any, place: Any, following: Any, pieces: int, piece: int) -> Any:
+    """What to ask memory for while a piece with so `many` of the rows is multiplied, as tile.EARLY.
+
+    Pieces that wait for memory ask for what is a little further on: in their panel, then in the one at `following`.
+    Where each goes through its panel more than once, and where they are many, most find it in a cache: so that memory
+    does not wait meanwhile, each asks for its share of the panel at `following`.
+    """
+    steps, groups = _steps(operand, kind.like, kind.digits), _loops(many, whole, kind.like, kind.digits)
+    header, step_bytes = (HEADER_BYTES, COMPACT_STEP_BYTES) if _is_compact(kind.compact) else (0, STEP_BYTES)
+    size = header + steps * step_bytes
+    if pieces < SHARING_PIECES and groups == 1:
+        ahead = min(EARLY_BYTES // step_bytes, steps)
+        return place + header + ahead * step_bytes, step_bytes, steps - ahead, following - place - size
+    stride = size // (pieces * groups * steps) + 1
+    return following + piece * groups * steps * stride, stride, steps, 0
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _multiply_compact(
+    operand: Any, like: Any, compact: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any
+) -> bool:
+    """Whether the panel is a compact one, and has been multiplied."""
+    if compact is None:
+        return False
+    if not compact:
+        return False
+    place, half = panel
+    if whole:
+        multiply_compact_panel(operand, like, first, rows, place, early, tile)
+    else:
+        multiply_compact_half_panel(operand, like, first, rows, place, half, early, tile)
+    return True
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _multiply_piece(
+    operand: Any, kind: Any, digits: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any
+) -> None:
+    place, scales = panel
+    if digits is None:
+        if _multiply_compact(operand, kind.like, kind.compact, first, rows, panel, whole, early, tile):
+            return
+        if whole:
+            multiply_panel(operand, kind.like, first, rows, place, early, tile)
+        else:
+            multiply_half_panel(operand, kind.like, first, rows, place, early, tile)
+    elif whole:
+        multiply_int8_panel(kind.like, digits, operand.shape[1], first, rows, place, scales, early, tile)
+    else:
+        multiply_int8_half_panel(kind.like, digits, operand.shape[1], first, rows, place, scales, early, tile)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _multiply(operand: Any, kind: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any) -> None:
+    """tile[r] = operand[first + r] . what `_panel` has found."""
+    _multiply_piece(operand, kind, kind.digits, first, rows, panel, whole, early, tile)
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def add_product(
+    core: int,
+    taken: Any,
+    operand: Any,
+    panels: int,
+    width: int,
+    out: Any,
+    column: int,
+    biases: Any,
+    layer: int,
+    kind: Any,
+    tile: Any,
+) -> None:
+    """out[:, column : column + width] = operand . weights + biases[layer], or += operand . weights for layer -1.
+
+    Of the weights' outputs those of the panels' halves that are `taken`: the first, and how many.
+    """
+    rows, unit, end = out.shape[0], taken[0], min(taken[0] + taken[1], -(-width // HALF))
+    pieces = pieces_of_rows(rows, kind)
+    while unit < end:
+        whole = unit % HALVES == 0 and unit + 1 < end
+        lanes = min(PANEL if whole else HALF, width - unit * HALF)
+        panel, at = _panel(operand, panels, unit, kind), column + unit * HALF
+        following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
+        for piece in range(pieces):
+            first, many = _piece(rows, pieces, piece)
+            early = _early(many, whole, operand, kind, panel[0], following, pieces, piece)
+            _multiply(operand, kind, first, many, panel, whole, early, tile)
+            for r in range(many):
+                to, sums = out[first + r, at : at + lanes], tile[r]
+                if layer >= 0:
+                    added = biases[layer, at : at + lanes]
+                    for lane in range(len(to)):
+                        to[lane] = sums[lane] + added[lane]
+                else:
+                    for lane in range(len(to)):
+                        to[lane] += sums[lane]
+        unit += HALVES if whole else 1
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def head_product(
+    operand: Any, rows: int, piece: int, kind: Any, panels: int, number: int, after: int, tile: Any
+) -> Any:
+    """tile[r] = operand[first + r] . lm_head's panel with this number, of one piece: returns its first row, how many.
+
+    The panel `after` is the one that this core multiplies next.
+    """
+    pieces = pieces_of_rows(rows, kind)
+    first, many = _piece(rows, pieces, piece)
+    panel = _panel(operand, panels, HALVES * number, kind)
+    following = _panel(operand, panels, HALVES * after, kind)[0]
+    early = _early(many, True, operand, kind, panel[0], following, pieces, piece)
+    _multiply(operand, kind, first, many, panel, True, early, tile)
+    return first, many
+
+
+@njit(error_model="numpy", nogil=True, cache=True)
+def pick_product(
+    taken: Any,
+    numbers: Any,
+    operand: Any,
+    panels: int,
+    wanted: Any,
+    out: Any,
+    keys: Any,
+    places: Any,
+    kind: Any,
+    tile: Any,
+    bits: Any,
+) -> None:
+    """The largest of each row of operand . weights, as `take_largest` keeps it; wanted rows whole, in out[wanted[row]].
+
+    Of the panels in `numbers` those that are `taken`: the first, and how many. `wanted` int64 [rows] is negative for
+    rows of which nothing but the largest matters; `bits` is the tile as int32.
+    """
+    rows, width = len(wanted), out.shape[1]
+    for index in range(taken[0], taken[0] + taken[1]):
+        number, after = numbers[index], numbers[min(index + 1, len(numbers) - 1)]
+        at = number * PANEL
+        lanes = min(PANEL, width - at)
+        for piece in range(pieces_of_rows(rows, kind)):
+            first, many = head_product(operand, rows, piece, kind, panels, number, after, tile)
+            take_largest(tile, bits, many, lanes, at, keys, places, first)
+            for r in range(many):
+                row = wanted[first + r]
+                if row >= 0:
+                    to, sums = out[row, at : at + lanes], tile[r]
+                    for lane in range(len(to)):
+                        to[lane] = sums[lane]
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def gated(
+    core: int,
+    taken: Any,
+    operand: Any,
+    gate: int,
+    up: int,
+    width: int,
+    out: Any,
+    kind: Any,
+    tile: Any,
+    other: Any,
+) -> None:
+    """out = silu(operand . gate) * (operand . up), as the operand of the next product; of outputs as `add_product`."""
+    rows, unit, end = out.shape[0], taken[0], min(taken[0] + taken[1], -(-width // HALF))
+    pieces, one = pieces_of_rows(rows, kind), np.float32(1.0)
+    while unit < end:
+        whole, at = unit % HALVES == 0 and unit + 1 < end, unit * HALF
+        lanes = min(PANEL if whole else HALF, width - at)
+        following = _following(unit, taken, halves_of(width), core)
+        gate_panel, gate_following = _panel(operand, gate, unit, kind), _panel(operand, gate, following, kind)[0]
+        up_panel, up_following = _panel(operand, up, unit, kind), _panel(operand, up, following, kind)[0]
+        for piece in range(pieces):
+            first, many = _piece(rows, pieces, piece)
+            early = _early(many, whole, operand, kind, gate_panel[0], gate_following, pieces, piece)
+            _multiply(operand, kind, first, many, gate_panel, whole, early, tile)
+            early = _early(many, whole, operand, kind, up_panel[0], up_following, pieces, piece)
+            _multiply(operand, kind, first, many, up_panel, whole, early, other)
+            for r in range(many):
+                to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
+                for lane in range(len(to)):
+                    x = gates[lane]
+                    to[lane] = element(x / (one + _exp(-x)) * values[lane], out)
+        unit += HALVES if whole else 1
+
+
+@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: Any, kind: Any, tile: Any) -> None:
+    """out = operand . weights + bias as elements of `out`; a bias of length 0 is none. Outputs as `add_product`."""
+    rows, width = out.shape
+    unit, end = taken[0], min(taken[0] + taken[1], -(-width // HALF))
+    pieces = pieces_of_rows(rows, kind)
+    while unit < end:
+        whole, at = unit % HALVES == 0 and unit + 1 < end, unit * HALF
+        lanes = min(PANEL if whole else HALF, width - at)
+        panel = _panel(operand, panels, unit, kind)
+        following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
+        for piece in range(pieces):
+            first, many = _piece(rows, pieces, piece)
+            early = _early(many, whole, operand, kind, panel[0], following, pieces, piece)
+            _multiply(operand, kind, first, many, panel, whole, early, tile)
+            for r in range(many):
+                to, sums = out[first + r, at : at + lanes], tile[r]
+                if len(bias):
+                    added = bias[at : at + lanes]
+                    for lane in range(len(to)):
+                        to[lane] = element(sums[lane] + added[lane], out)
+                else:
+                    for lane in range(len(to)):
+                        to[lane] = element(sums[lane], out)
+        unit += HALVES if whole else 1
+
+
+@njit(nogil=True, cache=True)
+def run_product(
+    core: int, _turns: int, counter: Any, cores: int, operand: Any, panels: int, bias: Any, out: Any, kind: Any
+) -> None:
+    """One core's part of a product alone, out = operand . weights + bias as elements of `out`; no bias has length 0.
+
+    The digits of `kind`, if it has any, begin with the core.
+    """
+    tile, own, halves = np.empty((TILE_ROWS, PANEL), np.float32), kind_at(kind, core), halves_of(out.shape[1])
+    done = 0
+    taken = take(counter, 0, halves, HALVES, core, cores)
+    prepare(taken[1] > 0, operand, own)
+    while taken[1] > 0:
+        _product(core, taken, operand, panels, bias, out, own, tile)
+        done += taken[1]
+        taken = take(counter, 0, halves, HALVES, core, cores)
+    if done > 0 and was_last(counter, done, halves):
+        begin(counter, 1)
+    else:
+        wait(counter, 0)

@@ -1,0 +1,92 @@
+"""Whether the kernels that numba compiles are there, and compiling them beside the first answers.
+
+numba compiles for half a minute what it then keeps for later starts. A worker that finds nothing kept does not make
+its users wait: it computes in plain torch while another process compiles (compile_kernels.py), and goes over to the
+kernels between two steps. Knows files and processes. Does not know which kernels there are.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
+import numba
+import torch
+
+from shared.liveness import SUPERVISOR_PID
+
+_numba: Any = numba
+_awaited = False
+
+
+def available() -> bool:
+    """Whether kernels may be called. Until then whoever has another way goes it: calling them would compile them."""
+    return not _awaited
+
+
+def kept(dtype: torch.dtype) -> bool:
+    """Whether the kernels for weights of `dtype` were compiled before, on such a CPU.
+
+    True also where nothing can be kept, so that there is no point in waiting.
+    """
+    mark = _mark(dtype)
+    return mark is None or mark.exists()
+
+
+def keep(dtype: torch.dtype) -> None:
+    """They have been compiled, all of them."""
+    mark = _mark(dtype)
+    if mark is not None:
+        mark.touch()
+
+
+class Compilation:
+    """A process that compiles the kernels; until `settle`, they are not `available`."""
+
+    def __init__(self, dtype: torch.dtype, then: Callable[[], None]) -> None:
+        """`then` goes over to the kernels. It is called by `settle`, when it disturbs nobody."""
+        global _awaited
+        _awaited = True
+        self._then = then
+        name = str(dtype).removeprefix("torch.")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "model_worker.compile_kernels", "--dtype", name],
+            env={**os.environ, SUPERVISOR_PID: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+        )
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended. If it has failed, the kernels are compiled where they are called first."""
+        return self._process.poll() is not None
+
+    def settle(self) -> None:
+        global _awaited
+        _awaited = False
+        self._then()
+
+
+def _mark(dtype: torch.dtype) -> Path | None:
+    """A file beside the kernels of these sources, this CPU and numba. None where there is no place to keep any."""
+    directory = Path(os.environ.get("NUMBA_CACHE_DIR", ""))
+    if not directory.name:
+        return None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    if not os.access(directory, os.W_OK):
+        return None
+    # By these numba tells whether what it has kept may be used: also by where a source lies and when it was written.
+    known = [_numba.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
+    for source in sorted(Path(__file__).parents[1].rglob("*.py")):
+        stat = source.stat()
+        known.append(f"{source} {stat.st_mtime_ns} {stat.st_size}")
+    digest = blake2b("\n".join(known).encode(), digest_size=8).hexdigest()
+    return directory / f"compiled-{str(dtype).removeprefix('torch.')}-{digest}"

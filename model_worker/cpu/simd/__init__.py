@@ -1,0 +1,1 @@
+"""Functions of vectors, compiled by numba."""

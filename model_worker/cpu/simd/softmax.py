@@ -1,0 +1,120 @@
+"""The softmax between the two products of attention: a row's scores of one panel of keys become weights.
+
+Written for vector registers, because between two products that run at the speed of arithmetic, loops over a row took
+as long as they: a panel's scores stay in four registers from the scale to the rounded weights. Powers are of two, so
+the scale holds a factor of log2(e). Knows LLVM; knows no sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba.extending
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+
+from model_worker.cpu.simd.cache_dot import PANEL_GROUPS
+from model_worker.cpu.simd.dot_bf16 import INDEX, LANES, WORD, WORDS, splat, sums_at
+from model_worker.cpu.simd.vectors import constant, larger, power_of_two, store_lanes
+
+# Its stub gives what it decorates the wrong signature.
+intrinsic: Any = numba.extending.intrinsic
+
+LOG2_E = 1.4426950408889634
+LOWEST = -1e30
+"""The peak of a row that has seen no key."""
+_SLACK = 8.0
+"""By how much a score may be above the peak before that rises, which then seldom happens after a row's first panel."""
+
+
+def _over_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """All lanes of a vector combined."""
+    distance = LANES // 2
+    while distance:
+        mask = ir.Constant(WORDS, [(lane + distance) % LANES for lane in range(LANES)])
+        vector = combine(builder, vector, builder.shuffle_vector(vector, vector, mask))
+        distance //= 2
+    return builder.extract_element(vector, ir.Constant(WORD, 0))
+
+
+def _seen(builder: Any, begin: Any, end: Any) -> list[Any]:
+    """For each vector of a panel's keys, which of them are among `begin` to `end`."""
+    # A key is if its number less `begin`, as a number without a sign, is below their count.
+    first, count = builder.trunc(begin, WORD), builder.trunc(builder.sub(end, begin), WORD)
+    masks = []
+    for v in range(PANEL_GROUPS):
+        numbers = ir.Constant(WORDS, [v * LANES + lane for lane in range(LANES)])
+        masks.append(builder.icmp_unsigned("<", builder.sub(numbers, splat(builder, first)), splat(builder, count)))
+    return masks
+
+
+def _raise_peak(builder: Any, highest: Any, peak_place: Any, totals_place: Any) -> Any:
+    """Where a lane of `highest` is far above the peak: raise it, and shrink the totals. By how much, or 1."""
+    before, entry = builder.load(peak_place), builder.block
+    limit = splat(builder, builder.fadd(before, ir.Constant(before.type, _SLACK)))
+    above = builder.bitcast(builder.fcmp_ordered(">", highest, limit), ir.IntType(LANES))
+    with builder.if_then(builder.icmp_unsigned("!=", above, ir.Constant(above.type, 0)), likely=False):
+        peak = _over_lanes(builder, highest, larger)
+        fall = power_of_two(builder, splat(builder, builder.fsub(before, peak)))
+        builder.store(peak, peak_place)
+        builder.store(builder.fmul(builder.load(totals_place, align=4), fall), totals_place, align=4)
+        raised, fallen = builder.block, builder.extract_element(fall, ir.Constant(WORD, 0))
+    shrink = builder.phi(before.type)
+    shrink.add_incoming(ir.Constant(before.type, 1.0), entry)
+    shrink.add_incoming(fallen, raised)
+    return shrink
+
+
+def _powers(builder: Any, scaled: list[Any], seen: list[Any], peak_place: Any, totals_place: Any) -> list[Any]:
+    """What a row's scores become, and by how much earlier results shrink. Nothing `seen` says that all are."""
+    known = (
+        [builder.select(mask, x, constant(LOWEST)) for mask, x in zip(seen, scaled, strict=True)] if seen else scaled
+    )
+    highest = larger(builder, larger(builder, *known[:2]), larger(builder, *known[2:]))
+    shrink = _raise_peak(builder, highest, peak_place, totals_place)
+    top = splat(builder, builder.load(peak_place))
+    powers = [power_of_two(builder, builder.fsub(x, top)) for x in scaled]
+    if seen:
+        powers = [builder.select(mask, power, constant(0.0)) for mask, power in zip(seen, powers, strict=True)]
+    return [*powers, shrink]
+
+
+@intrinsic
+def soften(
+    typing: Any, scores: Any, row: Any, begin: Any, end: Any, scale: Any, weights: Any, peak: Any, totals: Any
+) -> Any:
+    """weights[row] = 2^(scale * scores[row] - peak[row]) of keys begin to end of a panel, and 0 of the others.
+
+    `peak` f32[rows] is about the highest scaled score so far: weights may be as large as 2^_SLACK, so that it seldom
+    has to rise. `totals` f32[rows, LANES] add up to the sum of weights. Returns by how much earlier results shrink
+    because the peak has risen. `scores` f32[rows, 64], `weights` likewise, or bfloat16's bits.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds, nothing, every = signature.args, ir.Constant(INDEX, 0), ir.Constant(INDEX, LANES * PANEL_GROUPS)
+        places = sums_at(context, builder, kinds[0], args[0], args[1], nothing, 1, PANEL_GROUPS)
+        scaled = [builder.fmul(builder.load(place, align=4), splat(builder, args[4])) for place in places]
+        peak_place = builder.gep(context.make_array(kinds[6])(context, builder, args[6]).data, [args[1]])
+        totals_place = sums_at(context, builder, kinds[7], args[7], args[1], nothing, 1, 1)[0]
+        whole = builder.and_(builder.icmp_signed("<=", args[2], nothing), builder.icmp_signed(">=", args[3], every))
+        ways, masks = [], _seen(builder, args[2], args[3])
+        with builder.if_else(whole, likely=True) as branches:
+            for branch, seen in zip(branches, ([], masks), strict=True):
+                with branch:
+                    made = _powers(builder, scaled, seen, peak_place, totals_place)
+                    ways.append((made, builder.block))
+        *powers, shrink = (builder.phi(value.type) for value in ways[0][0])
+        for made, block in ways:
+            for phi, value in zip((*powers, shrink), made, strict=True):
+                phi.add_incoming(value, block)
+        array = context.make_array(kinds[5])(context, builder, args[5])
+        line = builder.gep(array.data, [builder.mul(args[1], builder.extract_value(array.shape, 1))])
+        for v, power in enumerate(powers):
+            store_lanes(builder, power, builder.gep(line, [ir.Constant(INDEX, v * LANES)]), kinds[5].dtype)
+        added = builder.fadd(builder.fadd(powers[0], powers[1]), builder.fadd(powers[2], powers[3]))
+        builder.store(builder.fadd(builder.load(totals_place, align=4), added), totals_place, align=4)
+        return shrink
+
+    numbers = (types.int64, types.int64, types.int64, types.float32)
+    return types.float32(scores, *numbers, weights, peak, totals), codegen

@@ -1,0 +1,57 @@
+"""Rows that share no forward pass: how a step is cut, and how the results of its parts are put together.
+
+What a product of matrices gives for a row depends, in the last bits, on how many rows there are. So a row whose result
+must not depend on its neighbours is computed without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import Step, StepResult
+from interfaces.messages.forced_tokens import ForcedTokens
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
+
+
+def parts(step: Step, alone: Collection[int]) -> list[Step]:
+    """One step for the rows that run together, and one for each of `alone`; changes of rows are in none of them."""
+    apart = np.isin(step.rows, list(alone))
+    cuts: list[NDArray[Any]] = [np.array([i]) for i in np.flatnonzero(apart)]
+    if not apart.all():
+        cuts.append(np.flatnonzero(~apart))
+    none = np.empty(0, np.int32)
+    rest = replace(step, new_blocks=none.reshape(0, 3), drop=none, joins=[])
+    return [replace(rest, rows=step.rows[cut], ntok=None if step.ntok is None else step.ntok[cut]) for cut in cuts]
+
+
+def together(step: Step, results: list[StepResult]) -> StepResult:
+    """The result of the whole step, its rows in the step's order."""
+    place = {row: i for i, row in enumerate(step.rows.tolist())}
+    rows = np.concatenate([result.rows for result in results])
+    order = np.argsort([place[row] for row in rows.tolist()])
+    logprobs = None
+    if any(result.logprobs is not None for result in results):
+        columns = [np.full(len(r.rows), np.nan, np.float32) if r.logprobs is None else r.logprobs for r in results]
+        logprobs = np.concatenate(columns)[order]
+    reports = [result.reports for result in results if result.reports is not None]
+    hidden = [result.hidden for result in results if result.hidden is not None]
+    runs: dict[int, NDArray[np.int32]] = {}
+    for result in results:
+        runs |= {} if result.forced is None else result.forced.runs()
+    return replace(
+        results[0],
+        rows=rows[order],
+        tokens=np.concatenate([result.tokens for result in results])[order],
+        logprobs=logprobs,
+        errors={row: text for result in results for row, text in result.errors.items()},
+        device_us=sum(result.device_us for result in results),
+        reports=LogprobReports.joined(reports) if reports else None,
+        hidden=HiddenStates.joined(hidden) if hidden else None,
+        forced=ForcedTokens.of(runs) if runs else None,
+    )

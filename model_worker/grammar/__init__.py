@@ -1,0 +1,1 @@
+"""Constrained rows: their token masks."""

@@ -1,0 +1,60 @@
+"""Puts -inf on the logits of tokens that a mask forbids: bit t of a row's mask is set where token t is allowed.
+
+On a CPU a kernel skips the words of the mask in which all tokens are allowed, which torch's own masking does not.
+Knows bits and logits; knows no grammar.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model_worker.cpu import kernel_cache
+
+WORD_BITS = 32
+_INFINITY: dict[torch.dtype, Any] = {
+    torch.float32: np.float32(-np.inf),
+    torch.bfloat16: np.int16(-0x80),
+    torch.float16: np.int16(-0x400),
+}
+"""-inf of each type; as the 16 bits that it is, where numpy has no such type."""
+
+
+def forbid(logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+    """In place, in the rows `index` of `logits`; `masks[i]` belongs to `index[i]`."""
+    infinity = _INFINITY.get(logits.dtype)
+    with torch.inference_mode():
+        if logits.device.type == "cpu" and infinity is not None and kernel_cache.available():
+            plain = logits if logits.dtype == torch.float32 else logits.view(torch.int16)
+            _forbid_rows(plain.numpy(), index, masks, infinity)
+            return
+        words = torch.from_numpy(masks).to(logits.device)
+        bits = words[:, :, None] >> torch.arange(WORD_BITS, dtype=torch.int32, device=logits.device) & 1
+        forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+        for i, row in zip(index.tolist(), forbidden, strict=True):
+            logits[i, : len(row)].masked_fill_(row, -torch.inf)
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compiles the kernel, or loads it from the cache."""
+    forbid(torch.zeros((1, WORD_BITS), dtype=dtype), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
+
+
+@numba.njit(cache=True, nogil=True)
+def _forbid_rows(
+    logits: NDArray[np.generic], index: NDArray[np.int64], masks: NDArray[np.int32], infinity: Any
+) -> None:
+    width = logits.shape[1]
+    for i in range(len(index)):
+        row = logits[index[i]]
+        for word in range(min(masks.shape[1], -(-width // WORD_BITS))):
+            bits, start = masks[i, word], word * WORD_BITS
+            if bits == -1:
+                continue
+            for bit in range(min(WORD_BITS, width - start)):
+                if not (bits >> bit) & 1:
+                    row[start + bit] = infinity

@@ -1,0 +1,231 @@
+"""Which tokens the grammars of constrained rows allow next: the worker's side of `mask_process.py`.
+
+Masks are made while the worker does something else: a row's first one while its prompt is computed, the next ones from
+the moment its token is known until the next step samples. If the process dies, another one takes its place within
+milliseconds and is told all rows again; the row that killed it fails, and no other one notices. Knows rows, tokens and
+logits; no grammar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import mmap
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from select import select
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces.context.grammar_state import GrammarState
+from interfaces.messages import RowGrammar
+from model_worker.grammar.apply_mask import forbid
+from model_worker.grammar.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
+from model_worker.nursery import Nursery
+from shared.pipe_messages import message_unpacker
+
+log = logging.getLogger(__name__)
+
+WORD_BYTES = 4
+STALL_SECONDS = 300.0
+"""A process that says nothing for so long is killed, whether it computes or waits for something."""
+DYING_SECONDS = 5.0
+"""From the end of a process's output to its own."""
+MOST_DEATHS = 3
+"""In a row, and without a row to blame: then something else is wrong, and the worker ends."""
+
+
+@dataclass
+class _Row:
+    """What it takes to build the row's matcher again."""
+
+    grammar: str
+    state: GrammarState
+    ends: list[int]
+    tokens: list[int]
+    jumps: bool
+    """Whether forced tokens may come at once, or one by one, because something is to be told of each."""
+    since: int = 0
+    """The request that told of it; what is said of its number before that is about another row."""
+
+    def join(self, row: int) -> list[Any]:
+        return [row, self.grammar, dataclasses.asdict(self.state), self.ends, self.tokens]
+
+
+class Masks:
+    """Masks of up to `max_rows` rows over `vocab_size` tokens, which a process from the nursery fills."""
+
+    def __init__(self, nursery: Nursery, max_rows: int, vocab_size: int, jumps: bool = True) -> None:
+        """Without `jumps` tokens that a grammar forces are sampled one by one, too."""
+        self._nursery = nursery
+        self._jumps = jumps
+        self._vocab_size = vocab_size
+        words = -(-vocab_size // (8 * WORD_BYTES))
+        self._memory = os.memfd_create("masks")
+        os.ftruncate(self._memory, HEADER_BYTES + max_rows * words * WORD_BYTES)
+        shared = mmap.mmap(self._memory, 0)
+        self._header = np.frombuffer(shared, np.int32, HEADER_BYTES // WORD_BYTES)
+        self._masks = np.frombuffer(shared, np.int32, offset=HEADER_BYTES).reshape(max_rows, words)
+        self._rows: dict[int, _Row] = {}
+        self._errors: dict[int, str] = {}
+        self._forced: dict[int, list[int]] = {}
+        self._channel: socket.socket | None = None
+        self._unpacker = message_unpacker()
+        self._sent = self._answered = 0
+        self._deaths = 0
+        self._spared = NO_ROW
+        self._drops: list[int] = []
+        self._joins: list[int] = []
+
+    def start(self) -> None:
+        """Begins to load the tokens, which takes seconds of another core. The first row does so, too."""
+        self._nursery.start()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._hang_up()
+        self._nursery.close()
+
+    def _hang_up(self) -> None:
+        process, self._channel = self._channel, None
+        if process is not None:
+            process.close()
+
+    def drop(self, row: int) -> None:
+        """Frees `row`; one that is not constrained stays so."""
+        self._errors.pop(row, None)
+        self._forced.pop(row, None)
+        if self._rows.pop(row, None) is not None:
+            self._drops.append(row)
+
+    def join(self, row: int, grammar: RowGrammar, emitted: NDArray[np.int32], jumps: bool = True) -> None:
+        """`row` is constrained from now on; `emitted` are the tokens of its answer so far.
+
+        With `jumps` the tokens that its grammar forces may come together.
+        """
+        self._rows[row] = _Row(grammar.text, grammar.state, grammar.ends, emitted.tolist(), jumps and self._jumps)
+        self._joins.append(row)
+
+    def flush(self) -> None:
+        """Sends what has changed; the masks of new rows are made from here on."""
+        if self._joins or self._drops:
+            self._request([])
+
+    def constrain(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Which of these rows have a grammar."""
+        if not self._rows:
+            return np.zeros(len(rows), np.bool_)
+        return np.isin(rows, list(self._rows))
+
+    def apply(self, logits: torch.Tensor, rows: NDArray[np.int32]) -> dict[int, str]:
+        """Puts -inf on what the grammars forbid, in place; `logits[i]` belongs to `rows[i]`. Failed rows and why."""
+        index = [i for i, row in enumerate(rows.tolist()) if row in self._rows]
+        if not index:
+            return {}
+        self._wait()
+        live = np.array([i for i in index if int(rows[i]) not in self._errors], np.int64)
+        if len(live):
+            forbid(logits[:, : self._vocab_size], live, self._masks[rows[live]])
+        return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
+
+    def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> dict[int, list[int]]:
+        """The constrained ones among these rows go on by a token each; their next masks are made from here on.
+
+        What follows these tokens by force, by row: it counts as sampled, too.
+        """
+        pairs: list[tuple[int, list[int]]] = []
+        jumped: dict[int, list[int]] = {}
+        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+            found = self._rows.get(row)
+            if found is None or row in self._errors:
+                continue
+            run, more = [token], self._forced.pop(row, [])
+            if more[:1] == run and found.jumps:
+                run = more
+                jumped[row] = more[1:]
+            found.tokens += run
+            pairs.append((row, run))
+        if pairs:
+            self._request(pairs)
+        return jumped
+
+    def _request(self, tokens: Sequence[tuple[int, list[int]]]) -> None:
+        joins = [row for row in dict.fromkeys(self._joins) if row in self._rows]
+        drops, self._drops, self._joins = self._drops, [], []
+        if self._channel is None:
+            self._spawn()
+        else:
+            self._send(drops, joins, tokens)
+
+    def _send(self, drops: list[int], joins: list[int], tokens: Sequence[tuple[int, list[int]]]) -> None:
+        self._sent += 1
+        for row in joins:
+            self._rows[row].since = self._sent
+        request = [self._sent, drops, [self._rows[row].join(row) for row in joins], tokens]
+        assert self._channel is not None
+        with contextlib.suppress(OSError):  # whoever waits for the answer finds out
+            self._channel.sendall(msgpack.packb(request))
+
+    def _wait(self) -> None:
+        """Until everything that was sent is answered."""
+        while self._answered < self._sent:
+            started = time.monotonic()
+            if not self._hear(STALL_SECONDS):
+                self._restart(stalled=time.monotonic() - started >= STALL_SECONDS)
+
+    def _hear(self, seconds: float) -> bool:
+        """Takes what the process says; False when that is nothing, because it has died or lets one wait too long."""
+        assert self._channel is not None
+        readable, _, _ = select([self._channel], [], [], seconds)
+        try:
+            data = self._channel.recv(1 << 16) if readable else b""
+        except ConnectionResetError:  # it died before it had read everything
+            data = b""
+        self._unpacker.feed(data)
+        for number, errors, forced in self._unpacker:
+            self._answered, self._deaths, self._spared = number, 0, NO_ROW
+            current = {row for row in (*errors, *forced) if row in self._rows and self._rows[row].since <= number}
+            self._errors |= {row: text for row, text in errors.items() if row in current}
+            self._forced |= {row: tokens for row, tokens in forced.items() if row in current}
+        return data != b""
+
+    def _restart(self, stalled: bool) -> None:
+        """Another process, without the row that the last one died of.
+
+        A SIGKILL comes from outside (somebody, or the kernel out of memory): its row is tried once more.
+        """
+        row = int(self._header[0])
+        guilty = stalled or self._nursery.exit_code(DYING_SECONDS) != -signal.SIGKILL
+        self._deaths += 1
+        if row in self._rows and (guilty or row == self._spared):
+            self._errors[row] = f"its grammar takes too much memory, or more than {CPU_SECONDS:g} s, for one token"
+        elif self._deaths > MOST_DEATHS:
+            raise RuntimeError(f"the process that fills masks died {self._deaths} times; its own words are above")
+        self._spared = row
+        self._hang_up()
+        if stalled:
+            self._nursery.close()
+        log.warning("the process that fills masks %s at row %d", "stalled" if stalled else "died", row)
+        self._spawn()
+
+    def _spawn(self) -> None:
+        """A fresh process, told of all rows that live."""
+        self._header[0] = NO_ROW
+        self._unpacker = message_unpacker()
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._nursery.fork([theirs.fileno(), self._memory])
+        joins = [row for row in self._rows if row not in self._errors]
+        if joins:
+            self._send([], joins, [])
+        else:
+            self._answered = self._sent

@@ -1,0 +1,109 @@
+"""Proves at load that a model gives the same logits on the paged KV cache as with its own attention.
+
+Two short sequences go through the model's eager attention in one piece, and through ours in chunks that share a forward
+pass and a shuffled block table. A layer that keeps state of its own, ignores positions, mixes neighbouring tokens or
+needs an argument we do not pass gives other logits, whatever its architecture calls it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from model_worker.batch import ForwardBatch
+from model_worker.loading.probe import PROBE_TOKENS, ModelRefused
+from model_worker.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from model_worker.loading.checkpoint import LoadedModel
+
+# The second chunk of the first sequence is short, so that a state lost at the chunk's edge shows in most of its logits.
+FIRST_CHUNK = PROBE_TOKENS - 4
+BLOCK_SIZE = 4
+STACK_BLOCK_SIZE = 16  # the least that the fused stack takes
+BLOCK_TABLES = np.array([[5, 0, 3], [2, 6, 1]], np.int32)
+# Relative error of a logits row. Rounding differs with the shape of a batch, and in half precision it may send a token
+# to another expert, so the rows' median counts; a real defect moves it by far more.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.15}
+
+
+def tokens(config: PreTrainedConfig, device: torch.device) -> Tensor:
+    """Two sequences of ordinary tokens, the same ones each time."""
+    draws = torch.randint(0, config.vocab_size, (16 * PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
+    # Padding has an embedding of its own kind, and some models treat it as absent. Not every config has the attribute.
+    padding = getattr(config, "pad_token_id", None)
+    ordinary = draws[draws != (-1 if padding is None else padding)]
+    return ordinary[: 2 * PROBE_TOKENS].view(2, PROBE_TOKENS).to(device)
+
+
+def eager_logits(model: PreTrainedModel, tokens: Tensor, first_position: int | None = None) -> Tensor:
+    """Logits [2, n, vocab] as transformers computes them. Leaves the model with eager attention.
+
+    Without a first position the model counts by itself: one that does so in its own way is to be found out.
+    """
+    model.set_attn_implementation("eager")
+    positions = None
+    if first_position is not None:
+        positions = first_position + torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    logits: Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    return logits
+
+
+def check_paged(
+    loaded: LoadedModel, tokens: Tensor, expected: Tensor, backend: str = "reference", block_size: int = BLOCK_SIZE
+) -> None:
+    """Compare the paged forward pass with `expected`; refuse the model if they differ."""
+    runner = ModelRunner(loaded, num_blocks=8, block_size=block_size, backend=backend)
+    first, second = tokens.cpu().numpy()
+
+    def forward(chunks: list[np.ndarray], kv_lens: list[int], tables: np.ndarray) -> Tensor:
+        packed, lens = np.concatenate(chunks), np.array([len(chunk) for chunk in chunks])
+        every = np.arange(len(packed))
+        batch = ForwardBatch.build(packed, lens, np.array(kv_lens), tables, block_size, every, loaded.device)
+        return runner.forward(batch)
+
+    head = forward([first[:FIRST_CHUNK]], [FIRST_CHUNK], BLOCK_TABLES[:1])
+    rest = forward([first[FIRST_CHUNK:], second], [PROBE_TOKENS, PROBE_TOKENS], BLOCK_TABLES)
+    split = PROBE_TOKENS - FIRST_CHUNK
+    for name, got, want in (
+        ("one sequence", head, expected[0, :FIRST_CHUNK]),
+        ("a sequence in two chunks", rest[:split], expected[0, FIRST_CHUNK:]),
+        ("a sequence packed beside another", rest[split:], expected[1]),
+    ):
+        error = _median_error(got, want)
+        if not error < TOLERANCE[loaded.dtype]:
+            raise ModelRefused(
+                loaded.architecture,
+                f"on the paged KV cache {name} gives other logits than the model's own attention "
+                f"(relative error {error:.2g}), so some layer keeps a state or uses positions in its own way",
+            )
+
+
+def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool:
+    """Whether the fused stack gives other logits than the model, near the first position or near the last."""
+    # Some models treat positions beyond those they were first trained on in a way of their own.
+    first = max(0, (loaded.max_position or 0) - PROBE_TOKENS)
+    with torch.inference_mode():
+        want = eager_logits(loaded.model, tokens, first).flatten(0, 1)
+    try:
+        check_paged(loaded, tokens, expected, "cpu", STACK_BLOCK_SIZE)
+    except ModelRefused:
+        return True
+    near = np.array([PROBE_TOKENS, PROBE_TOKENS])
+    batch = ForwardBatch.build(
+        tokens.flatten().numpy(), near, near, BLOCK_TABLES, STACK_BLOCK_SIZE, np.arange(tokens.numel())
+    )
+    far = replace(batch, positions=batch.positions + first)
+    got = ModelRunner(loaded, 8, STACK_BLOCK_SIZE, "cpu").forward(far)
+    return not _median_error(got, want) < TOLERANCE[loaded.dtype]
+
+
+def _median_error(got: Tensor, want: Tensor) -> float:
+    """Median over rows of |got - want| / |want|."""
+    got, want = got.float(), want.float()
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-6)).median())

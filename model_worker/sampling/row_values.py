@@ -1,0 +1,86 @@
+"""What the sampler keeps of one row: a record of a numpy table, made of a request's sampling values.
+
+Knows which of a row's wishes need which treatment. Does not know logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces.request.sampling import SamplingParams
+
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
+"""Beyond these, float32 turns logits into infinities, and the choice is the largest logit or any token anyway."""
+
+ROW_VALUES = np.dtype(
+    [
+        ("held", np.bool_),
+        ("greedy", np.bool_),
+        ("worked", np.bool_),  # needs more than the largest logit
+        ("biased", np.bool_),
+        ("restricted", np.bool_),
+        ("hosted", np.bool_),  # needs what was drawn before, or tells more than a token
+        ("penalized", np.bool_),
+        ("whole_sequence", np.bool_),
+        ("logprobs", np.int8),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float64),
+        ("log_min_p", np.float32),
+        ("typical_p", np.float64),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+        ("repetition", np.float32),
+        ("seed", np.uint64),
+        ("may_stop_at", np.int64),  # first position at which stop ids are allowed
+    ],
+    align=True,  # torch takes a column only if its stride is a multiple of the element
+)
+
+
+def row_values(params: SamplingParams, prompt_length: int, vocab_size: int) -> tuple[object, ...]:
+    """A record of ROW_VALUES, in the order of its fields."""
+    cuts = params.temperature > 0
+    biased = params.needs_penalties or params.logit_bias or params.watermark or params.logit_processor
+    restricted = params.allowed_token_ids or params.bad_words
+    worked = not params.greedy or biased or restricted or params.logprobs
+    told = params.logprobs or params.reports or params.typical_p < 1 or params.min_new_tokens
+    return (
+        True,
+        params.greedy,
+        bool(worked),
+        bool(params.logit_bias),
+        bool(restricted),
+        bool(biased or restricted or told),
+        params.needs_penalties,
+        params.penalize_prompt,
+        params.logprobs,
+        min(max(params.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if cuts else 1.0,
+        min(params.top_k, vocab_size) if cuts and params.top_k > 0 else vocab_size,
+        params.top_p if cuts else 1.0,
+        np.log(params.min_p) if cuts and params.min_p > 0 else -np.inf,
+        params.typical_p if cuts else 1.0,
+        params.frequency_penalty,
+        params.presence_penalty,
+        params.repetition_penalty,
+        params.seed,
+        prompt_length + params.min_new_tokens if params.min_new_tokens else 0,
+    )
+
+
+def inside_vocabulary(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
+    """Those of the tokens that the model has."""
+    ids = np.array(tokens, np.int64)
+    return ids[(ids >= 0) & (ids < vocab_size)]
+
+
+def known_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
+    """The tokens of field `name`; ValueError if the model has not all of them."""
+    ids = np.array(tokens, np.int64)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise ValueError(f"{name} names tokens {outside.tolist()}: valid are 0 to {vocab_size - 1}")
+    return ids

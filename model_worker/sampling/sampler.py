@@ -1,0 +1,422 @@
+"""From logits to the next token of every row: the row table of sampling values, and the fixed order of operations.
+
+For each row of logits, in this order, each step only where the row asks for it:
+
+    0. watermark          added to the green tokens: see `watermark.py`
+    1. penalties          on tokens of the output, or of prompt + output (`penalize_prompt`): see `penalties.py`
+    2. min_new_tokens     stop ids get -inf until so many tokens are emitted
+    3. logit_bias         added; tokens that are not allowed, and the ends of bad words, get -inf (see `bad_words.py`),
+                          unless a grammar leaves nothing else; then the operator's processor: see `processors.py`
+    4. greedy             the largest logit, lower id first among equals, ends here (temperature 0, or top_k 1)
+    5. temperature        divided out; below 1e-6 it counts as 1e-6, above 1e6 as 1e6
+    6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says;
+                          then typical-p: see `typical.py`
+    7. the draw           argmax over the kept tokens of logit + Gumbel noise of (seed, position, token); position is
+                          the absolute index that the new token will have in its sequence
+
+A grammar's mask (`masks.py`) is -inf put on the logits beforehand: every step leaves -inf alone, so its place among 1
+to 3 makes no difference. Where a grammar leaves nothing but the end, min_new_tokens gives way.
+
+Log-probabilities are natural logs of the chosen token. TEMPERED is the log-softmax after step 5, before truncation
+(OpenAI, SGLang; temperature 0 divides nothing, so it is the model's own log-softmax there). WARPED is renormalised
+over what step 6 kept (TGI); at temperature 0 nothing is truncated and the two agree. The most probable and the named
+tokens that a row wants reported (`logprobs.py`) have the values of the same distribution; under WARPED a token that was
+not kept is impossible.
+
+Dialect notes. SGLang applies top-k and top-p jointly when no request of the batch has min_p; here truncation is
+sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI counts frequency
+over prompt + output divided by length and applies repetition first; SGLang the reverse: both are kept.
+
+A batch of greedy rows without other wishes is one `max` over the logits in their own dtype. Knows rows and tensors;
+it does not know requests, blocks or sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces.messages.logprob_reports import LogprobReports
+from interfaces.request.sampling import LogprobMode, SamplingParams
+from model_worker.device_copy import upload
+from model_worker.sampling import draw_cuda, rng
+from model_worker.sampling.bad_words import BadWords
+from model_worker.sampling.draw import Choices, choose, only_kept
+from model_worker.sampling.logprobs import CHOSEN_ONLY, ReportBuilder, Wanted
+from model_worker.sampling.penalties import Penalties, SeenTokens
+from model_worker.sampling.processors import ProcessedRows, Processor
+from model_worker.sampling.row_values import ROW_VALUES, inside_vocabulary, known_tokens, row_values
+from model_worker.sampling.typical import only_typical
+from model_worker.sampling.watermark import favour_green
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one step chose.
+
+    A bad row (NaN, or no finite logit) has token 0: a valid id, because the next step may be in flight already.
+    `logprobs` is None when no row asked, and NaN in rows that did not ask. `reports` have the rows that asked for more.
+    """
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None
+    bad: NDArray[np.bool_] | None
+    reports: LogprobReports | None = None
+
+    @staticmethod
+    def of(
+        tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None = None, reports: LogprobReports | None = None
+    ) -> Sampled:
+        """From tokens that are -1 where a row is bad."""
+        bad = tokens < 0
+        return Sampled(np.where(bad, 0, tokens).astype(np.int32), logprobs, bad if bad.any() else None, reports)
+
+    def only(self, index: int) -> Sampled:
+        """What was chosen of one row of logits, which reports nothing."""
+        part = slice(index, index + 1)
+        return Sampled(self.tokens[part], None, None if self.bad is None or not self.bad[index] else self.bad[part])
+
+
+class SamplerRows:
+    """Sampling values of up to `max_rows` running sequences, by row.
+
+    Logits may be wider than `vocab_size` (padded embeddings): the columns beyond it are never chosen.
+    """
+
+    def __init__(
+        self, max_rows: int, vocab_size: int, device: torch.device, processors: Mapping[str, Processor] | None = None
+    ) -> None:
+        self._table = np.zeros(max_rows, ROW_VALUES)
+        self._vocab_size = vocab_size
+        self._device = device
+        self._seen: dict[int, SeenTokens] = {}
+        self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._allowed: dict[int, NDArray[np.int64]] = {}
+        self._bad_words: dict[int, BadWords] = {}
+        self._stop_ids: dict[int, NDArray[np.int64]] = {}
+        self._wanted: dict[int, Wanted] = {}
+        self._processed = ProcessedRows(processors or {})
+        self._last: dict[int, int] = {}
+        """Of rows with a watermark: the last token."""
+
+    def warm_up(self) -> None:
+        """Compiles, or loads from the cache, what the first sampled token would otherwise wait for."""
+        neutral = SamplerRows(1, 8, self._device)
+        nothing = np.empty(0, np.int32)
+        neutral.join(0, SamplingParams(top_k=4, top_p=0.9, logprobs=LogprobMode.WARPED), [], nothing, nothing)
+        arguments = (torch.zeros((1, 8), device=self._device), np.zeros(1, np.int32), np.zeros(1, np.int64))
+        neutral.sample(*arguments)
+        if self._device.type == "cuda":
+            neutral.sample_ahead(*arguments)
+
+    def join(
+        self,
+        row: int,
+        params: SamplingParams,
+        stop_token_ids: Sequence[int],
+        prompt: NDArray[np.int32],
+        emitted: NDArray[np.int32],
+    ) -> None:
+        """Gives `row` to a sequence, new or replayed; `ValueError` leaves the row free."""
+        self._check_rows(np.array([row]))
+        if self._table["held"][row]:
+            raise ValueError(f"row {row} is held by another sequence: drop it first")
+        biased = known_tokens("logit_bias", list(params.logit_bias), self._vocab_size)
+        allowed = inside_vocabulary(params.allowed_token_ids, self._vocab_size)
+        if params.allowed_token_ids and not len(allowed):
+            raise ValueError(f"allowed_token_ids has no token of this model: valid are 0 to {self._vocab_size - 1}")
+        wanted = Wanted(params.top_logprobs, known_tokens("logprob_ids", params.logprob_ids, self._vocab_size))
+        if params.logit_processor:
+            known = (prompt.tolist(), emitted.tolist())
+            self._processed.join(row, params.logit_processor, params.custom_params, *known)
+        self._table[row] = row_values(params, len(prompt), self._vocab_size)
+        if params.reports:
+            self._wanted[row] = wanted
+        if params.watermark:
+            self._last[row] = int((emitted if len(emitted) else prompt)[-1])
+        if params.logit_bias:
+            self._biases[row] = biased, np.fromiter(params.logit_bias.values(), np.float32)
+        if params.allowed_token_ids:
+            self._allowed[row] = allowed
+        if params.bad_words:
+            self._bad_words[row] = BadWords(params.bad_words, emitted.tolist())
+        if params.min_new_tokens:
+            self._stop_ids[row] = inside_vocabulary(stop_token_ids, self._vocab_size)
+        if params.needs_penalties:
+            counted = np.concatenate([prompt, emitted]) if params.penalize_prompt else emitted
+            self._seen[row] = SeenTokens(counted, self._vocab_size)
+
+    def drop(self, row: int) -> None:
+        """Frees `row`; a row that is free already (its join was refused) stays so."""
+        self._check_rows(np.array([row]))
+        for values in (
+            self._seen, self._biases, self._allowed, self._bad_words, self._stop_ids, self._wanted, self._last,
+        ):  # fmt: skip
+            values.pop(row, None)
+        self._processed.drop(row)
+        self._table[row] = np.zeros((), ROW_VALUES)
+
+    def follow(self, row: int, tokens: Sequence[int]) -> None:
+        """`row` has gone on by tokens that were not drawn."""
+        if row in self._seen:
+            for token in tokens:
+                self._seen[row].add(token)
+        if row in self._last:
+            self._last[row] = tokens[-1]
+        for token in tokens if row in self._bad_words else ():
+            self._bad_words[row].add(token)
+        for token in tokens:
+            self._processed.chosen(np.array([row], np.int32), np.array([token]))
+
+    def needs_logits(self, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """For which of these rows the largest logit's token alone does not say what `sample` would."""
+        self._check_rows(rows)
+        values = self._table[rows]
+        needed: NDArray[np.bool_] = values["worked"] | (positions < values["may_stop_at"])
+        return needed
+
+    def sample(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
+        """Chooses one token for each row; `logits[i]` and `positions[i]` belong to `rows[i]`.
+
+        Rows that do not need the host may come more than once, at different positions. A free row (its join was
+        refused while a step that names it was in flight) is greedy.
+        """
+        values = self._gather(logits, rows, positions)
+        logits = logits[:, : self._vocab_size]
+        worked = self.needs_logits(rows, positions)
+        tokens = np.empty(len(rows), np.int64)
+        plain = np.flatnonzero(~worked)
+        if len(plain):
+            tokens[plain] = largest(_take(logits, plain))
+        if len(plain) == len(rows):
+            return Sampled.of(tokens)
+        index = np.flatnonzero(worked)
+        copied = _take(logits, index).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        logprobs = np.full(len(rows), np.nan, np.float32)
+        columns = (rows[index], values[index], positions[index])
+        tokens[index], logprobs[index], drawn = self._choose(copied, *columns)
+        reports = self._report(copied, drawn, *columns, tokens[index])
+        return Sampled.of(tokens, logprobs if values["logprobs"].any() else None, reports)
+
+    def needs_host(self, rows: NDArray[np.int32]) -> bool:
+        """Whether a choice for these rows takes or gives more than `sample_ahead` knows."""
+        return bool(self._table["hosted"][rows].any())
+
+    def sample_ahead(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> torch.Tensor:
+        """As `sample`, for rows that do not need the host: tokens i64 that stay on the device, -1 for a bad row.
+
+        Nothing waits for the device.
+        """
+        values = self._gather(logits, rows, positions)
+        logits = logits[:, : self._vocab_size]
+        top, tokens = logits.max(dim=-1)
+        drawn = np.flatnonzero(values["worked"])
+        if len(drawn):
+            index, part = upload(drawn, logits.device), values[drawn]
+            scaled = logits[index].float() - top[index, None].float()
+            if (part["temperature"] != 1).any():
+                scaled.div_(upload(part["temperature"].copy(), logits.device)[:, None])
+            tokens = tokens.index_copy(0, index, draw_cuda.draw(scaled, _choices(part, positions[drawn])))
+        return torch.where(torch.isfinite(top), tokens, -1)
+
+    def report_prompt(
+        self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]
+    ) -> None:
+        """Adds what `row` wants to know of its prompt's `tokens`, which begin at index `first`: the model's own
+        log-softmax, without penalties and temperature."""
+        builder.add(row, first, logits[:, : self._vocab_size], tokens, self._wanted.get(row, CHOSEN_ONLY))
+
+    def why_bad(self, row: int) -> str:
+        """What was wrong with the logits of a bad row."""
+        return self._processed.failure(row) or "the model's logits were not finite for this request"
+
+    def _choose(
+        self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], torch.Tensor]:
+        """Tokens (-1 for a bad row), log-probabilities, and the logits that were drawn from.
+
+        `logits` are shifted and scaled afterwards; those drawn from are the same but for rows with typical_p, whose
+        other truncations are done there and gone from `values`.
+        """
+        marked = [i for i, row in enumerate(rows.tolist()) if row in self._last] if self._last else []
+        for i in marked:
+            favour_green(logits[i], self._last[int(rows[i])])
+        self._penalize(logits, rows, values, positions)
+        self._hold_back_stops(logits, rows, values, positions)
+        self._add_biases(logits, rows, values)
+        self._restrict(logits, rows, values)
+        self._processed.apply(logits, rows)
+        first, bad = self._scale(logits, values["temperature"])
+        typical = np.flatnonzero(values["typical_p"] < 1)
+        drawn = self._typical(logits, first, typical, values, positions) if len(typical) else logits
+        tokens, logprobs = choose(drawn, first, _choices(values, positions))
+        for i in typical[values["logprobs"][typical] == LogprobMode.TEMPERED].tolist():
+            row = logits[i].double()
+            logprobs[i] = float(row[int(tokens[i])] - torch.logsumexp(row, -1))
+        for i in np.flatnonzero(values["penalized"]).tolist():
+            self._seen[int(rows[i])].add(int(tokens[i]))
+        for i in marked:
+            self._last[int(rows[i])] = int(tokens[i])
+        for i in np.flatnonzero(values["restricted"]).tolist() if self._bad_words else ():
+            if int(rows[i]) in self._bad_words:
+                self._bad_words[int(rows[i])].add(int(tokens[i]))
+        self._processed.chosen(rows, tokens)
+        tokens[bad] = -1
+        return tokens, logprobs, drawn
+
+    def _typical(
+        self,
+        logits: torch.Tensor,
+        first: torch.Tensor,
+        typical: NDArray[np.intp],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+    ) -> torch.Tensor:
+        """A copy in which rows `typical` have nothing but what all their truncations keep; `first` follows."""
+        index, drawn = self._on_device(typical), logits.clone()
+        part = values[typical]
+        part["greedy"] = False  # so that top-k 1 counts as what it is
+        kept = only_kept(logits[index], _choices(part, positions[typical]))
+        drawn[index] = only_typical(kept, part["typical_p"])
+        first[index] = drawn[index].max(dim=-1).indices
+        values["top_k"][typical], values["top_p"][typical] = self._vocab_size, 1.0
+        values["log_min_p"][typical] = -np.inf
+        return drawn
+
+    def _report(
+        self,
+        scaled: torch.Tensor,
+        drawn: torch.Tensor,
+        rows: NDArray[np.int32],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+    ) -> LogprobReports | None:
+        """For rows that want it, the most probable and the named tokens, by the distribution of the row's mode."""
+        asking = {row for row, wanted in self._wanted.items() if wanted.top or len(wanted.ids)}
+        wanted = [i for i, row in enumerate(rows.tolist()) if row in asking] if asking else []
+        if not wanted:
+            return None
+        builder = ReportBuilder()
+        for i in wanted:
+            part = slice(i, i + 1)
+            logits = scaled[part]
+            if values["logprobs"][i] == LogprobMode.WARPED:
+                logits = only_kept(drawn[part], _choices(values[part], positions[part]))
+            # A bad row has no token; its report is thrown away with it.
+            chosen = np.maximum(tokens[part], 0)
+            builder.add(int(rows[i]), int(positions[i]), logits, chosen, self._wanted[int(rows[i])])
+        return builder.columns()
+
+    def _penalize(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[np.int32],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+    ) -> None:
+        index = np.flatnonzero(values["penalized"])
+        if len(index):
+            names = ("frequency", "presence", "repetition", "whole_sequence")
+            penalties = Penalties(length=positions[index], **{name: values[name][index] for name in names})
+            penalties.apply(logits, index, [self._seen[int(row)] for row in rows[index]])
+
+    def _hold_back_stops(
+        self,
+        logits: torch.Tensor,
+        rows: NDArray[np.int32],
+        values: NDArray[np.void],
+        positions: NDArray[np.int64],
+    ) -> None:
+        for i in np.flatnonzero(positions < values["may_stop_at"]):
+            row, ids = logits[int(i)], self._on_device(self._stop_ids[int(rows[i])])
+            held = row[ids]
+            row[ids] = -torch.inf
+            if bool(torch.isneginf(row.max())):
+                # A grammar leaves nothing but the end: it wins over the minimum length.
+                row[ids] = held
+
+    def _add_biases(self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void]) -> None:
+        for i in np.flatnonzero(values["biased"]):
+            ids, amounts = self._biases[int(rows[i])]
+            logits[int(i), self._on_device(ids)] += self._on_device(amounts)
+
+    def _restrict(self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void]) -> None:
+        for i in np.flatnonzero(values["restricted"]).tolist():
+            row, before = int(rows[i]), logits[i].clone()
+            if row in self._allowed:
+                ids = self._on_device(self._allowed[row])
+                logits[i] = -torch.inf
+                logits[i, ids] = before[ids]
+            if row in self._bad_words:
+                logits[i, self._bad_words[row].forbidden()] = -torch.inf
+            if bool(torch.isneginf(logits[i].max())):
+                logits[i] = before
+
+    def _scale(self, logits: torch.Tensor, temperature: NDArray[np.float32]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
+        """Shifts rows to a largest logit of 0, divides by the temperature; the first tokens, and which rows are bad."""
+        top, first = logits.max(dim=-1)
+        bad = ~torch.isfinite(top).cpu().numpy()
+        if bad.any():
+            # Zeros keep the rest of the batch free of special cases; the row's token is thrown away.
+            logits[self._on_device(np.flatnonzero(bad))] = 0.0
+            top = torch.where(torch.isfinite(top), top, 0.0)
+        logits.sub_(top[:, None])
+        if (temperature != 1).any():
+            logits.div_(self._on_device(temperature)[:, None])
+        return first, bad
+
+    def _gather(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.void]:
+        if not len(rows) == len(positions) == logits.shape[0]:
+            raise ValueError(
+                f"{logits.shape[0]} rows of logits, {len(rows)} rows and {len(positions)} positions: not equal"
+            )
+        if logits.shape[1] < self._vocab_size:
+            raise ValueError(f"logits have {logits.shape[1]} columns, fewer than vocab_size {self._vocab_size}")
+        self._check_rows(rows)
+        return self._table[rows]
+
+    def _check_rows(self, rows: NDArray[np.integer]) -> None:
+        outside = (rows < 0) | (rows >= len(self._table))
+        if outside.any():
+            raise ValueError(
+                f"rows {rows[outside].tolist()} are outside the table: valid are 0 to {len(self._table) - 1}"
+            )
+
+    def _on_device(self, values: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values.copy()).to(self._device)
+
+
+def _choices(values: NDArray[np.void], positions: NDArray[np.int64]) -> Choices:
+    names = ("greedy", "top_k", "top_p", "log_min_p", "logprobs")
+    return Choices(keys=rng.row_keys(values["seed"], positions), **{name: values[name].copy() for name in names})
+
+
+def _take(logits: torch.Tensor, index: NDArray[np.intp]) -> torch.Tensor:
+    # The whole batch is the common case and must not be copied.
+    if len(index) == logits.shape[0]:
+        return logits
+    return logits[torch.from_numpy(index).to(logits.device)]
+
+
+def largest(logits: torch.Tensor) -> NDArray[np.int64]:
+    """The largest logit's token, or -1 where that logit is not finite: `max` carries a NaN through."""
+    top, token = logits.max(dim=-1)
+    return np.asarray(torch.where(torch.isfinite(top), token, -1).cpu().numpy())
+
+
+def with_largest(tokens: NDArray[np.int64], worked: NDArray[np.bool_], sampled: Sampled | None) -> Sampled:
+    """What a step chose whose rows have `tokens` (-1: bad), but for those `worked`, if any, which `sampled` tells."""
+    if sampled is None:
+        return Sampled.of(tokens)
+    logprobs = None
+    if sampled.logprobs is not None:
+        logprobs = np.full(len(tokens), np.nan, np.float32)
+        logprobs[worked] = sampled.logprobs
+    drawn = sampled.tokens.astype(np.int64)
+    tokens[worked] = drawn if sampled.bad is None else np.where(sampled.bad, -1, drawn)
+    return Sampled.of(tokens, logprobs, sampled.reports)

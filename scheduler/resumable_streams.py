@@ -1,0 +1,135 @@
+"""Streams that outlive their connection: by the name that a client gave it, a request can be taken over by any replica.
+
+The ring is bounded: what has ended, or has nobody who listens, is kept for a minute, and of the ended ones so many. A
+sequence holds every token it has produced, so that nothing else needs to be stored.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import Finish, LogprobMode, RequestError, Submit, TextContext
+from interfaces.messages.logprob_reports import LogprobReports
+from scheduler.outbox import Outbox
+from scheduler.rows import RowTable
+from scheduler.sequence import Sequence
+
+SECONDS_KEPT = 60.0
+MOST_ENDED = 512
+
+
+@dataclass(slots=True)
+class Stream:
+    """`left` is since when nobody listens; `finished` a code of `Finish`. `logprobs` and `reports` are what was told
+    beside the tokens, which the sequence has.
+    """
+
+    sequence: Sequence
+    left: float | None = None
+    finished: int = Finish.ACTIVE
+    error: RequestError | None = None
+    logprobs: list[float] = field(default_factory=list)
+    reports: list[LogprobReports] = field(default_factory=list)
+
+    def has_all(self, asked: TextContext) -> bool:
+        """Whether all that this client still wants to hear is here: an earlier scheduler may have told it more tokens
+        or log-probabilities, and hidden states are not kept.
+        """
+        sampling, emitted = self.sequence.sampling, self.sequence.emitted
+        if asked.hidden_states or asked.tokens.generated_length > emitted:
+            return False
+        wanted = sampling.logprobs != LogprobMode.NONE or sampling.reports
+        return not wanted or len(self.logprobs) == emitted
+
+    def retell(self, outbox: Outbox, replica: int, handle: int, listener: TextContext) -> None:
+        """What was told so far and the listener does not have yet, and the end if there was one."""
+        first = listener.tokens.generated_length
+        tokens = np.array(self.sequence.tokens.generated[first:], np.int32)
+        ends = np.zeros(len(tokens), np.int8)
+        with_token = self.finished in (Finish.STOP, Finish.LENGTH) and len(tokens) > 0
+        if with_token:
+            ends[-1] = self.finished
+        for told in self.reports:
+            news = (told.positions < self.sequence.prompt_len) | (told.positions >= len(listener.tokens))
+            reports = told.select(news)
+            owners = np.full(len(reports.owners), handle, np.int32)
+            outbox.reports(np.full(len(owners), replica, np.int32), replace(reports, owners=owners))
+        if len(tokens):
+            whole = len(self.logprobs) == self.sequence.emitted
+            logprobs = np.array(self.logprobs[first:], np.float32) if whole else None
+            replicas, handles = np.full((2, len(tokens)), [[replica], [handle]], np.int32)
+            outbox.tokens(replicas, handles, tokens, ends, logprobs)
+        if self.finished != Finish.ACTIVE and not with_token:
+            outbox.end(replica, handle, self.finished, self.error)
+
+    def continues(self, submit: Submit) -> bool:
+        """Whether the request is the one that this stream answers."""
+        mine, theirs = self.sequence.context, submit.context
+        return np.array_equal(mine.tokens.prompt, theirs.tokens.prompt) and (
+            mine.sampling_params == theirs.sampling_params
+        )
+
+
+class Replays:
+    """Resumable requests, by tenant and name."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], Stream] = {}
+        self._ended: OrderedDict[tuple[str, str], tuple[float, Stream]] = OrderedDict()
+
+    def add(self, sequence: Sequence) -> None:
+        if sequence.terms.resume:
+            self._open[_key(sequence)] = Stream(sequence)
+
+    def find(self, submit: Submit) -> Stream | None:
+        if not submit.terms.resume:
+            return None
+        key = (submit.terms.tenant, submit.terms.resume)
+        ended = self._ended.get(key)
+        return self._open.get(key) or (ended[1] if ended else None)
+
+    def heard(self, table: RowTable, rows: NDArray[np.int32], logprobs: NDArray[np.float32] | None) -> None:
+        """Rows have new tokens, with these log-probabilities."""
+        if not self._open:
+            return
+        values = [0.0] * len(rows) if logprobs is None else logprobs.tolist()
+        for row, logprob in zip(rows.tolist(), values, strict=True):
+            stream = self.of(table.sequences[row])
+            if stream is not None:
+                stream.logprobs.append(logprob)
+
+    def reported(self, table: RowTable, reports: LogprobReports) -> None:
+        """The same of what is told beside tokens; the owners are rows."""
+        for row in np.unique(reports.owners).tolist() if self._open else ():
+            stream = self.of(table.sequences[row])
+            if stream is not None:
+                stream.reports.append(reports.select(reports.owners == row))
+
+    def of(self, sequence: Sequence | None) -> Stream | None:
+        """The stream of an open request, if it can be taken up again."""
+        return self._open.get(_key(sequence)) if sequence is not None and sequence.terms.resume else None
+
+    def ended(self, sequence: Sequence, code: int, error: RequestError | None, now: float) -> None:
+        """A cancelled request leaves nothing; any other end can be heard for a while."""
+        stream = self._open.pop(_key(sequence), None) if sequence.terms.resume else None
+        if stream is None or code == Finish.CANCELLED:
+            return
+        stream.finished, stream.error = code, error
+        self._ended[_key(sequence)] = (now, stream)
+        if len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+
+    def abandoned(self, now: float) -> list[Sequence]:
+        """Open requests to which nobody has come back. Ended ones whose time is over are forgotten."""
+        while self._ended and now - next(iter(self._ended.values()))[0] > SECONDS_KEPT:
+            self._ended.popitem(last=False)
+        streams = self._open.values()
+        return [s.sequence for s in streams if s.left is not None and now - s.left > SECONDS_KEPT]
+
+
+def _key(sequence: Sequence) -> tuple[str, str]:
+    return (sequence.terms.tenant, sequence.terms.resume)

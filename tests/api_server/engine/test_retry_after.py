@@ -1,0 +1,53 @@
+"""A crowd that does as it is told comes again about as often as somebody is served."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import pytest
+
+from api_server.engine.retry_after import LONGEST_SECONDS, Crowd
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_any_answer_it_is_a_second_or_two() -> None:
+    crowd = Crowd(Clock())
+    assert all(crowd.turned_away() in (1, 2) for _ in range(100))
+
+
+@pytest.mark.parametrize(("places", "rate"), [(200, 10.0), (50, 20.0), (2000, 100.0)])
+def test_refusals_come_as_seldom_as_answers(places: int, rate: float) -> None:
+    """So many clients more than fit, of a server that ends `rate` answers a second and then takes who comes first."""
+    clock = Clock()
+    crowd = Crowd(clock)
+    events: list[tuple[float, int]] = [(clock.now + random.random(), i) for i in range(places)]
+    heapq.heapify(events)
+    ended = refusals = 0
+    while clock.now < 160:
+        at, client = heapq.heappop(events)
+        while clock.now + 1 / rate < at:
+            clock.now += 1 / rate
+            crowd.served()
+            ended += clock.now > 130
+        refusals += at > 130
+        heapq.heappush(events, (at + crowd.turned_away(), client))
+    assert 0.3 * ended < refusals < 2 * ended
+
+
+def test_nobody_waits_for_ever() -> None:
+    clock = Clock()
+    crowd = Crowd(clock)
+    crowd.served()
+    clock.now += 5
+    assert max(crowd.turned_away() for _ in range(30_000)) == LONGEST_SECONDS
+    clock.now += LONGEST_SECONDS + 1
+    for _ in range(200):
+        crowd.served()
+    assert crowd.turned_away() <= 2

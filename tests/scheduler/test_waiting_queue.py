@@ -1,0 +1,173 @@
+"""Whose turn it is: priorities, fair shares by tokens, and nobody who ran before stands in line again."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interfaces import Finish, SamplingParams, Submit, Terms, TextContext
+from scheduler.sequence import Sequence
+from scheduler.waiting_queue import WaitingLine
+from tests.scheduler.simulated_worker import naive_generate
+from tests.scheduler.test_core import LIMITS, REPLICA, Yard
+
+
+def sequence(order: int, tokens: int = 1, **terms: object) -> Sequence:
+    context = TextContext.from_prompt([1] * tokens, SamplingParams(seed=0))
+    return Sequence.of(REPLICA, Submit(order, context, Terms(**terms)), order)  # type: ignore[arg-type]
+
+
+def served(line: WaitingLine, count: int) -> list[Sequence]:
+    """Takes `count` requests, each of which is charged its prompt, as at placement."""
+    taken: list[Sequence] = []
+
+    def place(one: Sequence) -> bool:
+        if len(taken) == count:
+            return False
+        line.charge(one, len(one.tokens))
+        taken.append(one)
+        return True
+
+    line.take_while(place)
+    return taken
+
+
+@given(st.lists(st.integers(1, 50), max_size=30))
+def test_one_tenant_is_served_in_order_of_arrival(sizes: list[int]) -> None:
+    line = WaitingLine()
+    for order, size in enumerate(sizes):
+        line.add(sequence(order, size))
+    assert (len(line), line.tokens) == (len(sizes), sum(sizes))
+    assert [one.order for one in served(line, len(sizes))] == list(range(len(sizes)))
+    assert (len(line), line.tokens) == (0, 0)
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.sampled_from("abc")), max_size=30), st.randoms())
+def test_discarding_takes_out_exactly_that_one(given_terms: list[tuple[int, str]], rng: random.Random) -> None:
+    line = WaitingLine()
+    made = [sequence(i, i % 5 + 1, priority=p, tenant=t) for i, (p, t) in enumerate(given_terms)]
+    for one in made:
+        line.add(one)
+    gone = [one for one in made if rng.random() < 0.5]
+    for one in [*gone, *gone]:
+        line.discard(one)
+    left = served(line, len(made))
+    assert {one.order for one in left} == {one.order for one in made} - {one.order for one in gone}
+    priorities = [one.terms.priority for one in left]
+    assert priorities == sorted(priorities, reverse=True)
+    assert line.tokens == 0
+
+
+def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
+    line = WaitingLine()
+    for order in range(1000):
+        line.add(sequence(order, 10, tenant="flood"))
+    served(line, 500)
+    line.add(sequence(1000, 10, tenant="quiet"))
+    assert 1000 in [one.order for one in served(line, 2)]
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.lists(st.integers(1, 20), min_size=4, max_size=4))
+def test_shares_follow_the_weights_whatever_the_sizes(weights: list[int], sizes: list[int]) -> None:
+    line = WaitingLine()
+    for i, weight in enumerate(weights):
+        for n in range(80):
+            line.add(sequence(i * 80 + n, sizes[i], tenant=f"t{i}", weight=weight))
+    got: Counter[str] = Counter()
+    left = Counter({f"t{i}": 80 for i in range(len(weights))})
+    while min(left.values()) > 0:
+        for one in served(line, 1):
+            got[one.terms.tenant] += len(one.tokens)
+            left[one.terms.tenant] -= 1
+    shares = [got[f"t{i}"] / weight for i, weight in enumerate(weights)]
+    assert max(shares) - min(shares) <= 2 * max(size / weight for size, weight in zip(sizes, weights, strict=False))
+
+
+def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
+    line = WaitingLine()
+    line.add(sequence(0, 1, tenant="away"))
+    served(line, 1)
+    for order in range(1, 300):
+        line.add(sequence(order, 10, tenant="busy"))
+    served(line, 100)
+    for order in range(300, 400):
+        line.add(sequence(order, 10, tenant="away"))
+    turns = Counter(one.terms.tenant for one in served(line, 100))
+    assert 45 <= turns["away"] <= 55
+
+
+def test_those_that_ran_before_go_first_and_oldest_first() -> None:
+    line = WaitingLine()
+    line.add(sequence(9, priority=5))
+    for order in (4, 2, 3):
+        back = sequence(order)
+        back.admitted = True
+        line.add(back)
+    assert [one.order for one in served(line, 4)] == [2, 3, 4, 9]
+
+
+def submit(yard: Yard, handle: int, **terms: object) -> None:
+    params = SamplingParams(seed=handle, max_new_tokens=30)
+    yard.max_new[handle] = 30
+    context = TextContext.from_prompt([handle + 1] * 5, params)
+    yard.scheduler.submit(REPLICA, Submit(handle, context, Terms(**terms)))  # type: ignore[arg-type]
+
+
+def test_a_key_has_its_limit_and_others_are_not_touched() -> None:
+    yard = Yard(replace(LIMITS, max_open_per_tenant=2))
+    for handle in range(4):
+        submit(yard, handle, tenant="greedy")
+    submit(yard, 4, tenant="modest")
+    yard.drain()
+    assert [yard.finished[h] for h in range(5)] == [Finish.LENGTH] * 2 + [Finish.FAILED] * 2 + [Finish.LENGTH]
+    assert "2 requests of this key are open" in yard.errors[3]
+    submit(yard, 5, tenant="greedy")
+    yard.drain()
+    assert yard.finished[5] == Finish.LENGTH
+
+
+def test_the_line_is_bounded_by_tokens() -> None:
+    yard = Yard(replace(LIMITS, max_queued_tokens=12))
+    for handle in range(3):
+        submit(yard, handle)
+    yard.drain()
+    assert yard.finished[2] == Finish.FAILED
+    assert "requests of 10 tokens wait already" in yard.errors[2]
+
+
+@pytest.mark.parametrize("limit", ["queue_seconds", "total_seconds"])
+def test_a_request_whose_time_is_up_fails_and_frees_all(limit: str) -> None:
+    yard = Yard(workers=0)
+    submit(yard, 0, **{limit: 5.0})
+    submit(yard, 1)
+    now = time.monotonic()
+    yard.scheduler.expire(now + 4)
+    yard.drain()
+    assert yard.finished == {}
+    yard.scheduler.expire(now + 6)
+    yard.drain()
+    assert yard.finished == {0: Finish.FAILED}
+    assert "time limit of 5 s" in yard.errors[0]
+    yard.start_worker(0, 0)
+    yard.drain()
+    assert yard.tokens[1] == naive_generate([2] * 5, 1, [], 35)
+
+
+def test_a_running_request_only_has_its_total_limit() -> None:
+    yard = Yard()
+    submit(yard, 0, queue_seconds=5.0)
+    submit(yard, 1, total_seconds=5.0)
+    for _ in range(5):
+        yard.turn()
+    yard.scheduler.expire(time.monotonic() + 6)
+    yard.drain()
+    assert yard.finished[0] == Finish.LENGTH
+    assert yard.finished[1] == Finish.FAILED
+    assert 0 < len(yard.tokens[1]) < 30
