@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import sys
 from pathlib import Path
 
 from deploy.child import ChildSpec
 from deploy.run_directory import keep_settings, parent_directory, private_run_directory
 from deploy.serve import (
+    command,
     common_environment,
     cpu_share,
     resolve_devices,
@@ -55,10 +55,10 @@ def work(settings: Settings, endpoint: str, index: int) -> int:
         environment = common_environment(directory)
         if settings.devices == "cpu":
             environment |= cpu_share(1, usable_cores(), visible_cores())
-        argv = [sys.executable, "-m", "model_worker", "--run-dir", str(directory.path), "--index", str(index)]
+        role = f"model_worker:{index}"
         spec = ChildSpec(
-            f"model_worker:{index}",
-            [*argv, "--device", settings.devices, "--connect", endpoint],
+            role,
+            command(role, directory, "--index", str(index), "--device", settings.devices, "--connect", endpoint),
             environment,
             settings.devices,
             counts_starts=True,

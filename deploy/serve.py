@@ -32,6 +32,7 @@ from shared import logs, process_table
 from shared.access_keys import with_digests
 from shared.endpoints import RunDirectory
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
+from shared.liveness import role_option
 from shared.process_table import ProcessState
 from shared.resources import usable_cores, visible_cores
 from shared.settings import Settings, SettingsError
@@ -229,7 +230,7 @@ def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> l
     return [
         ChildSpec(
             "scheduler",
-            _module("scheduler", directory),
+            command("scheduler", directory),
             common,
             stop_seconds=_SECONDS_TO_STOP,
             hang_seconds=HANG_SECONDS,
@@ -238,7 +239,7 @@ def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> l
         *(
             ChildSpec(
                 f"model_worker:{index}",
-                _module("model_worker", directory, "--index", str(index), "--device", device),
+                command(f"model_worker:{index}", directory, "--index", str(index), "--device", device),
                 worker if device == "cpu" else common,
                 device,
                 counts_starts=True,
@@ -253,7 +254,7 @@ def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> l
         *(
             ChildSpec(
                 f"api_server:{index}",
-                _module("api_server", directory, "--index", str(index), "--listener", str(listener)),
+                command(f"api_server:{index}", directory, "--index", str(index), "--listener", str(listener)),
                 common,
                 stop_seconds=settings.drain_delay + settings.drain_timeout + _SECONDS_AFTER_DRAIN,
                 rereads=True,
@@ -274,8 +275,10 @@ def worker_hang_seconds(settings: Settings) -> float:
     return max(300.0, 20.0 * settings.stall_timeout)
 
 
-def _module(name: str, directory: RunDirectory, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", name, "--run-dir", str(directory.path), *arguments]
+def command(role: str, directory: RunDirectory, *arguments: str) -> list[str]:
+    """Starts the module whose name is the role's, up to a colon."""
+    module = role.partition(":")[0]
+    return [sys.executable, *role_option(role), "-m", module, "--run-dir", str(directory.path), *arguments]
 
 
 def common_environment(directory: RunDirectory, environ: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -101,4 +101,13 @@ def default_kv_memory(device: torch.device) -> int:
     """Bytes for the KV cache when the user names none. On CUDA, call it after the weights are loaded."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
-    return min(int(free_memory() * CPU_SHARE), CPU_LIMIT)
+    return _rounded(min(int(free_memory() * CPU_SHARE), CPU_LIMIT))
+
+
+def _rounded(size: int) -> int:
+    """The largest size of sixteen between two powers of two.
+
+    Free memory is never quite the same, and a server that starts again under the same limit should hold as much.
+    """
+    step = 1 << max(0, size.bit_length() - 5)
+    return size // step * step

@@ -20,6 +20,16 @@ _FRAME = re.compile(r'  (File ".*", line \d+ in .*)')
 SUPERVISOR_PID = "TOKENYARD_SUPERVISOR_PID"
 """Environment variable by which a supervisor names itself; absent for a process that was started by hand."""
 
+# Python takes any -X option and ignores what it does not know.
+_ROLE_OPTION = "tokenyard="
+# A title grows by that many when the epoch in it gets more digits.
+_ROOM_FOR_EPOCHS = 4
+
+
+def role_option(role: str) -> list[str]:
+    """Options for Python that name the role before the process has its title, and leave room for that title."""
+    return ["-X", _ROLE_OPTION + role]
+
 
 def become(role: str, stack_file: Path | None = None) -> None:
     """Takes the title `tokenyard: ROLE`, keeping the module's name visible, and dies with the supervisor.
@@ -28,7 +38,7 @@ def become(role: str, stack_file: Path | None = None) -> None:
     supervisor leaves no orphans. SIGUSR1 prints every thread's stack, for a process that seems stuck; SIGUSR2 writes
     them to `stack_file`.
     """
-    setproctitle.setproctitle(f"tokenyard: {role} [{' '.join(sys.orig_argv[1:])}]")
+    _take_title(role)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if stack_file is not None:
@@ -37,6 +47,19 @@ def become(role: str, stack_file: Path | None = None) -> None:
     end_with_parent(signal.SIGTERM)
     if orphaned():
         sys.exit("the supervisor ended before this process had started")
+
+
+def _take_title(role: str) -> None:
+    arguments = sys.orig_argv[1:]
+    if arguments[0] == "-X" and arguments[1].startswith(_ROLE_OPTION):
+        arguments = arguments[2:]
+    title = f"tokenyard: {role} [{' '.join(arguments)}]"
+    # A title that does not fit the command line's place takes that of the environment, too, which nobody can read then.
+    fits = len(os.fsencode(title)) + _ROOM_FOR_EPOCHS <= len(os.fsencode(" ".join(sys.orig_argv)))
+    if fits:
+        os.environ["SPT_NOENV"] = "1"
+    setproctitle.setproctitle(title)
+    os.environ.pop("SPT_NOENV", None)  # it was read at the first title; our own children may need more room
 
 
 def end_with_parent(number: signal.Signals) -> None:

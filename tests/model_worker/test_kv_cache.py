@@ -68,6 +68,24 @@ def test_default_budget_is_a_quarter_of_free_memory_but_not_more_than_4_gib(monk
         assert default_kv_memory(CPU) == budget
 
 
+@given(free=st.integers(4, 1 << 34))
+def test_a_default_budget_is_one_of_sixteen_sizes_between_powers_of_two(free: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_cache, "free_memory", lambda: free)
+        size = default_kv_memory(CPU)
+    assert free // 4 * 15 // 16 <= size <= free // 4
+    assert len(f"{size:b}".rstrip("0")) <= 5
+
+
+def test_the_same_limit_gives_the_same_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free memory differs by some megabytes from start to start."""
+    sizes = set()
+    for free in range(900 << 20, 925 << 20, 1 << 20):
+        monkeypatch.setattr(kv_cache, "free_memory", lambda free=free: free)
+        sizes.add(default_kv_memory(CPU))
+    assert sizes == {224 << 20}
+
+
 def test_a_batch_with_inconsistent_columns_is_refused() -> None:
     one, table = np.ones(1, np.int64), np.zeros((1, 2), np.int32)
     for tokens, lens, kv_lens, tables, message in (

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from shared.liveness import SUPERVISOR_PID
+from shared.liveness import SUPERVISOR_PID, role_option
 
 CHILD = "from shared.liveness import become; import time; become('demo'); print('up', flush=True); time.sleep(60)"
 
@@ -31,6 +31,33 @@ def test_the_title_names_role_and_command() -> None:
         title = Path(f"/proc/{child.pid}/cmdline").read_text()
         child.kill()
     assert title.startswith("tokenyard: demo [-c from shared.liveness")
+
+
+def test_a_title_that_fits_leaves_the_environment_readable() -> None:
+    """Also after a title that has more digits in it, as that of a later epoch has."""
+    again = CHILD.replace("print(", "become('demo:9999'); print(")
+    command = [sys.executable, *role_option("demo"), "-c", again]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "WANTED": "is here"}) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        title, environment = (Path(f"/proc/{child.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+        child.kill()
+    assert title.rstrip(b"\0").decode() == f"tokenyard: demo:9999 [-c {again}]"
+    assert b"WANTED=is here" in environment.split(b"\0")
+    assert b"SPT_NOENV" not in environment
+
+
+def test_a_title_that_does_not_fit_is_whole() -> None:
+    """It takes the place of the environment."""
+    role = "demo" * 100
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD.replace("demo", role)], stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        title = Path(f"/proc/{child.pid}/cmdline").read_bytes()
+        child.kill()
+    assert title.rstrip(b"\0 ").decode().startswith(f"tokenyard: {role} [-c ")
 
 
 def test_sigusr1_prints_every_stack_and_the_child_lives_on() -> None:
