@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,17 +62,16 @@ RUNS = {
 
 @dataclass
 class Apart:
-    """All RUNS, begun when it is made; `close` ends what nobody has waited for."""
+    """Some of RUNS, begun when it is made; `close` ends those that were not waited for."""
 
+    names: Iterable[str]
     folder: Path
     """For kernels: numba does not tell all of these environments apart."""
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
     _running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._outcomes: dict[str, Future[str]] = {
-            name: self._threads.submit(self._run, name, run) for name, run in RUNS.items()
-        }
+        self._outcomes: dict[str, Future[str]] = {name: self._threads.submit(self._run, name) for name in self.names}
 
     def failure(self, name: str) -> str:
         """What pytest said if a test of this run failed, else nothing."""
@@ -84,7 +83,8 @@ class Apart:
             process.kill()
         self._threads.shutdown()
 
-    def _run(self, name: str, run: Run) -> str:
+    def _run(self, name: str) -> str:
+        run = RUNS[name]
         environment = {**os.environ, **run.environment, "NUMBA_CACHE_DIR": str(self.folder / name.replace(" ", "-"))}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         command += [f"{_FOLDER}/{test}" for test in run.tests]
