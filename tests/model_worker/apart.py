@@ -19,11 +19,11 @@ SECONDS_TO_COMPILE = 360.0
 
 _FOLDER = Path(__file__).parent
 _TILES = (
-    "test_fusion.py::test_tiles_multiply",
-    "test_int8_linear.py::test_int8_tiles_multiply",
-    "test_int8_linear.py::test_digits_say_an_operand",
-    "test_int8_linear.py::test_cores_share_the_work",
-    "test_softmax.py",
+    "cpu/test_fused_stack.py::test_tiles_multiply",
+    "cpu/test_int8_linear.py::test_int8_tiles_multiply",
+    "cpu/test_int8_linear.py::test_digits_say_an_operand",
+    "cpu/test_int8_linear.py::test_cores_share_the_work",
+    "cpu/test_softmax.py",
 )
 
 
@@ -45,7 +45,7 @@ RUNS = {
     "AVX2": on_haswell(
         "+avx2,+fma",
         *_TILES,
-        "test_fusion.py::test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules[True-qwen3]",
+        "cpu/test_fused_stack.py::test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules[True-qwen3]",
     ),
     # Processors of which nothing is known.
     "no instructions": on_haswell("", *_TILES),
@@ -53,7 +53,7 @@ RUNS = {
     "checked indexes": Run(
         {"NUMBA_BOUNDSCHECK": "1"},
         (
-            "test_fusion.py::test_float32_stack_gives_the_logits_of_the_modules[True-qwen3]",
+            "cpu/test_fused_stack.py::test_float32_stack_gives_the_logits_of_the_modules[True-qwen3]",
             "test_attention.py::test_blocks_and_heads_of_unusual_sizes",
         ),
     ),
