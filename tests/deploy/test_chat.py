@@ -7,13 +7,16 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 
 class Dialect(http.server.BaseHTTPRequestHandler):
@@ -185,6 +188,52 @@ def test_without_a_server_it_says_what_to_do() -> None:
     assert f"no server answers at 127.0.0.1:{port}" in err
     assert "start a server with `tokenyard serve`" in err
     assert "Traceback" not in err
+
+
+@pytest.fixture
+def secure(server: Recorder, tmp_path: Path) -> Recorder:
+    """The same over TLS, with a certificate of an authority in `authority.pem` that no machine trusts."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
+    trustme.CA().cert_pem.write_to_path(str(tmp_path / "another.pem"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    return server
+
+
+def test_a_private_authority_is_trusted_when_it_is_named(secure: Recorder, tmp_path: Path) -> None:
+    url = secure.url.replace("http:", "https:")
+    chat = start("--url", url, "--cacert", str(tmp_path / "authority.pem"))
+    out, err = chat.communicate("hello\n", timeout=30)
+    assert (chat.returncode, err) == (0, "")
+    assert f"parrot at {url}" in out
+    assert "echo: hello\n" in out
+
+
+@pytest.mark.parametrize("flags", [(), ("--cacert", "another.pem")])
+def test_an_authority_that_is_not_named_is_not_trusted(
+    secure: Recorder, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    url = secure.url.replace("http:", "https:")
+    chat = start("--url", url, *(flag.replace("another.pem", str(tmp_path / "another.pem")) for flag in flags))
+    out, err = chat.communicate("hello\n", timeout=30)
+    assert (chat.returncode, out) == (1, "")
+    assert f"the certificate of {url} is not trusted" in err
+    assert "name the PEM file of its authority with --cacert" in err
+    assert not secure.bodies
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_file_without_authorities_is_refused(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "authority.pem"
+    if content is not None:
+        file.write_text(content)
+    chat = start("--url", "https://127.0.0.1:1", "--cacert", str(file))
+    out, err = chat.communicate(timeout=30)
+    assert (chat.returncode, out) == (2, "")
+    assert f"cacert {str(file)!r} cannot be used" in err
+    assert "give a PEM file" in err
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:notaport", "http://", "ftp://127.0.0.1"])

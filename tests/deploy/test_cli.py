@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.cli import main, settings_as_toml
+from deploy.machine import torch_version
 from shared.settings import FIELDS, GUARDS, KINDS, Settings, resolve
 from tests.shared.test_settings import layers
 
@@ -118,6 +119,43 @@ def test_a_mistake_is_explained_without_a_traceback(argv: list[str], message: st
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not torch_version().endswith("+cpu"), reason="this build of torch has CUDA")
+@pytest.mark.parametrize("command", [["serve"], ["worker", "tcp://127.0.0.1:1", "--index", "1"]])
+def test_a_gpu_is_refused_at_once_where_torch_has_no_cuda(command: list[str]) -> None:
+    result = run(*command, "--devices", "cuda:0")
+    assert result.returncode == 2
+    assert "is a build without CUDA; use cpu, or install one with CUDA" in result.stderr
+    assert "'cuda:0'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["serve", "--max-run", "3"],
+        ["serve", "--max-runnin=3"],
+        ["serve", "--print"],
+        ["serve", "--no-over"],
+        ["chat", "--ur", "http://127.0.0.1:1"],
+        ["worker", "tcp://127.0.0.1:1", "--ind", "1"],
+        ["keys", "folder", "--pe", "box"],
+        ["status", "--js"],
+        ["why", "abc", "--run", "folder"],
+        ["doctor", "--po", "1"],
+    ],
+    ids=" ".join,
+)
+def test_flags_may_not_be_abbreviated(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A shortened flag in a unit file would mean something else as soon as another flag begins like it."""
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    # A worker without its index is refused for that.
+    missing = "the following arguments are required: --index" if argv[0] == "worker" else "unrecognized arguments: --"
+    assert missing in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,11 @@ def test_each_device_gets_a_worker_and_each_command_line_names_its_module(tmp_pa
         "scheduler", "model_worker:0", "model_worker:1", "api_server:0", "api_server:1",
     ]  # fmt: skip
     for spec in specs:
-        assert spec.argv[:5] == [sys.executable, "-m", spec.role, "--run-dir", str(tmp_path)]
-    assert specs[1].argv[5:] == ["--index", "0", "--device", "cuda:0"]
-    assert specs[2].argv[5:] == ["--index", "1", "--device", "cpu"]
-    assert specs[4].argv[5:] == ["--index", "1", "--listener", "9"]
+        named = [sys.executable, "-X", f"tokenyard={spec.name}", "-m", spec.role]
+        assert spec.argv[:7] == [*named, "--run-dir", str(tmp_path)]
+    assert specs[1].argv[7:] == ["--index", "0", "--device", "cuda:0"]
+    assert specs[2].argv[7:] == ["--index", "1", "--device", "cpu"]
+    assert specs[4].argv[7:] == ["--index", "1", "--listener", "9"]
     assert [list(spec.pass_fds) for spec in specs] == [[], [], [], [9], [9]]
     assert [spec.counts_starts for spec in specs] == [False, True, True, False, False]
 
