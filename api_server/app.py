@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Sequence
 from http import HTTPStatus
@@ -40,7 +41,7 @@ from api_server.metrics.collector import Metrics, generation_paths, metrics_rout
 from api_server.release import release
 from api_server.state import ServerState
 from api_server.web import openapi
-from api_server.web.access import identify, public_paths
+from api_server.web.access import PUBLIC_PATHS, identify, public_paths
 from api_server.web.endpoint import Call, Document, Endpoint, ErrorRenderer, discard_body, endpoint, internal_error
 from shared import logs
 
@@ -50,6 +51,8 @@ _ID_HEADERS = (b"x-request-id", b"traceparent")
 _TRACE = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 """W3C's trace context; a later version may have more fields."""
 _LAST_ANSWER = ((b"connection", b"close"),)
+# What asks for these asks again soon, and loses nothing.
+_PROBES = PUBLIC_PATHS | {"/"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -87,6 +90,8 @@ class Application:
         self.metrics = metrics
         self.leaving = False
         """Whether each answer says that its connection ends with it: this process will be gone."""
+        self.asked_at = float("-inf")
+        """When the last request came that is no probe, while it is leaving; on time.monotonic's clock."""
         self.routes = list(routes)
         self._router = Router(self.routes, redirect_slashes=False)
         origins, has_keys = server.settings.cors_origins, bool(server.keys.users)
@@ -104,6 +109,8 @@ class Application:
         scope["app"] = self  # makes the router raise HTTPException instead of answering by itself
         header = (b"x-request-id", request_id.encode())
         started = False
+        if self.leaving and scope["path"] not in _PROBES:
+            self.asked_at = time.monotonic()
 
         def send_with_id(message: Message) -> Awaitable[None]:
             nonlocal started

@@ -1,14 +1,18 @@
-"""How an API process leaves its clients: whoever has reached it is served, and told to connect anew the next time.
+"""How an API process leaves its clients: all that has reached it is served, and told to connect anew the next time.
 
 It is either stopped (SIGTERM, SIGINT: the whole server ends) or retired (SIGQUIT: another process accepts from the same
 queue). In both cases answers say `Connection: close` from then on, and kept connections live on for a while, since a
-request may be on its way on any of them. Knows uvicorn's connections; does not know what is asked on them.
+request may be on its way on any of them. One that is stopped goes on accepting while clients come, but not for long,
+and takes in all that waits at its door before it closes it. Knows uvicorn's connections; does not know what is asked on
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
 import time
 from typing import Any
 
@@ -16,6 +20,7 @@ import uvicorn
 
 from api_server.app import Application
 from api_server.engine.client import EngineClient
+from api_server.http.protocol import HttpProtocol
 from shared import liveness
 
 SECONDS_FOR_LAST_FRAMES = 3
@@ -23,6 +28,11 @@ SECONDS_FOR_LAST_FRAMES = 3
 QUIET_SECONDS = 2.0
 """Without a request on any connection; then those that are left are closed, and the process ends. Load balancers that
 ask every second have noticed by then."""
+# The longest that a server which is stopped goes on accepting because clients are there. A client that heeds neither
+# `/ready` nor `Connection: close` would hold it up for ever.
+OPEN_SECONDS = 5.0
+# For a TLS handshake that has begun, which is no connection yet.
+_HANDSHAKE_SECONDS = 0.5
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 
@@ -38,6 +48,7 @@ class Leaving:
         self._engine = engine
         self._delay, self._drain = delay, drain
         self._task: asyncio.Task[None] | None = None
+        self._arriving: set[asyncio.Task[None]] = set()
 
     def obey(self, loop: asyncio.AbstractEventLoop) -> None:
         """From now on signals are orders."""
@@ -65,32 +76,67 @@ class Leaving:
         # Without a supervisor the scheduler was told to end as well, and nothing more comes.
         delay, drain = (0.0, 0.0) if liveness.orphaned() else (self._delay, self._drain)
         await asyncio.sleep(delay)
-        await self._close_door()
+        began = time.monotonic()
         self._engine.end_all_in(drain)
-        await self._until_quiet(QUIET_SECONDS, time.monotonic() + drain)
+        await self._while_clients_come(began, began + min(OPEN_SECONDS, drain))
+        await self._close_door()
+        await self._until_quiet(QUIET_SECONDS, max(began, self._application.asked_at), began + drain)
         self._web.should_exit = True
 
     async def _retire(self) -> None:
         await self._close_door()
-        await asyncio.sleep(QUIET_SECONDS)  # a TLS handshake that has begun is no connection yet
-        await self._until_quiet(max(QUIET_SECONDS, self._drain), float("inf"))
+        await asyncio.sleep(QUIET_SECONDS)  # clients on slow lines have their TLS handshake, too
+        await self._until_quiet(max(QUIET_SECONDS, self._drain), time.monotonic(), float("inf"))
         self._web.should_exit = True
+
+    async def _while_clients_come(self, began: float, deadline: float) -> None:
+        """Until no new request has come for a while, or none at all and there is no connection. Probes are none."""
+        state, application = self._web.server_state, self._application
+        while time.monotonic() < min(deadline, max(began, application.asked_at) + QUIET_SECONDS):
+            await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+            if not state.connections and application.asked_at < began:
+                return
 
     async def _close_door(self) -> None:
         """This process accepts no more; where others have the socket as well, they do."""
         while not self._web.started:  # noqa: ASYNC110 (uvicorn has no event for it)
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        doors = [door.dup() for server in self._web.servers for door in server.sockets]
         for server in self._web.servers:
             server.close()
+        for connection in (connection for door in doors for connection in _take_in(door)):
+            self._application.asked_at = time.monotonic()
+            self._arriving.add(asyncio.create_task(self._welcome(connection)))
+        if self._arriving:
+            await asyncio.wait(self._arriving, timeout=QUIET_SECONDS)
+        if self._web.config.ssl is not None:
+            await asyncio.sleep(_HANDSHAKE_SECONDS)
 
-    async def _until_quiet(self, seconds: float, deadline: float) -> None:
-        """Until no connection is left, or none of them has had a request for so long."""
+    async def _welcome(self, connection: socket.socket) -> None:
+        """What uvicorn does with a connection that it has accepted."""
+        web = self._web
+        with contextlib.suppress(OSError):  # the client has gone, or cannot agree on TLS
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: HttpProtocol(web.config, web.server_state, web.lifespan.state), connection, ssl=web.config.ssl
+            )
+
+    async def _until_quiet(self, seconds: float, busy: float, deadline: float) -> None:
+        """Until no connection is left, or none of them has had a request for so long; the last one came at `busy`."""
         state = self._web.server_state
-        busy = now = time.monotonic()
-        while now < min(deadline, busy + seconds):
+        while (now := time.monotonic()) < deadline:
+            if state.tasks:
+                busy = now
+            if now >= busy + seconds:
+                return
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
             if not state.connections:
                 return
-            now = time.monotonic()
-            if state.tasks:
-                busy = now
+
+
+def _take_in(door: socket.socket) -> list[socket.socket]:
+    """The connections that wait to be accepted. The kernel breaks what waits at a door when it is closed."""
+    arrived: list[socket.socket] = []
+    with door, contextlib.suppress(OSError):
+        while True:
+            arrived.append(door.accept()[0])
+    return arrived

@@ -36,7 +36,7 @@ def become(role: str, stack_file: Path | None = None) -> None:
 
     The kernel sends SIGTERM when the parent ends for whatever reason (prctl(2), PR_SET_PDEATHSIG), so that a killed
     supervisor leaves no orphans. SIGUSR1 prints every thread's stack, for a process that seems stuck; SIGUSR2 writes
-    them to `stack_file`.
+    them to `stack_file`. Descriptors that it has inherited go to none of its own children.
     """
     _take_title(role)
     faulthandler.enable()
@@ -45,6 +45,7 @@ def become(role: str, stack_file: Path | None = None) -> None:
         with contextlib.suppress(OSError):  # a full file system costs the stack, and no process
             faulthandler.register(signal.SIGUSR2, file=stack_file.open("w"), all_threads=True)
     end_with_parent(signal.SIGTERM)
+    _keep_descriptors()
     if orphaned():
         sys.exit("the supervisor ended before this process had started")
 
@@ -60,6 +61,18 @@ def _take_title(role: str) -> None:
         os.environ["SPT_NOENV"] = "1"
     setproctitle.setproctitle(title)
     os.environ.pop("SPT_NOENV", None)  # it was read at the first title; our own children may need more room
+
+
+def _keep_descriptors() -> None:
+    """A listening socket is closed only when every process has closed it, and a pipe ends only then.
+
+    subprocess closes what it is not asked to pass on; uvloop's subprocesses get all that is inheritable.
+    """
+    with contextlib.suppress(OSError):  # a system without /dev/fd
+        for descriptor in map(int, os.listdir("/dev/fd")):
+            if descriptor > 2:
+                with contextlib.suppress(OSError):  # that of the listing itself
+                    os.set_inheritable(descriptor, False)
 
 
 def end_with_parent(number: signal.Signals) -> None:

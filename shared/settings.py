@@ -194,12 +194,12 @@ class Settings:
         "behaviour",
         0,
         "seconds after SIGTERM in which /ready says 503 and requests are served as before, so that load balancers send "
-        "none by the time they would be refused",
+        "none by the time they would be refused; while requests come there are 2 to 5 such seconds more",
     )
     drain_timeout: int = _setting(
         "behaviour",
         30,
-        "seconds that running requests get to finish after SIGTERM and drain_delay; then they end with an error",
+        "seconds that requests get to finish after SIGTERM and drain_delay; then they end with an error",
     )
     log_level: str = _setting("behaviour", "info", "debug, info, warning or error")
     log_format: str = _setting(

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def test_a_signal_lets_running_requests_finish_and_says_goodbye(
             next(lines)
             listener.close()  # as the supervisor does
             process.popen.send_signal(number)
-            double.wait(lambda: _refused(process.url))
+            double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 503)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert process.popen.wait(5) == 0
         double.wait(lambda: len(double.goodbyes) == 1)
@@ -183,7 +184,7 @@ def test_a_kept_connection_is_served_once_more_and_ends_with_its_answer(
         time.sleep(0.3)
         last = [ask(connection) for connection in kept]
         assert [(answer.status, answer.getheader("connection")) for answer in last] == [(200, "close")] * 2
-        assert _refused(process.url)
+        double.wait(lambda: _refused(process.url))
         assert process.popen.wait(5) == 0
 
 
@@ -206,6 +207,71 @@ def test_requests_are_served_during_the_delay_while_the_server_is_not_ready(
         double.wait(lambda: _refused(process.url))
         assert process.popen.wait(20) == 0
         assert time.monotonic() - told >= 5
+
+
+def test_without_clients_it_ends_at_once(
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble
+) -> None:
+    with started(run_directory, listener) as process:
+        process.wait_ready()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+        process.popen.send_signal(signal.SIGTERM)
+        told = time.monotonic()
+        assert process.popen.wait(10) == 0
+        assert time.monotonic() - told < 1.5
+
+
+def test_a_client_that_is_silent_keeps_the_door_open_until_it_has_been_so_for_a_while(
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble
+) -> None:
+    with started(run_directory, listener) as process:
+        process.wait_ready()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+        kept = process.connection()
+        assert ask(kept).status == 200
+        listener.close()
+        process.popen.send_signal(signal.SIGTERM)
+        told = time.monotonic()
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 503)
+        assert httpx.post(f"{process.url}/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+        while not _refused(process.url):  # probes are no requests
+            time.sleep(0.05)
+        assert 2 <= time.monotonic() - told < 4
+        assert process.popen.wait(2) == 0
+
+
+def test_whatever_gets_a_connection_to_a_server_that_is_stopped_is_served(
+    run_directory: RunDirectory, listener: socket.socket, double: SchedulerDouble
+) -> None:
+    with started(run_directory, listener) as process, ThreadPoolExecutor(8) as threads:
+        process.wait_ready()
+        double.wait(lambda: "-m api_server.constraints.compile_process" in _children(process))
+        double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
+
+        def until_refused() -> list[int]:
+            """One connection for each request."""
+            found: list[int] = []
+            while True:
+                connection = process.connection()
+                try:
+                    connection.connect()
+                except ConnectionRefusedError:
+                    return found
+                found.append(ask(connection).status)
+                connection.close()
+
+        clients = [threads.submit(until_refused) for _ in range(8)]
+        listener.close()
+        process.popen.send_signal(signal.SIGTERM)
+        told = time.monotonic()
+        answers = [client.result() for client in clients]
+        assert 4 < time.monotonic() - told < 10, "they did not let it go, and it must end all the same"
+        assert all(len(statuses) > 20 and set(statuses) == {200} for statuses in answers)
+        assert process.popen.wait(5) == 0
+
+
+def _children(process: Process) -> str:
+    return "\n".join(" ".join(child.cmdline()) for child in psutil.Process(process.popen.pid).children())
 
 
 def test_one_that_retires_is_ready_until_its_last_stream_has_ended(

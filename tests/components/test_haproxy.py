@@ -129,7 +129,8 @@ class Crowd:
 
 
 def test_a_rolling_restart_loses_no_request(tmp_path: Path) -> None:
-    servers = {name: Server(None, ["--drain-delay", "3"], tmp_path / f"{name}.log") for name in ("yard1", "yard2")}
+    """With the settings that a server has by default."""
+    servers = {name: Server(None, [], tmp_path / f"{name}.log") for name in ("yard1", "yard2")}
     with ThreadPoolExecutor(8) as threads:
         try:
             list(threads.map(Server.__enter__, servers.values()))

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from shared.liveness import SUPERVISOR_PID, role_option
 
 CHILD = "from shared.liveness import become; import time; become('demo'); print('up', flush=True); time.sleep(60)"
@@ -112,3 +114,24 @@ def test_who_gives_way_does_so_in_every_thread() -> None:
     )
     told = subprocess.run([sys.executable, "-c", threads], capture_output=True, text=True, check=True, timeout=20)
     assert told.stdout.split() == [str(os.SCHED_BATCH)] * 2
+
+
+def test_what_a_process_has_inherited_goes_to_none_of_its_children() -> None:
+    ours, theirs = os.pipe()
+    code = (
+        "from shared.liveness import become; import subprocess, sys; become('demo');"
+        "subprocess.run([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(60)'], close_fds=False)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, pass_fds=[theirs]) as child:
+        os.close(theirs)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"1\n"
+        (grandchild,) = psutil.Process(child.pid).children()
+        try:
+            child.kill()
+            child.wait()
+            os.set_blocking(ours, False)
+            assert os.read(ours, 1) == b"", "the pipe has not ended"
+        finally:
+            grandchild.kill()
+            os.close(ours)
