@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
 import ssl
-import subprocess
 import sys
 import time
 import urllib.error
@@ -19,8 +16,9 @@ from typing import Any, Self
 
 import psutil
 
+from tests.program import Running
+
 START_SECONDS = 120.0
-STOP_SECONDS = 20.0
 
 
 def free_port() -> int:
@@ -30,7 +28,7 @@ def free_port() -> int:
 
 
 @dataclass
-class Server:
+class Server(Running):
     """`with Server(model, ["--flag", ...], log) as server`: ready inside, gone afterwards.
 
     No model: the embedded one.
@@ -51,45 +49,17 @@ class Server:
         return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
-        self._file = self.log.open("w")
         model = [] if self.model is None else [str(self.model)]
         command = [self.python, "-m", "deploy.cli", "serve", *model, "--port", str(self.port), *self.flags]
-        self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=os.environ.copy())
-        try:
-            self.wait_until_ready()
-        except BaseException:
-            self.__exit__()
-            raise
+        self.begin(command, self.log, START_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(STOP_SECONDS)
-        finally:
-            for child in self.children():
-                child.kill()
-            self.process.kill()
-            self._file.close()
+        self.end()
 
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()
-            try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=5, context=self.tls):
-                    return
-            except OSError:
-                time.sleep(0.1)
-        raise AssertionError(f"not ready after {START_SECONDS:.0f} s:\n{self.log.read_text()}")
-
-    def children(self) -> list[psutil.Process]:
-        try:
-            children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
-            return children
-        except psutil.NoSuchProcess:
-            return []
+    def is_ready(self) -> bool:
+        with urllib.request.urlopen(f"{self.url}/ready", timeout=5, context=self.tls):
+            return True
 
     def processes(self) -> list[int]:
         """Their pids, once each worker has begun what it begins when nobody waits."""
