@@ -66,6 +66,7 @@ def _import() -> None:
     # It makes a million objects and hardly any garbage; looking for that takes a second.
     gc.disable()
     from model_worker import capacity, engine, rows, runner
+    from model_worker.cpu import kernel_cache
     from model_worker.grammar import mask_process, masks
     from model_worker.loading import checkpoint
     from model_worker.sampling import processors, sampler
