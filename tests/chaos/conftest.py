@@ -25,8 +25,16 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 @pytest.fixture(scope="session")
 def second(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """For more deaths: after five in a row that come too soon a supervisor gives up."""
-    yield from _serve(model, tmp_path_factory)
+    """For more deaths: after five in a row that come too soon a supervisor gives up.
+
+    Its operator has PYTHONOPTIMIZE=2, with which transformers cannot be imported.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONOPTIMIZE", "2")
+        server = _serve(model, tmp_path_factory)
+        running = next(server)
+    yield running
+    yield from server
 
 
 def _serve(model: Path, folders: pytest.TempPathFactory) -> Iterator[Server]:

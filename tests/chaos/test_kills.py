@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 
+import psutil
 import pytest
 
 from tests.chaos.streams import Heard, Request
 from tests.chaos.waves import Disturbance, both, compare, kill, kill_again_while_it_loads, run
 from tests.system.server import Server
-from tests.system.test_resilience import used_blocks
+from tests.system.test_resilience import LONG, last_frame, open_stream, used_blocks
 
 # Seconds; a wave takes half a second and more.
 MID_WAVE = 0.25
@@ -115,3 +117,31 @@ def test_sighup_restarts_one_by_one_and_nobody_notices(
     left = before & {child.pid for child in second.children()}
     assert {second.child(name).pid for name in ("scheduler", "model_worker")} <= left
     assert not {second.child("api_server", nth).pid for nth in (0, 1)} & before
+
+
+def test_a_server_works_whatever_pythonoptimize_says(second: Server) -> None:
+    assert psutil.Process(second.process.pid).environ()["PYTHONOPTIMIZE"] == "2"
+    answer = second.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 3}})
+    assert answer["meta_info"]["completion_tokens"] == 3
+    assert second.child("model_worker").environ()["PYTHONOPTIMIZE"] == ""
+
+
+def test_streams_end_at_once_when_the_supervisor_is_killed(second: Server) -> None:
+    """The last test of this server. Nothing more would come, and its processes need not wait for the drain timeout."""
+    children = second.children()
+    streams = [
+        open_stream(second, {"text": f"Hello {n}", "sampling_params": LONG | {"max_new_tokens": 2000}, "stream": True})
+        for n in range(4)
+    ]
+    for _, response in streams:
+        assert response.readline().startswith(b"data: {")
+    second.process.kill()
+    second.process.wait()
+    killed = time.monotonic()
+    for connection, response in streams:
+        frame = last_frame(response)
+        assert "being stopped" in frame["error"]["message"], frame
+        connection.close()
+    assert time.monotonic() - killed < 10
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
