@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from enum import IntEnum, auto
+from functools import lru_cache
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -20,6 +22,11 @@ items in a row, since an object has some for each property that may come next.""
 
 WORD_BITS = 32
 
+# The library looks at no more tokens than these when it leaves off the end of a forced text, which the next may change.
+_TOKENS_LEFT_OFF = 4
+# Of forced texts it is kept how they are read, if they have at most so many bytes.
+_TEXTS_KEPT, _LONGEST_KEPT = 4096, 256
+
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
@@ -27,18 +34,52 @@ class GrammarError(ValueError):
     """A grammar that cannot be enforced, or not any further; the text says why, in the library's words."""
 
 
+class Reading(IntEnum):
+    """What a tokenizer makes of a text."""
+
+    SAME = auto()
+    ANOTHER = auto()
+    # So much longer that the library fails: what it may leave off at the end is more than all of the text.
+    LONGER = auto()
+
+
+class _Reader:
+    """Says how forced texts are read. Most are short and come again with every object of a schema."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known = lru_cache(_TEXTS_KEPT)(self._read)
+
+    def read(self, text: bytes, before: int | None) -> Reading:
+        """The library reads it with the token before it, or by itself."""
+        return self._known(text, before) if len(text) <= _LONGEST_KEPT else self._read(text, before)
+
+    def _read(self, text: bytes, before: int | None) -> Reading:
+        found = [self._reading(text)]
+        if before is not None and not self._tokenizer.is_special_token(before):
+            found.append(self._reading(self._tokenizer.decode_bytes([before]) + text))
+        return max(found)
+
+    def _reading(self, text: bytes) -> Reading:
+        tokens = self._tokenizer.tokenize_bytes(text)
+        if len(self._tokenizer.decode_bytes(tokens[-_TOKENS_LEFT_OFF:])) > len(text):
+            return Reading.LONGER
+        return Reading.SAME if self._tokenizer.decode_bytes(tokens) == text else Reading.ANOTHER
+
+
 class Vocabulary:
     """The tokens of a model as bytes, which grammars are matched against."""
 
     def __init__(self, tokenizer_json: str, eos: Sequence[int] = ()) -> None:
         self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos) or None)
+        self._reader = _Reader(self._tokenizer)
         self.words = -(-self._tokenizer.vocab_size // WORD_BITS)
         """Length of a mask."""
 
     def matcher(self, grammar: str) -> Matcher:
         """Raises GrammarError."""
         made = self._made(grammar)
-        return Matcher(made, self._tokenizer, lambda: self._made(_without_forcing(grammar)))
+        return Matcher(made, self._tokenizer, self._reader, lambda: self._made(_without_forcing(grammar)))
 
     def _made(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, limits=_LIMITS, log_level=0)
@@ -58,12 +99,16 @@ class Matcher:
 
     The library cuts text that a grammar forces with the model's tokenizer, which may rewrite it (NFC) or read the name
     of a control token in it. Such a cut is no use: where one comes, a second matcher that forces nothing says which
-    tokens spell the text.
+    tokens spell the text. It does so, too, where the library leaves off all tokens of a text that is rewritten: it
+    takes their length for that of the text, and its mask is of other tokens.
     """
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, unforced: Callable[[], LLMatcher]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, reader: _Reader, unforced: Callable[[], LLMatcher]
+    ) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self._reader = reader
         self._eos = list(tokenizer.eos_tokens)
         self._make_unforced = unforced
         self._unforced: LLMatcher | None = None
@@ -73,7 +118,7 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """One that goes on from here by itself."""
-        copied = Matcher(self._matcher.deep_copy(), self._tokenizer, self._make_unforced)
+        copied = Matcher(self._matcher.deep_copy(), self._tokenizer, self._reader, self._make_unforced)
         copied._consumed = list(self._consumed)
         return copied
 
@@ -110,12 +155,21 @@ class Matcher:
     def _forced_tokens(self) -> tuple[list[int], bool]:
         """The library's forced tokens as far as they spell what is forced, and whether that was not all of them."""
         if self._cut is None:
-            tokens: list[int] = self._matcher.compute_ff_tokens()
-            text: bytes = self._matcher.compute_ff_bytes() if tokens else b""
+            text: bytes = self._matcher.compute_ff_bytes()
             _check(self._matcher)
-            spelling = self._spelling(tokens, text)
-            self._cut = tokens[:spelling], spelling < len(tokens)
+            self._cut = self._cut_of(text) if text else ([], False)
         return self._cut
+
+    def _cut_of(self, text: bytes) -> tuple[list[int], bool]:
+        reading = self._reader.read(text, self._consumed[-1] if self._consumed else None)
+        if reading is Reading.LONGER:
+            return [], True
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        _check(self._matcher)
+        if not tokens:
+            return [], reading is Reading.ANOTHER
+        spelling = self._spelling(tokens, text)
+        return tokens[:spelling], spelling < len(tokens)
 
     def _spelling(self, tokens: Sequence[int], text: bytes) -> int:
         """How many of the tokens, from the first on, spell the beginning of the text."""

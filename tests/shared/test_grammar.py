@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from deploy import embedded_model
 from shared.grammar import Matcher, Vocabulary
@@ -93,6 +94,7 @@ TEXTS = st.lists(st.sampled_from([*AWKWARD, *names()]), min_size=1, max_size=8).
 @pytest.mark.parametrize("normalizer", NORMALIZERS)
 @settings(max_examples=40, deadline=None)
 @given(text=TEXTS, other=TEXTS, seed=st.integers(0, 99))
+@example(text="ﬁ", other="ﬁa", seed=0)  # the library leaves off all of a text of which NFKC has made a shorter one
 def test_the_text_that_a_grammar_forces_is_what_is_written(normalizer: str, text: str, other: str, seed: int) -> None:
     schema = {
         "type": "object",
@@ -118,6 +120,25 @@ def test_tokens_are_forced_again_behind_a_text_that_is_rewritten() -> None:
     found, forced = written("NFC", f"start: {json.dumps(text)}", seed=0)
     assert found == text
     assert forced >= len(vocabulary("NFC").tokenize("and then a plain text without any choice"))
+
+
+def test_a_text_of_which_the_tokenizer_makes_a_longer_one_is_written_as_it_is() -> None:
+    alphabet = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    merges = [("v", "i"), ("i", "i"), ("vi", "ii"), ("viii", "x")]
+    tokens = [*alphabet, *("".join(merge) for merge in merges)]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    numeral = "\u2177"  # three bytes; NFKC makes four of them, which are one token, and with an x another one
+    whole = tokenizer.to_str()
+    matcher, text = Vocabulary(whole, [EOS]).matcher(f'start: "{numeral}" /x*/ "."'), b""
+    while (run := matcher.forced(ENDS) or following(matcher, -(-len(tokens) // 32))[:1]) != [EOS]:
+        for token in run:
+            matcher.consume(token)
+        text += LLTokenizer(whole).decode_bytes(run)
+    assert text.decode() == f"{numeral}."
 
 
 def test_a_copy_goes_on_from_where_it_was_made() -> None:
