@@ -55,7 +55,7 @@ def _take_title(role: str) -> None:
     if arguments[0] == "-X" and arguments[1].startswith(_ROLE_OPTION):
         arguments = arguments[2:]
     title = f"tokenyard: {role} [{' '.join(arguments)}]"
-    # A title that does not fit the command line's place takes that of the environment, too, which nobody can read then.
+    # A title that does not fit the command line's place takes that of the environment, too, which is then unreadable.
     fits = len(os.fsencode(title)) + _ROOM_FOR_EPOCHS <= len(os.fsencode(" ".join(sys.orig_argv)))
     if fits:
         os.environ["SPT_NOENV"] = "1"

@@ -1,8 +1,8 @@
 """One connection: uvicorn's protocol with its C parser, and what that lacks at an open port.
 
-Bounds (`heads.py`) and clocks on a request that is not complete; offers to upgrade, which are ignored as RFC 9110
-allows, with their bodies read; HTTP/1.0 without chunks; and clients that have shut down their sending side, who get
-their answer if they are still there. Knows HTTP/1.1; knows no route.
+Bounds (`heads.py`) and clocks on a request that is not complete, and on an answer that is not read (`unread.py`);
+offers to upgrade, which are ignored as RFC 9110 allows, with their bodies read; HTTP/1.0 without chunks; and clients
+that have shut down their sending side, who get their answer if they are still there. Knows HTTP/1.1; knows no route.
 
 It builds upon the inside of uvicorn, whose version is pinned for that reason: `data_received` and `eof_received` are
 replaced, every other method is called with a rule around it. tests/api_server/http has a test of each rule.

@@ -8,11 +8,13 @@ import pytest
 
 from api_server.dialects.sglang.tokenize import MAX_PROMPTS
 from api_server.dialects.tgi.validation import MAX_STOP_SEQUENCES
+from api_server.http import heads, protocol
 from api_server.text import stop_patterns, tokenizer
 from api_server.web import bodies, item_limits
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
 SECTION = PAGE.partition("## Large requests")[2].partition("\n## ")[0]
+PORT = PAGE.partition("## At the port")[2].partition("\n## ")[0]
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,17 @@ SECTION = PAGE.partition("## Large requests")[2].partition("\n## ")[0]
 )
 def test_a_limit_is_documented_as_it_is(words: str) -> None:
     assert words in SECTION
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"| {heads.MAX_HEAD_BYTES >> 10} KiB of request line and headers, {heads.MAX_HEADERS} headers",
+        f"| {protocol.REQUEST_SECONDS:.0f} s for a head, and from one piece of a body to the next |",
+        f"| {protocol.REQUEST_SECONDS:.0f} s for a body as a whole, and a second more for each "
+        f"{protocol.BODY_BYTES_PER_SECOND:,} bytes |",
+        f"| {protocol.UNREAD_SECONDS / 60:.0f} minutes in which a client reads nothing",
+    ],
+)
+def test_a_bound_at_the_port_is_documented_as_it_is(words: str) -> None:
+    assert words in PORT

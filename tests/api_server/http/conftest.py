@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from api_server.http import protocol
 from api_server.text.tokenizer import Tokenizer
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
@@ -23,6 +24,10 @@ from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, servi
 
 KEEP_ALIVE = 1
 """Seconds that this folder's server keeps idle connections."""
+
+# What the fixture `small_buffers` makes of buffers, in bytes, and of the time to read, in seconds.
+SMALL_BUFFER = 4096
+UNREAD = 0.6
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,36 @@ def server(port_server: LiveServer) -> Iterator[LiveServer]:
     double.answer, double.step_seconds = answer, 0.001
     double.hold.clear()
     double.wait(lambda: not double.running)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The clocks of requests that are not complete, shortened."""
+    monkeypatch.setattr(protocol, "REQUEST_SECONDS", 0.4)
+    return 0.4
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch, hurried: float) -> None:
+    """The server's sockets hold little, so that an answer waits in the process, and few seconds for its reader."""
+    monkeypatch.setattr(protocol, "UNREAD_SECONDS", UNREAD)
+    made = protocol.HttpProtocol.connection_made
+
+    def connection_made(self: protocol.HttpProtocol, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
+        made(self, transport)
+
+    monkeypatch.setattr(protocol.HttpProtocol, "connection_made", connection_made)
+
+
+def read_all(line: Line) -> list[bytes]:
+    return list(iter(lambda: line.socket.recv(1 << 16), b""))
+
+
+def endless(double: SchedulerDouble) -> None:
+    """Each answer goes on until its request wants no more tokens."""
+    double.answer = lambda _: [40]
+    double.step_seconds = 0.01
 
 
 @dataclass(frozen=True)

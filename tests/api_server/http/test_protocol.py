@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from api_server.http import protocol
 from api_server.http.heads import MAX_HEAD_BYTES, MAX_HEADERS
 from tests.api_server.conftest import LiveServer, SchedulerDouble
-from tests.api_server.http.conftest import KEEP_ALIVE, Answer, Line, request
+from tests.api_server.http.conftest import KEEP_ALIVE, Answer, Line, endless, request
 
 ASK = {"prompt": "x", "max_tokens": 20}
 PING = request("/ping", b"", method="GET")
@@ -35,20 +34,8 @@ def as_chunks(body: dict[str, Any], *headers: str) -> bytes:
     )
 
 
-def endless(double: SchedulerDouble) -> None:
-    double.answer = lambda _: [40]
-    double.step_seconds = 0.01
-
-
 def events(answer: Answer) -> list[str]:
     return [event.removeprefix("data: ") for event in answer.body.decode().split("\n\n") if event.startswith("data: ")]
-
-
-@pytest.fixture
-def hurried(monkeypatch: pytest.MonkeyPatch) -> float:
-    """The clocks of requests that are not complete, shortened."""
-    monkeypatch.setattr(protocol, "REQUEST_SECONDS", 0.4)
-    return 0.4
 
 
 def test_many_requests_on_one_connection(line: Line) -> None:
@@ -432,64 +419,6 @@ def test_a_body_may_take_long_if_it_goes_on(
     assert time.monotonic() - started > 3 * hurried
     assert line.answer().status == 200
     line.close()
-
-
-UNREAD = 0.6
-"""Seconds that the following tests give a client that reads nothing."""
-
-
-@pytest.fixture
-def unread_line(server: LiveServer, monkeypatch: pytest.MonkeyPatch, hurried: float) -> Iterator[Line]:
-    """A connection with the smallest buffers on both sides, so that little is on its way unread."""
-    monkeypatch.setattr(protocol, "UNREAD_SECONDS", UNREAD)
-    made = protocol.HttpProtocol.connection_made
-
-    def connection_made(self: protocol.HttpProtocol, transport: Any) -> None:
-        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        made(self, transport)
-
-    monkeypatch.setattr(protocol.HttpProtocol, "connection_made", connection_made)
-    line = Line(server, receive_buffer=4096)
-    yield line
-    line.close()
-
-
-def read_all(line: Line) -> list[bytes]:
-    return list(iter(lambda: line.socket.recv(1 << 16), b""))
-
-
-STREAM = {"prompt": "x", "max_tokens": 200, "stream": True, "logprobs": 5}
-
-
-def test_a_client_that_never_reads_its_answer_is_ended(
-    unread_line: Line, server: LiveServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    endless(server.double)
-    unread_line.send(request("/v1/completions", STREAM))
-    server.double.wait(lambda: any(running.done > 100 for running in server.double.running.values()))
-    server.double.hold.set()
-    server.double.wait(lambda: not server.double.running, 10)
-    assert "has read nothing of its answer" in caplog.text
-    with pytest.raises(ConnectionResetError):
-        read_all(unread_line)
-
-
-def test_an_unread_answer_ends_also_when_it_is_complete(unread_line: Line, hurried: float) -> None:
-    """The connection is closed then, and waits for the rest to go out."""
-    unread_line.send(request("/openapi.json", b"", "Connection: close", method="GET"))
-    time.sleep(UNREAD + 2 * hurried)
-    with pytest.raises(ConnectionResetError):
-        read_all(unread_line)
-
-
-def test_a_client_that_reads_slowly_gets_its_whole_answer(unread_line: Line) -> None:
-    unread_line.send(request("/openapi.json", b"", "Connection: close", method="GET"))
-    started = time.monotonic()
-    for _ in range(30):
-        time.sleep(UNREAD / 6)
-        assert len(unread_line.socket.recv(4096)) > 100
-    assert time.monotonic() - started > 4 * UNREAD
-    assert b"".join(read_all(unread_line)).endswith(b"}")
 
 
 def test_an_answer_may_take_long(hurried: float, server: LiveServer) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,12 @@ from api_server.text.tokenizer import Tokenizer
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving
-from tests.api_server.http.conftest import Line, request
+from tests.api_server.http.conftest import SMALL_BUFFER, UNREAD, Line, read_all, request
 
 ASK = {"prompt": "x", "max_tokens": 20}
 OFFER = ("Connection: Upgrade", "Upgrade: h2c")
 
-Opened = Callable[[], Line]
+Opened = Callable[..., Line]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def secure(tokenizer: Tokenizer, model_directory: Path, folder: Path) -> Iterato
 @pytest.fixture
 def opened(secure: LiveServer, folder: Path) -> Opened:
     trusted = ssl.create_default_context(cafile=str(folder / "authority.pem"))
-    return lambda: Line(secure, trusted)
+    return partial(Line, secure, trusted)
 
 
 def test_requests_and_offers_to_upgrade(opened: Opened) -> None:
@@ -85,3 +87,18 @@ def test_a_client_that_leaves_is_noticed(opened: Opened, secure: LiveServer, str
     secure.double.wait(lambda: not secure.double.running)
     secure.double.hold.clear()
     assert time.monotonic() - left < 0.5
+
+
+def test_a_client_that_never_reads_its_answer_is_ended(
+    opened: Opened, small_buffers: None, hurried: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = opened(receive_buffer=SMALL_BUFFER)
+    ask = request("/openapi.json", b"", method="GET")
+    line.send(ask)
+    whole = line.answer("GET").body
+    line.send(ask * 4)
+    time.sleep(UNREAD + 3 * hurried)
+    assert "has read nothing of its answer" in caplog.text
+    with contextlib.suppress(ConnectionResetError):
+        assert sum(map(len, read_all(line))) < 2 * len(whole)
+    line.close()
