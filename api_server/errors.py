@@ -9,7 +9,7 @@ import enum
 import reprlib
 from collections.abc import Mapping
 
-from interfaces.result.results import ErrorCode, RequestError
+from interfaces import ErrorCode, RequestError
 
 
 class ErrorKind(enum.StrEnum):

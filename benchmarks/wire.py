@@ -34,7 +34,7 @@ from interfaces import (
     encode,
 )
 from interfaces.wire.codec import msgpack_numpy_decoder, msgpack_numpy_encoder
-from interfaces.wire.shared_memory import DIRECTORY, MESSAGE_THRESHOLD, PREFIX, Segments, sweep
+from interfaces.wire.shared_memory import DIRECTORY, MESSAGE_THRESHOLD, PREFIX, Segments, sweep_segments
 
 ROWS = 256
 PROMPT_TOKENS = 1000
@@ -122,7 +122,7 @@ def _kills(rounds: int) -> int:
     passed = 0
     for _ in range(rounds):
         passed += _round_with_a_kill(random.uniform(0.01, 0.3))
-        sweep()
+        sweep_segments()
         left = {path.name for path in DIRECTORY.glob(f"{PREFIX}*")} - before
         if left:
             print(f"a sweep left {len(left)} segments: {sorted(left)[0]}...")

@@ -22,7 +22,7 @@ from deploy.serve import (
 )
 from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
-from interfaces.messages import EPOCHS_OF_A_SUPERVISOR
+from interfaces import EPOCHS_OF_A_SUPERVISOR
 from shared import curve
 from shared.resources import usable_cores, visible_cores
 from shared.settings import Settings, SettingsError

@@ -149,9 +149,9 @@ def sweep_shared_memory() -> None:
     """Removes the arrays of processes that were killed, of this server and of earlier ones."""
     if any(SHARED_MEMORY.glob("tokenyard-*")):
         # numpy comes with it, and most servers never get here.
-        from interfaces.wire.shared_memory import sweep
+        from interfaces import sweep_segments
 
-        sweep()
+        sweep_segments()
 
 
 def resolve_model(settings: Settings) -> Settings:

@@ -14,13 +14,18 @@ if TYPE_CHECKING:
     from interfaces.base.request_id import *
     from interfaces.base.status import *
     from interfaces.context.grammar_state import GrammarEnforcementSnapshot as GrammarEnforcementSnapshot
+    from interfaces.context.grammar_state import GrammarState as GrammarState
+    from interfaces.context.images import ImageMetadata as ImageMetadata
     from interfaces.context.media import *
     from interfaces.context.protocols import *
     from interfaces.context.stopping import EOSTracker as EOSTracker
     from interfaces.context.text import TextContext as TextContext
     from interfaces.context.tokens import *
-    from interfaces.context.vision import *
+    from interfaces.context.vision import TextAndVisionContext as TextAndVisionContext
     from interfaces.messages import *
+    from interfaces.messages.forced_tokens import ForcedTokens as ForcedTokens
+    from interfaces.messages.hidden_states import HiddenStates as HiddenStates
+    from interfaces.messages.logprob_reports import LogprobReports as LogprobReports
     from interfaces.pipelines.adapters import *
     from interfaces.pipelines.audio import *
     from interfaces.pipelines.generation_output import *
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from interfaces.pipelines.parsers import *
     from interfaces.pipelines.pipeline import *
     from interfaces.pipelines.processors import *
+    from interfaces.pipelines.task import PipelineTask as PipelineTask
     from interfaces.request.chat import *
     from interfaces.request.constraint import *
     from interfaces.request.lora import *
@@ -38,49 +44,56 @@ if TYPE_CHECKING:
     from interfaces.result.outputs import *
     from interfaces.result.results import *
     from interfaces.wire.codec import *
+    from interfaces.wire.shared_memory import Segments as Segments
     from interfaces.wire.shared_memory import SharedMemoryArray as SharedMemoryArray
+    from interfaces.wire.shared_memory import sweep_segments as sweep_segments
 
 _PUBLIC = """
-pipelines.adapters: AudioGeneratorPipeline EmbeddingsGeneratorPipeline PipelineAudioGenerator
-    PipelineEmbeddingsGenerator PipelineTokenGenerator TokenGeneratorPipeline
-pipelines.audio: AudioGenerationMetadata AudioGenerationOutput AudioGenerationRequest AudioGenerationResponse
-    AudioGeneratorOutput
-request.chat: ImageContentPart MessageContent TextContentPart TextGenerationRequestFunction TextGenerationRequestMessage
-    TextGenerationRequestTool TextGenerationResponseFormat VideoContentPart
+base.log_probabilities: LogProbabilities
+base.request_id: DUMMY_REQUEST_ID Request RequestID RequestType
+base.status: BatchType GenerationStatus InputModality SchedulerStatus
 wire.codec: WireError decode encode msgpack_numpy_decoder msgpack_numpy_encoder
+wire.shared_memory: Segments SharedMemoryArray sweep_segments
+request.chat: ImageContentPart MessageContent TextContentPart TextGenerationRequestFunction
+    TextGenerationRequestMessage TextGenerationRequestTool TextGenerationResponseFormat VideoContentPart
 request.constraint: Constraint ConstraintKind
+request.lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
+request.requests: EmbeddingsGenerationRequest PixelGenerationRequest TextGenerationRequest
+request.sampling: LogprobMode MOST_LOGPROB_IDS MOST_TOP_LOGPROBS SEED_LIMIT SamplingParams
+    SamplingParamsGenerationConfigDefaults SamplingParamsInput combine
+result.outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
+result.results: ErrorCode RequestError SchedulerResult
+context.grammar_state: GrammarEnforcementSnapshot GrammarState
+context.images: ImageMetadata
+context.media: PixelContext SpeechContext
 context.protocols: AudioGenerationContext AudioGenerationContextType AudioGeneratorContext BaseContext BaseContextType
     EmbeddingsContext EmbeddingsGenerationContextType EmbeddingsGeneratorContext InputContext PixelGenerationContext
     PixelGenerationContextType SpecDecodingState TextGenerationContext TextGenerationContextType VLMContextType
     VLMTextGenerationContext
+context.stopping: EOSTracker
+context.text: TextContext
+context.tokens: Range TokenBuffer TokenSlice
+context.vision: TextAndVisionContext
+messages: Action Cancel Detach EPOCHS_OF_A_SUPERVISOR Finish Goodbye Hello Inquiry InquiryAnswer Join Order
+    OrderAnswer REGISTRATION_SIZE Results Retire RowGrammar SessionAction SessionAnswer SessionOrder Status Step
+    StepResult Submit Terms Unknown WorkerGoodbye WorkerHello WorkerStatus
+messages.forced_tokens: ForcedTokens
+messages.hidden_states: HiddenStates
+messages.logprob_reports: LogprobReports
+pipelines.adapters: AudioGeneratorPipeline EmbeddingsGeneratorPipeline PipelineAudioGenerator
+    PipelineEmbeddingsGenerator PipelineTokenGenerator TokenGeneratorPipeline
+pipelines.audio: AudioGenerationMetadata AudioGenerationOutput AudioGenerationRequest AudioGenerationResponse
+    AudioGeneratorOutput
 pipelines.generation_output: GenerationOutput OutputContent
 pipelines.generators: AudioGenerator EmbeddingsGenerator PipelinesFactory TokenGenerator
-context.grammar_state: GrammarEnforcementSnapshot
-messages.hidden_states: HiddenStates
 pipelines.inputs: AudioGenerationInputs EmbeddingsGenerationInputs PixelGenerationInputs TextGenerationInputs
-base.log_probabilities: LogProbabilities
-request.lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
-context.media: PixelContext SpeechContext
-messages: Action Cancel Detach Finish Goodbye Hello Inquiry InquiryAnswer Join Order OrderAnswer Results Retire
-    RowGrammar SessionAction SessionAnswer SessionOrder Status Step StepResult Submit Terms Unknown WorkerGoodbye
-    WorkerHello WorkerStatus
 pipelines.open_responses: OpenResponsesRequest OpenResponsesRequestBody ResponseResource
-result.outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
 pipelines.parsers: ParsedReasoningDelta ParsedToolCall ParsedToolCallDelta ParsedToolResponse ReasoningParser
     ReasoningSpan ToolParser
 pipelines.pipeline: Pipeline PipelineInputs PipelineInputsType PipelineOutput PipelineOutputType PipelineOutputsDict
     PipelineTokenizer TokenizerEncoded UnboundContextType
 pipelines.processors: BatchLogitsProcessor BatchProcessorInputs LogitsProcessor ProcessorInputs
-base.request_id: DUMMY_REQUEST_ID Request RequestID RequestType
-request.requests: EmbeddingsGenerationRequest PixelGenerationRequest TextGenerationRequest
-result.results: ErrorCode RequestError SchedulerResult
-request.sampling: LogprobMode SamplingParams SamplingParamsGenerationConfigDefaults SamplingParamsInput combine
-wire.shared_memory: SharedMemoryArray
-base.status: BatchType GenerationStatus InputModality PipelineTask SchedulerStatus
-context.stopping: EOSTracker
-context.text: TextContext
-context.tokens: Range TokenBuffer TokenSlice
-context.vision: ImageMetadata TextAndVisionContext
+pipelines.task: PipelineTask
 """
 
 

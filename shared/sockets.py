@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from interfaces.wire.codec import encode
+from interfaces import encode
 from shared.curve import secure_connection
 
 HIGH_WATER_MARK = 10_000

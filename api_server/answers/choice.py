@@ -15,11 +15,7 @@ from numpy.typing import NDArray
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.parsers.answer import ParsedAnswer
 from api_server.parsers.scanner import Piece
-from interfaces.base.log_probabilities import LogProbabilities
-from interfaces.context.text import TextContext
-from interfaces.context.tokens import TokenSlice
-from interfaces.request.requests import TextGenerationRequest
-from interfaces.request.sampling import SamplingParams
+from interfaces import LogProbabilities, SamplingParams, TextContext, TextGenerationRequest, TokenSlice
 
 
 @dataclass(frozen=True, slots=True)

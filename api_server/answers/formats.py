@@ -19,8 +19,7 @@ from api_server.parsers.call_grammar import CallGrammar, strict_tags
 from api_server.parsers.reasoning import LONGEST_TURN, MarkedReasoning
 from api_server.parsers.registry import TOOL_FORMATS, ReasoningFormat, ToolFormat, reasoning_format, tool_format
 from api_server.text.tokenizer import Tokenizer
-from interfaces.request.constraint import Constraint, ConstraintKind
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import Constraint, ConstraintKind, TextGenerationRequest
 from shared.settings import Settings
 
 Tokens = Sequence[int] | NDArray[np.int32]

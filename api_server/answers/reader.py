@@ -12,8 +12,7 @@ from api_server.parsers.answer import AnswerParser, ParsedAnswer, merged
 from api_server.parsers.reasoning import MarkedReasoning
 from api_server.parsers.scanner import Piece, Thought
 from api_server.text.stops import Stops
-from interfaces.pipelines.parsers import ParsedToolCallDelta
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import ParsedToolCallDelta, TextGenerationRequest
 
 
 class AnswerReader:

@@ -21,12 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from api_server.chat.url_fetch import MOST_BYTES, UrlFetcher
 from api_server.engine import scheduling
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from api_server.state import ServerState
 
-MOST_BYTES = 4 * 1024 * 1024
-"""Of one document."""
 MOST_DOCUMENTS = 16
 LONGEST_NAME = 200
 
@@ -59,7 +57,7 @@ Reader = Callable[[Mapping[str, Any], str], Document | None]
 """The document of a part at a path; None for another part. Raises RequestFailed."""
 
 
-async def load(server: ServerState, turns: Sequence[Any], path: str, reader: Reader) -> None:
+async def load(fetcher: UrlFetcher | None, turns: Sequence[Any], path: str, reader: Reader) -> None:
     """Replaces every document in the turns' lists of parts by a text part, in place. Raises RequestFailed."""
     found = [place for i, turn in enumerate(turns) for place in _places(turn, f"{path}[{i}]", reader)]
     if len(found) > MOST_DOCUMENTS:
@@ -68,7 +66,7 @@ async def load(server: ServerState, turns: Sequence[Any], path: str, reader: Rea
             "several as one",
             path,
         )
-    for (parts, i, _), text in zip(found, await _texts(server, [document for *_, document in found]), strict=True):
+    for (parts, i, _), text in zip(found, await _texts(fetcher, [document for *_, document in found]), strict=True):
         parts[i] = {"type": "text", "text": text}
 
 
@@ -123,19 +121,19 @@ def _places(holder: Any, path: str, reader: Reader) -> Iterator[tuple[list[Any],
                 yield parts, i, document
 
 
-async def _texts(server: ServerState, documents: Sequence[Document]) -> list[str]:
+async def _texts(fetcher: UrlFetcher | None, documents: Sequence[Document]) -> list[str]:
     """All are there within the request's own time limit, or the first that fails ends them all."""
     if not documents:
         return []
     try:
         async with scheduling.spending(), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_text(server, document)) for document in documents]
+            tasks = [group.create_task(_text(fetcher, document)) for document in documents]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def _text(server: ServerState, document: Document) -> str:
+async def _text(fetcher: UrlFetcher | None, document: Document) -> str:
     field, name = document.field, document.name
     if document.form == "text":
         _check_type(document.media_type, field)
@@ -144,10 +142,10 @@ async def _text(server: ServerState, document: Document) -> str:
     if document.form == "base64":
         _check_type(document.media_type, field)
         return _shown(document, name, _decoded(_bytes(document.value, field), field))
-    if server.url_fetcher is None:
+    if fetcher is None:
         message = f"{field}: this server fetches no URLs: send the document itself (its operator may set --fetch-hosts)"
         raise RequestFailed(ErrorKind.UNSUPPORTED, message, field=field)
-    fetched = await server.url_fetcher.fetch(document.value, field)
+    fetched = await fetcher.fetch(document.value, field)
     _check_type(fetched.content_type, field)
     return _shown(document, name or fetched.name, _decoded(fetched.body, field))
 

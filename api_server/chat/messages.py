@@ -12,7 +12,7 @@ import orjson
 from pydantic import ValidationError
 
 from api_server.errors import ErrorKind, RequestFailed, invalid, unsupported
-from interfaces.request.chat import MessageContent, TextContentPart, TextGenerationRequestMessage
+from interfaces import MessageContent, TextContentPart, TextGenerationRequestMessage
 
 TEXT_KINDS = {"text": "text", "refusal": "refusal"}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

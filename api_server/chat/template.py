@@ -14,8 +14,7 @@ import orjson
 
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.text.control_tokens import ControlTokens, parts
-from interfaces.request.chat import TextContentPart, TextGenerationRequestMessage
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import TextContentPart, TextGenerationRequest, TextGenerationRequestMessage
 
 _RESERVED = frozenset(
     {

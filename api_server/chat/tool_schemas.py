@@ -12,8 +12,7 @@ from typing import Any
 
 from api_server.constraints.schema_terms import loosened, shallow
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from interfaces.request.constraint import Constraint, ConstraintKind
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import Constraint, ConstraintKind, TextGenerationRequest
 
 Compile = Callable[[Constraint], Awaitable[str]]
 

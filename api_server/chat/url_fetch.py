@@ -20,7 +20,6 @@ from typing import NoReturn
 
 import httpx2
 
-from api_server.chat.documents import MOST_BYTES
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.release import release
 from shared.fetch_hosts import FetchHosts
@@ -30,6 +29,8 @@ log = logging.getLogger("tokenyard")
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """The addresses of a host, as text, for a port. Raises OSError or UnicodeError."""
 
+# Of one document.
+MOST_BYTES = 4 * 1024 * 1024
 MOST_ADDRESSES = 4
 """Of one host, that are tried one after the other."""
 RETRY_AFTER_SECONDS = 2

@@ -19,7 +19,7 @@ import msgpack
 
 from api_server.constraints.limits import MOST_PATTERN, MOST_SOURCE
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
-from interfaces.request.constraint import Constraint, ConstraintKind
+from interfaces import Constraint, ConstraintKind
 from shared.liveness import SUPERVISOR_PID
 from shared.pipe_messages import message_unpacker
 

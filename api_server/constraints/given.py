@@ -12,7 +12,7 @@ import orjson
 
 from api_server.errors import invalid, unsupported
 from api_server.web.unknown_fields import report_unknown
-from interfaces.request.constraint import Constraint, ConstraintKind
+from interfaces import Constraint, ConstraintKind
 
 ANY_OBJECT = '{"type":"object"}'
 

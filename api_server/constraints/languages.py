@@ -18,7 +18,7 @@ from api_server.constraints import ebnf, structural_tag
 from api_server.constraints.limits import check_pattern, check_schema, check_size
 from api_server.constraints.schema_terms import enforceable
 from api_server.constraints.structural_tag import SchemaText
-from interfaces.request.constraint import ConstraintKind
+from interfaces import ConstraintKind
 from shared.grammar import GrammarError
 
 JSON_OPTIONS = {

@@ -12,7 +12,7 @@ from functools import cached_property
 from api_server.constraints.compile_process import outcome, special_tokens
 from api_server.constraints.compiler import check_size, refused
 from api_server.text.tokenizer import Tokenizer
-from interfaces.request.constraint import Constraint
+from interfaces import Constraint
 from shared.grammar import Vocabulary
 
 

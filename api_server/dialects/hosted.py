@@ -40,7 +40,7 @@ from api_server.generation.generation import generate
 from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
 from api_server.web.item_limits import check_count
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import TextGenerationRequest
 
 Form = Literal["tgi", "sglang", "chat", "completion"]
 

@@ -21,25 +21,28 @@ import zmq
 from api_server.engine.fan_out import fan_out, fit_together
 from api_server.engine.questions import Questions
 from api_server.engine.submission import Inbox, Submission
-from interfaces.context.text import TextContext
-from interfaces.messages import (
+from interfaces import (
     REGISTRATION_SIZE,
     Cancel,
     Detach,
+    ErrorCode,
     Goodbye,
     Hello,
     Order,
     OrderAnswer,
+    RequestError,
     Results,
+    Segments,
     SessionAnswer,
     SessionOrder,
     Status,
     Terms,
+    TextContext,
     Unknown,
+    WireError,
+    decode,
+    encode,
 )
-from interfaces.result.results import ErrorCode, RequestError
-from interfaces.wire.codec import WireError, decode, encode
-from interfaces.wire.shared_memory import Segments
 from shared.sockets import MAX_MESSAGE_BYTES, connect_dealer, readable, same_host
 
 log = logging.getLogger("tokenyard")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from api_server.engine.submission import Submission
-from interfaces.base.status import GenerationStatus
-from interfaces.messages import Finish, Results
-from interfaces.result.results import ErrorCode, RequestError
+from interfaces import ErrorCode, Finish, GenerationStatus, RequestError, Results
 
 _STATUS_OF_CODE = {
     Finish.STOP: GenerationStatus.END_OF_SEQUENCE,

@@ -11,9 +11,7 @@ import uuid
 
 from api_server.engine.client import EngineClient
 from api_server.engine.submission import Submission
-from interfaces.base.request_id import RequestID
-from interfaces.context.text import TextContext
-from interfaces.request.sampling import SamplingParams
+from interfaces import RequestID, SamplingParams, TextContext
 
 PROBE_SECONDS = 20.0
 

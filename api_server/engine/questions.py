@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from interfaces.messages import OrderAnswer, SessionAnswer
+from interfaces import OrderAnswer, SessionAnswer
 
 SECONDS_TO_ANSWER = 10.0
 

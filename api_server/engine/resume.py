@@ -17,8 +17,7 @@ from starlette.datastructures import Headers
 
 from api_server.engine.submission import Submission
 from api_server.errors import invalid
-from interfaces.base.status import GenerationStatus
-from interfaces.result.outputs import TextGenerationOutput
+from interfaces import GenerationStatus, TextGenerationOutput
 
 HEADER = "x-resume-stream"
 _POSITION = re.compile(r"(\d{1,9}(?:-\d{1,9}){0,1023})(?::(\d{1,4}))?\.(\d{1,9})", re.ASCII)

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from interfaces.messages import Terms
+from interfaces import Terms
 from shared.access_keys import Caller
 
 LONGEST_SECONDS = 86_400.0

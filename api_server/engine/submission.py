@@ -13,12 +13,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces.base.log_probabilities import LogProbabilities
-from interfaces.base.status import GenerationStatus, SchedulerStatus
-from interfaces.context.text import TextContext
-from interfaces.messages import Submit, Terms
-from interfaces.result.outputs import TextGenerationOutput
-from interfaces.result.results import RequestError, SchedulerResult
+from interfaces import (
+    GenerationStatus,
+    LogProbabilities,
+    RequestError,
+    SchedulerResult,
+    SchedulerStatus,
+    Submit,
+    Terms,
+    TextContext,
+    TextGenerationOutput,
+)
 
 # Looking up a member in an enum costs more than comparing with it.
 _UNFINISHED = GenerationStatus.ACTIVE

@@ -36,9 +36,7 @@ from api_server.generation.output_processor import Answer
 from api_server.generation.preparation import Prepared
 from api_server.state import ServerState
 from api_server.web import access_log
-from interfaces.messages import Terms
-from interfaces.request.requests import TextGenerationRequest
-from interfaces.result.outputs import TextGenerationOutput
+from interfaces import Terms, TextGenerationOutput, TextGenerationRequest
 
 SILENCE_BEFORE_HEADERS = 10.0
 TOKENS_AT_A_TIME = 64

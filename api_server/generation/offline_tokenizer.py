@@ -15,10 +15,7 @@ from api_server.constraints.local import LocalCompiler
 from api_server.errors import RequestFailed
 from api_server.generation.preparation import constrained, prepare_one
 from api_server.text.tokenizer import Tokenizer
-from interfaces.base.status import GenerationStatus
-from interfaces.context.text import TextContext
-from interfaces.context.tokens import TokenSlice
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import GenerationStatus, TextContext, TextGenerationRequest, TokenSlice
 
 
 class TextTokenizer:

@@ -13,10 +13,7 @@ from api_server.parsers.answer import text_of
 from api_server.parsers.scanner import Piece
 from api_server.state import ServerState
 from api_server.text.stops import Stops
-from interfaces.base.log_probabilities import LogProbabilities
-from interfaces.base.status import GenerationStatus
-from interfaces.context.text import TextContext
-from interfaces.result.outputs import TextGenerationOutput
+from interfaces import GenerationStatus, LogProbabilities, TextContext, TextGenerationOutput
 
 # Looking up a member in an enum costs more than comparing with it.
 _GOES_ON = GenerationStatus.ACTIVE

@@ -17,11 +17,17 @@ from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
 from api_server.text.tokenizer import Prompt, Tokenizer
 from api_server.web import item_limits
-from interfaces.base.request_id import DUMMY_REQUEST_ID
-from interfaces.context.text import TextContext
-from interfaces.request.constraint import Constraint, ConstraintKind
-from interfaces.request.requests import TextGenerationRequest
-from interfaces.request.sampling import LogprobMode, SamplingParams, SamplingParamsGenerationConfigDefaults, combine
+from interfaces import (
+    DUMMY_REQUEST_ID,
+    Constraint,
+    ConstraintKind,
+    LogprobMode,
+    SamplingParams,
+    SamplingParamsGenerationConfigDefaults,
+    TextContext,
+    TextGenerationRequest,
+    combine,
+)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from api_server.metrics.files import shared_directory
 from api_server.metrics.server_facts import process_facts, scheduler_facts
 from api_server.outcomes import Outcome, outcome_of
 from api_server.web.endpoint import Call, Document, endpoint
-from interfaces.messages import Status
+from interfaces import Status
 from shared.process_table import ProcessState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from api_server.engine.client import STALE_SECONDS
-from interfaces.messages import EPOCHS_OF_A_SUPERVISOR, Status
+from interfaces import EPOCHS_OF_A_SUPERVISOR, Status
 from shared.process_table import ProcessState
 
 _WORKER_LABELS = ["device", "index"]

@@ -13,7 +13,7 @@ from api_server.parsers.calls import Calls
 from api_server.parsers.harmony import harmony
 from api_server.parsers.registry import ReasoningFormat, ToolFormat
 from api_server.parsers.scanner import Machine, Piece, Scanner, Thought
-from interfaces.pipelines.parsers import ParsedToolCall, ParsedToolCallDelta, ParsedToolResponse
+from interfaces import ParsedToolCall, ParsedToolCallDelta, ParsedToolResponse
 
 _SLICE = 4096
 """A whole text is read in slices, which keeps the time linear in its length."""

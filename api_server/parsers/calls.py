@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from interfaces.pipelines.parsers import ParsedToolCallDelta
+from interfaces import ParsedToolCallDelta
 
 _NAME = re.compile(r"[\w.:\-]{1,128}")
 

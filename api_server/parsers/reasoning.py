@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from api_server.parsers.calls import Calls
 from api_server.parsers.scanner import Reading, Scanner, Thought, match, passage, space
-from interfaces.pipelines.parsers import ParsedReasoningDelta, ReasoningParser, ReasoningSpan
+from interfaces import ParsedReasoningDelta, ReasoningParser, ReasoningSpan
 
 
 @dataclass(frozen=True)

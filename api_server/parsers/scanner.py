@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
-from interfaces.pipelines.parsers import ParsedToolCallDelta
+from interfaces import ParsedToolCallDelta
 
 R = TypeVar("R")
 

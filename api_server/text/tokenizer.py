@@ -25,8 +25,7 @@ from api_server.chat import template
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.text.control_tokens import ControlTokens
 from api_server.text.detokenizer import Detokenizer, Vocabulary
-from interfaces.request.requests import TextGenerationRequest
-from interfaces.request.sampling import SamplingParamsGenerationConfigDefaults
+from interfaces import SamplingParamsGenerationConfigDefaults, TextGenerationRequest
 from shared.load_errors import broken_file
 from shared.resources import usable_cores
 

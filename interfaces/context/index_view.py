@@ -7,14 +7,39 @@ index, draft offset) lives in the context and travels with it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from interfaces.base.log_probabilities import LogProbabilities
+from interfaces.base.request_id import RequestID
 from interfaces.base.status import GenerationStatus
-from interfaces.context.tokens import TokenSlice
+from interfaces.context.stopping import EOSTracker
+from interfaces.context.tokens import TokenBuffer, TokenSlice
 
-if TYPE_CHECKING:
-    from interfaces.context.text import TextContext
+
+@dataclass(slots=True)
+class IndexState:
+    """What only the index face needs."""
+
+    cache_seq_id: int | None = None
+    committed_idx: int = 0
+    draft_offset: int = 0
+
+
+class Indexed(Protocol):
+    """What the index face looks through: a text context."""
+
+    tokens: TokenBuffer
+    request_id: RequestID
+    eos_tracker: EOSTracker
+    index_state: IndexState
+    status: GenerationStatus
+
+    def append_forced_token(self, token: int) -> None: ...
+
+    def drop_last_tokens(self, n: int) -> None: ...
+
+    def take_outstanding(self) -> list[tuple[int, LogProbabilities | None]]: ...
 
 
 class NotAssignedError(ValueError, AttributeError):
@@ -26,7 +51,7 @@ class IndexFace:
 
     @property
     @abstractmethod
-    def _context(self) -> TextContext: ...
+    def _context(self) -> Indexed: ...
 
     @property
     def start_idx(self) -> int:
@@ -159,12 +184,12 @@ class IndexFace:
 class TextInputContext(IndexFace):
     """An `InputContext`: a text context whose `tokens` are the padded array. All else is the context itself."""
 
-    def __init__(self, context: TextContext) -> None:
+    def __init__(self, context: Indexed) -> None:
         object.__setattr__(self, "_wrapped", context)
 
     @property
-    def _context(self) -> TextContext:
-        wrapped: TextContext = self.__dict__["_wrapped"]
+    def _context(self) -> Indexed:
+        wrapped: Indexed = self.__dict__["_wrapped"]
         return wrapped
 
     @property

@@ -22,7 +22,7 @@ from interfaces.request.sampling import SamplingParams
 from interfaces.result.outputs import TextGenerationOutput
 
 if TYPE_CHECKING:
-    from interfaces.context.vision import ImageMetadata
+    from interfaces.context.images import ImageMetadata
 
 
 @dataclass

@@ -19,7 +19,7 @@ from interfaces.base.log_probabilities import LogProbabilities
 from interfaces.base.request_id import RequestID
 from interfaces.base.status import GenerationStatus
 from interfaces.context.grammar_state import GrammarEnforcementSnapshot, GrammarState
-from interfaces.context.index_view import IndexFace, TextInputContext
+from interfaces.context.index_view import IndexFace, IndexState, TextInputContext
 from interfaces.context.protocols import InputContext, SpecDecodingState
 from interfaces.context.stopping import EOSTracker
 from interfaces.context.tokens import TokenBuffer
@@ -33,15 +33,6 @@ log = logging.getLogger("tokenyard")
 
 FUTURE_TOKEN = -999
 """Stands for a token that is being sampled while its successor is prepared; no vocabulary has this id."""
-
-
-@dataclass(slots=True)
-class IndexState:
-    """What only the index face needs."""
-
-    cache_seq_id: int | None = None
-    committed_idx: int = 0
-    draft_offset: int = 0
 
 
 @dataclass(slots=True)

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from interfaces.base.request_id import RequestID, RequestType
+from interfaces.result.results import PipelineOutput as PipelineOutput
+from interfaces.result.results import PipelineOutputType as PipelineOutputType
 
 TokenizerEncoded = TypeVar("TokenizerEncoded")
 """What a tokenizer makes of a text: an array of token ids, usually."""
@@ -21,18 +23,7 @@ class PipelineInputs:
     """Base of what a pipeline executes."""
 
 
-@runtime_checkable
-class PipelineOutput(Protocol):
-    """What a pipeline says of one request."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether this was the request's last output."""
-        ...
-
-
 PipelineInputsType = TypeVar("PipelineInputsType", bound=PipelineInputs)
-PipelineOutputType = TypeVar("PipelineOutputType", bound=PipelineOutput)
 
 PipelineOutputsDict = dict[RequestID, PipelineOutputType]
 """Outputs by request."""

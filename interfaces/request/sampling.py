@@ -10,11 +10,10 @@ import dataclasses
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Self
 
-from interfaces.pipelines.processors import LogitsProcessor
 from interfaces.wire.codec import InProcess
 
 _log = logging.getLogger("tokenyard")
@@ -84,7 +83,7 @@ class SamplingParams:
     logprobs: int = LogprobMode.NONE
     thinking_temperature: float | None = None
     detokenize: bool = True
-    logits_processors: Annotated[Sequence[LogitsProcessor] | None, InProcess()] = None
+    logits_processors: Annotated[Sequence[Callable[[Any], None]] | None, InProcess()] = None
     top_logprobs: int = 0
     logprob_ids: list[int] = field(default_factory=list)
     prompt_logprobs_from: int | None = None
@@ -204,7 +203,7 @@ class SamplingParamsInput:
     logprobs: int | None = None
     thinking_temperature: float | None = None
     detokenize: bool | None = None
-    logits_processors: Sequence[LogitsProcessor] | None = None
+    logits_processors: Sequence[Callable[[Any], None]] | None = None
     top_logprobs: int | None = None
     logprob_ids: list[int] | None = None
     prompt_logprobs_from: int | None = None

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, Self
+from typing import Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from interfaces.base.status import GenerationStatus, SchedulerStatus
-from interfaces.pipelines.pipeline import PipelineOutputType
 
 __all__ = ["ErrorCode", "GenerationStatus", "RequestError", "SchedulerResult", "SchedulerStatus"]
+
+
+@runtime_checkable
+class PipelineOutput(Protocol):
+    """What a pipeline says of one request."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this was the request's last output."""
+        ...
+
+
+PipelineOutputType = TypeVar("PipelineOutputType", bound=PipelineOutput)
 
 
 @dataclass(slots=True)

@@ -111,7 +111,7 @@ def mapped(array: Shareable) -> NDArray[Any]:
 class Segments:
     """The book of an owner: what it has put into shared memory and not released yet, and how many hold each.
 
-    All of it is released when the book goes, and when the process ends in order. After a kill, `sweep` does it.
+    All of it is released when the book goes, and when the process ends in order; after a kill by `sweep_segments`.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Segments:
         return segment
 
 
-def sweep() -> int:
+def sweep_segments() -> int:
     """Removes the segments whose owners are dead; how many. Any process of the user may call it at any time."""
     removed = 0
     namespace = _pid_namespace()

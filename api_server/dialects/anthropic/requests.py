@@ -23,11 +23,7 @@ from api_server.errors import invalid, unsupported
 from api_server.web import body, item_limits, unknown_fields
 from api_server.web.endpoint import Call
 from api_server.web.unknown_fields import ALWAYS, Refusals, unless
-from interfaces.base.request_id import RequestID
-from interfaces.request.chat import TextGenerationRequestMessage
-from interfaces.request.constraint import Constraint
-from interfaces.request.requests import TextGenerationRequest
-from interfaces.request.sampling import SamplingParamsInput
+from interfaces import Constraint, RequestID, SamplingParamsInput, TextGenerationRequest, TextGenerationRequestMessage
 
 B = TypeVar("B", bound=Conversation)
 
@@ -92,7 +88,7 @@ class Asked:
 async def request(call: Call, given: Conversation) -> Asked:
     """The conversation as one internal request; its length and sampling if it is to be answered."""
     await call.apart(lambda: item_limits.check_parts(given.messages, "messages"))
-    await documents.load(call.server, given.messages, "messages", document_block)
+    await documents.load(call.server.url_fetcher, given.messages, "messages", document_block)
     counted: list[tuple[Messages, int]] = []
 
     async def read(messages: Messages) -> TextGenerationRequest:

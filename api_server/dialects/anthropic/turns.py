@@ -15,7 +15,7 @@ from typing import Any
 from api_server.chat.messages import last_answer, text_content
 from api_server.errors import invalid
 from api_server.web.unknown_fields import report
-from interfaces.request.chat import MessageContent, TextContentPart, TextGenerationRequestMessage
+from interfaces import MessageContent, TextContentPart, TextGenerationRequestMessage
 
 _ROLES = ("user", "assistant", "system")
 _BLOCKS = {"text": "text"}

@@ -26,9 +26,7 @@ from api_server.text.stop_patterns import pattern_problem
 from api_server.web import body, item_limits, unknown_fields
 from api_server.web.endpoint import Call
 from api_server.web.unknown_fields import ALWAYS, Refusals, unless
-from interfaces.request.chat import TextGenerationRequestMessage
-from interfaces.request.requests import TextGenerationRequest
-from interfaces.request.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
+from interfaces import SEED_LIMIT, LogprobMode, SamplingParamsInput, TextGenerationRequest, TextGenerationRequestMessage
 
 B = TypeVar("B", bound=TextBody)
 
@@ -99,7 +97,7 @@ def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -
 async def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     """The conversation as one internal request."""
     use = await call.apart(lambda: _tool_use(given))
-    await documents.load(call.server, given.messages, "messages", documents.file_part)
+    await documents.load(call.server.url_fetcher, given.messages, "messages", documents.file_part)
     return await call.apart(lambda: _chat_request(call, given, use))
 
 

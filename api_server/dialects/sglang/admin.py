@@ -21,7 +21,7 @@ from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, inv
 from api_server.web.access import operators_only
 from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
-from interfaces.messages import Action, OrderAnswer
+from interfaces import Action, OrderAnswer
 
 MAX_FLUSH_WAIT = 600.0
 EVERY_REQUEST = ""

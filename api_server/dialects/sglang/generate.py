@@ -33,9 +33,7 @@ from api_server.web import unknown_fields
 from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document
 from api_server.web.sse import DONE, EventStream, frame
-from interfaces.base.request_id import RequestID
-from interfaces.request.requests import TextGenerationRequest
-from interfaces.request.sampling import SEED_LIMIT, LogprobMode, SamplingParamsInput
+from interfaces import SEED_LIMIT, LogprobMode, RequestID, SamplingParamsInput, TextGenerationRequest
 
 DEFAULT_MAX_NEW_TOKENS = 128
 GREEDY_BELOW = 1e-6

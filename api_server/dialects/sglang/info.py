@@ -17,7 +17,7 @@ from api_server.dialects.sglang.schema import ErrorResponse
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.release import release
 from api_server.web.endpoint import Call, Document, endpoint
-from interfaces.messages import Status
+from interfaces import Status
 
 _SECRET = re.compile("key|token$|secret|password", re.IGNORECASE)
 

@@ -13,7 +13,7 @@ from api_server.dialects.sglang.schema import ErrorResponse
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed
 from api_server.release import release
 from api_server.web.endpoint import Call, Document, endpoint
-from interfaces.messages import Status
+from interfaces import Status
 
 
 class Load(BaseModel):

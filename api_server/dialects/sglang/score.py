@@ -19,9 +19,7 @@ from api_server.generation.generation import generate
 from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
 from api_server.web.item_limits import check_prompts, check_total
-from interfaces.base.request_id import RequestID
-from interfaces.request.requests import TextGenerationRequest
-from interfaces.request.sampling import MOST_LOGPROB_IDS, LogprobMode, SamplingParamsInput
+from interfaces import MOST_LOGPROB_IDS, LogprobMode, RequestID, SamplingParamsInput, TextGenerationRequest
 
 
 class ScoreRequest(BaseModel):

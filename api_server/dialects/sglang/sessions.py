@@ -23,9 +23,7 @@ from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
-from interfaces.base.request_id import RequestID
-from interfaces.messages import SessionAction, SessionAnswer
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import RequestID, SessionAction, SessionAnswer, TextGenerationRequest
 
 LONGEST_SECONDS = 86400.0
 

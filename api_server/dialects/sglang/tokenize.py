@@ -17,9 +17,7 @@ from api_server.text.tokenizer import MAX_TEXT, refuse_long
 from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
 from api_server.web.item_limits import Tools, Turns, check_count, check_parts
-from interfaces.base.request_id import RequestID
-from interfaces.request.chat import TextGenerationRequestMessage
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import RequestID, TextGenerationRequest, TextGenerationRequestMessage
 
 MAX_PROMPTS = 1024
 
@@ -114,7 +112,7 @@ async def tokenize(call: Call) -> Response:
     body = await call.apart(lambda: _read_tokenize(call))
     prompts: list[str | None] = list(body.prompt) if isinstance(body.prompt, list) else [body.prompt]
     refuse_long(sum(len(prompt or "") for prompt in prompts), "prompt")
-    await documents.load(call.server, body.messages or (), "messages", documents.file_part)
+    await documents.load(call.server.url_fetcher, body.messages or (), "messages", documents.file_part)
     messages = await call.apart(lambda: chat_messages(body.messages or ()))
     ids = [await _ids(prompt, messages, body, call) for prompt in prompts]
     listed = isinstance(body.prompt, list)

@@ -14,7 +14,7 @@ from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameter
 from api_server.state import ServerState
 from api_server.text.stop_patterns import pattern_problem
 from api_server.web.item_limits import LONGEST_NUMBER, check_count, check_prompts, check_vectors
-from interfaces.request.sampling import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
+from interfaces import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 32
 

@@ -12,9 +12,7 @@ from api_server.errors import invalid
 from api_server.web import unknown_fields
 from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call
-from interfaces.base.request_id import RequestID
-from interfaces.request.requests import TextGenerationRequest
-from interfaces.request.sampling import LogprobMode, SamplingParamsInput
+from interfaces import LogprobMode, RequestID, SamplingParamsInput, TextGenerationRequest
 
 R = TypeVar("R", bound=Body)
 

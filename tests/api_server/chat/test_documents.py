@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api_server.chat.documents import MOST_BYTES, MOST_DOCUMENTS, _check_type, _shown, file_fields
+from api_server.chat.documents import MOST_DOCUMENTS, _check_type, _shown, file_fields
 from api_server.chat.documents import Document as DocumentPart
-from api_server.chat.url_fetch import UrlFetcher
+from api_server.chat.url_fetch import MOST_BYTES, UrlFetcher
 from api_server.errors import RequestFailed
 from api_server.text.tokenizer import Tokenizer
 from shared.fetch_hosts import FetchHosts

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from api_server.engine import client as engine_client
 from api_server.engine.client import EngineClient
 from api_server.engine.submission import Inbox, Submission
+from interfaces.context.images import ImageMetadata
 from interfaces.context.text import TextContext
-from interfaces.context.vision import ImageMetadata, TextAndVisionContext
+from interfaces.context.vision import TextAndVisionContext
 from interfaces.messages import REGISTRATION_SIZE, Finish, Results, Terms, WorkerHello
 from interfaces.request.sampling import SamplingParams
 from interfaces.result.outputs import TextGenerationOutput

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interfaces.context.images import ImageMetadata
 from interfaces.context.protocols import VLMTextGenerationContext
 from interfaces.context.tokens import TokenBuffer
-from interfaces.context.vision import ImageMetadata, TextAndVisionContext
+from interfaces.context.vision import TextAndVisionContext
 
 VISION, TEXT = 9, 1
 

@@ -254,7 +254,7 @@ def test_corrupt_bytes_give_a_message_or_a_wire_error(sent: object, data: st.Dat
         else:
             wire += data.draw(st.binary(max_size=20))
     with contextlib.suppress(WireError):
-        assert type(decode(bytes(wire), ipc_peer=True)).__module__ == "interfaces.messages"
+        assert type(decode(bytes(wire), ipc_peer=True)).__module__.startswith("interfaces.messages.")
 
 
 @given(st.binary(max_size=200))

@@ -24,14 +24,16 @@ from pydantic import BaseModel
 import interfaces
 from interfaces.base.log_probabilities import LogProbabilities
 from interfaces.base.request_id import RequestID
-from interfaces.base.status import BatchType, GenerationStatus, InputModality, PipelineTask, SchedulerStatus
+from interfaces.base.status import BatchType, GenerationStatus, InputModality, SchedulerStatus
 from interfaces.context.grammar_state import GrammarEnforcementSnapshot, GrammarState
+from interfaces.context.images import ImageMetadata
+from interfaces.context.index_view import IndexState
 from interfaces.context.media import PixelContext, SpeechContext
 from interfaces.context.protocols import SpecDecodingState
 from interfaces.context.stopping import EOSTracker
-from interfaces.context.text import IndexState, Progress, TextContext
+from interfaces.context.text import Progress, TextContext
 from interfaces.context.tokens import Range, TokenBuffer
-from interfaces.context.vision import ImageMetadata, TextAndVisionContext
+from interfaces.context.vision import TextAndVisionContext
 from interfaces.pipelines.audio import (
     AudioGenerationMetadata,
     AudioGenerationOutput,
@@ -53,6 +55,7 @@ from interfaces.pipelines.parsers import (
     ParsedToolResponse,
     ReasoningSpan,
 )
+from interfaces.pipelines.task import PipelineTask
 from interfaces.request.chat import TextContentPart, TextGenerationRequestMessage, TextGenerationResponseFormat
 from interfaces.request.lora import LoRAOperation, LoRARequest, LoRAResponse, LoRAStatus, LoRAType
 from interfaces.request.requests import EmbeddingsGenerationRequest, PixelGenerationRequest, TextGenerationRequest

@@ -30,7 +30,7 @@ from interfaces.wire.shared_memory import (
     SharedMemoryArray,
     SharedMemoryError,
     mapped,
-    sweep,
+    sweep_segments,
 )
 
 LONG = "TOKENYARD_TEST_LONG" in os.environ
@@ -148,7 +148,7 @@ def test_random_kills_on_either_side_leave_nothing() -> None:
         os.kill(rng.choice(children), signal.SIGKILL)
         statuses = [ended(child) for child in children]
         assert set(statuses) <= {0, -signal.SIGKILL}, statuses
-        sweep()
+        sweep_segments()
         assert ours() == before
         with os.fdopen(results_read, "rb") as results:
             received += len(results.read())
@@ -175,7 +175,7 @@ def test_ten_thousand_arrays_between_two_processes() -> None:
     with os.fdopen(results_read, "rb") as results:
         assert len(results.read()) == ARRAYS
     assert [ended(child) for child in children] == [0, 0]
-    assert sweep() == OPEN_REQUESTS
+    assert sweep_segments() == OPEN_REQUESTS
     assert ours() == before
 
 
@@ -191,7 +191,7 @@ def test_a_sweep_takes_only_what_dead_owners_left() -> None:
     for name in (of_another_start, of_no_process, of_another_namespace, foreign):
         (DIRECTORY / name).write_bytes(b"x")
     try:
-        assert sweep() == 2
+        assert sweep_segments() == 2
         assert {living.name, of_another_namespace, foreign} <= segments()
     finally:
         for name in (of_another_namespace, foreign):
@@ -208,7 +208,7 @@ def test_a_zombie_owns_nothing() -> None:
     zombie = forked(work)
     os.waitid(os.P_PID, zombie, os.WEXITED | os.WNOWAIT)
     assert any(f"-{zombie}-" in name for name in segments())
-    assert sweep() >= 1
+    assert sweep_segments() >= 1
     assert not any(f"-{zombie}-" in name for name in segments())
     assert ended(zombie) == -signal.SIGKILL
 

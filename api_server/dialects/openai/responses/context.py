@@ -7,7 +7,7 @@ from dataclasses import replace
 from api_server.dialects.openai.responses.schema import ResponsesBody
 from api_server.errors import ErrorKind, RequestFailed, unsupported
 from api_server.state import ServerState
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import TextGenerationRequest
 
 
 async def managed(server: ServerState, body: ResponsesBody, request: TextGenerationRequest) -> TextGenerationRequest:

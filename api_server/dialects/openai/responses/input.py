@@ -15,7 +15,7 @@ from api_server.state import ServerState
 from api_server.text.sealed_text import Seal
 from api_server.web import item_limits
 from api_server.web.unknown_fields import ALWAYS, Refusals, report, unless
-from interfaces.request.chat import TextGenerationRequestMessage
+from interfaces import TextGenerationRequestMessage
 
 ENCRYPTED = "reasoning.encrypted_content"
 
@@ -65,7 +65,7 @@ def check_parts(given: ResponsesBody) -> None:
 async def load_documents(server: ServerState, given: ResponsesBody) -> None:
     """Makes texts of the files in the input. Raises RequestFailed."""
     if not isinstance(given.input, str):
-        await documents.load(server, given.input, "input", _input_file)
+        await documents.load(server.url_fetcher, given.input, "input", _input_file)
 
 
 def _input_file(part: Mapping[str, Any], path: str) -> Document | None:

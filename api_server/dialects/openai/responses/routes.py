@@ -18,7 +18,7 @@ from api_server.errors import RequestFailed
 from api_server.generation.generation import generate
 from api_server.web.endpoint import Call, Document, endpoint
 from api_server.web.sse import EventStream
-from interfaces.request.requests import TextGenerationRequest
+from interfaces import TextGenerationRequest
 
 _RESPONSES = Document(
     "Answer an input",

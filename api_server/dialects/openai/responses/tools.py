@@ -16,7 +16,7 @@ import orjson
 
 from api_server.chat.tools import is_run_by_servers, listed
 from api_server.errors import invalid, unsupported
-from interfaces.pipelines.parsers import ParsedToolCall
+from interfaces import ParsedToolCall
 
 Kind = Literal["function", "custom", "shell", "local_shell", "apply_patch"]
 

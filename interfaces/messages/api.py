@@ -1,0 +1,301 @@
+"""Messages between API replicas and the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from interfaces.context.media import SpeechContext
+from interfaces.context.text import TextContext
+from interfaces.context.vision import TextAndVisionContext
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
+from interfaces.result.results import RequestError
+from interfaces.wire.codec import F32, I8, I32, message
+
+_LARGEST_INT32 = 2**31 - 1
+
+# `Results.number` of the first message after a replica was registered is a multiple of this.
+REGISTRATION_SIZE = 2**32
+
+
+@message(1)
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A replica announces itself, then says so every second; a replica that falls silent is treated as dead.
+
+    `handles` are the requests that it holds open. The scheduler cancels those of its that are not named, and answers
+    `Unknown` when it does not have one that is: whichever side has lost something, the other one learns of it.
+    """
+
+    replica: str
+    handles: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms a request waits and runs.
+
+    `tenant` is whose share of the server it takes, and `weight` how large that share is beside others'. A higher
+    `priority` is admitted first. It fails when it is not on a worker after `queue_seconds`, or has not ended after
+    `total_seconds`. A stream that has a name in `resume` outlives its replica and its client for a while: a Submit
+    with the same name takes it over, from its first token. `deterministic`: what it gets depends on nothing else that
+    runs, and on no replay, in any dtype.
+    """
+
+    tenant: str = ""
+    weight: int = 1
+    priority: int = 0
+    queue_seconds: float | None = None
+    total_seconds: float | None = None
+    resume: str = ""
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weight < 1:
+            raise ValueError(f"weight must be at least 1, got {self.weight}")
+
+
+@message(2)
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request: its whole context. The generated tokens in it are those that the client has already, when a replica
+    resubmits. `again` says that it does: such a request has stood in line before, and is not refused for its length.
+
+    `context.eos_tracker` has the EOS ids that apply. Stop strings are found in the API process, which then cancels the
+    request. Large arrays in it may stand in shared memory: they are the replica's until the request ends.
+    """
+
+    handle: int
+    context: TextContext | TextAndVisionContext | SpeechContext
+    terms: Terms = field(default_factory=Terms)
+    again: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.handle <= _LARGEST_INT32:
+            raise ValueError(f"handle must fit 31 bits, got {self.handle}")
+        if any(not 0 <= token <= _LARGEST_INT32 for token in self.context.eos_token_ids):
+            raise ValueError("eos_token_ids must be token ids: 31 bits")
+
+
+@message(3)
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for these requests any more (client gone, stop string found). Idempotent.
+
+    Unknown handles are ignored.
+    """
+
+    handles: I32
+
+
+@message(4)
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A replica ends in order: forget it and its requests now."""
+
+    replica: str
+
+
+class Finish:
+    """Codes of `Results.finished`."""
+
+    ACTIVE = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    FAILED = 4
+
+
+@message(5)
+@dataclass(slots=True)
+class Results:
+    """All news of one step for one replica, as columns: entry i is a token of `handles[i]`.
+
+    `tokens[i]` is -1 when the entry carries no token (a failure, say). `finished` holds `Finish` codes. `cached` maps
+    a handle to its prompt tokens served from the prefix cache, in the entry with its first token. `errors` has a
+    reason for each FAILED handle. `incarnation` names the scheduler process that speaks. `queued` maps a handle to the
+    microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
+    request that was placed and got none. `reports` and `hidden` come with or before the tokens they are of.
+
+    `number` counts the messages to this replica. One that does not follow the last, and is not the first after a
+    registration (`REGISTRATION_SIZE`), says that some were lost between them.
+    """
+
+    incarnation: int
+    handles: I32
+    tokens: I32
+    finished: I8
+    logprobs: F32 | None = None
+    cached: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, RequestError] = field(default_factory=dict)
+    queued: dict[int, int] = field(default_factory=dict)
+    reports: LogprobReports | None = None
+    hidden: HiddenStates | None = None
+    number: int = 0
+
+
+@message(14)
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Answer to a `Hello`: the scheduler does not have these requests. What it had of them was sent before this.
+
+    The replica submits again those that are still open, with the tokens it has. `dropped`: the scheduler had given the
+    whole replica up, so the requests are not the reason.
+    """
+
+    incarnation: int
+    handles: I32
+    dropped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker as the scheduler sees it; `blocks_cached` are free but still hold a reusable prefix, `drafted` and
+    `accepted` are its own counts, a second old at most."""
+
+    device: str
+    index: int
+    epoch: int
+    running: int
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    steps: int
+    seconds_since_step: float
+    drafted: int = 0
+    accepted: int = 0
+
+
+@message(6)
+@dataclass(frozen=True, slots=True)
+class Status:
+    """State of the scheduler, sent to every replica twice a second and at once when readiness changes.
+
+    `incarnation` differs after a restart: requests of another incarnation must be resubmitted. Counters only grow.
+    """
+
+    incarnation: int
+    ready: bool
+    reason: str
+    workers: list[WorkerStatus]
+    waiting: int
+    running: int
+    max_model_len: int
+    max_running: int
+    block_size: int
+    vocab_size: int
+    counters: dict[str, int]
+    hidden_size: int = 0
+    """Width of the model's embeddings; 0 without workers."""
+
+
+class Action:
+    """Codes of `Order.action`.
+
+    FLUSH_CACHE drops every cached prefix; refused while requests run or wait. ABORT ends requests of all replicas with
+    `Finish.CANCELLED` and what they have. PAUSE lets no new step start until CONTINUE; with it, requests go on from
+    where they are. RETRACT sends the running ones back in line, so that they hold no blocks; they are computed again.
+    """
+
+    FLUSH_CACHE = 0
+    ABORT = 1
+    PAUSE = 2
+    CONTINUE = 3
+    RETRACT = 4
+
+
+@message(7)
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An operator's order to the scheduler. `number` is the replica's name for it, and comes back in the answer.
+
+    `request_ids` are for ABORT: requests whose id begins with one of them; an empty one means every request.
+    """
+
+    number: int
+    action: int
+    request_ids: list[str] = field(default_factory=list)
+
+
+@message(8)
+@dataclass(frozen=True, slots=True)
+class OrderAnswer:
+    """An order was carried out, unless `refused` says why not. `requests` counts those that it changed."""
+
+    incarnation: int
+    number: int
+    refused: str
+    requests: int
+
+
+class SessionAction:
+    """Codes of `SessionOrder.action`.
+
+    OPEN and CLOSE a session, with `timeout` seconds without use (0: the usual time) after which it is closed by itself.
+    REMEMBER keeps the tokens of a `request` that has ended, which went on from `parent` (empty: from none). RECALL
+    asks for them (no request: for none); with `replace`, what went on from that request is forgotten, or everything.
+    """
+
+    OPEN = 0
+    CLOSE = 1
+    RECALL = 2
+    REMEMBER = 3
+
+
+@message(9)
+@dataclass(frozen=True, slots=True)
+class SessionOrder:
+    """Something to do with a session. `number` is the replica's name for it, and comes back in the answer."""
+
+    number: int
+    action: int
+    session: str
+    request: str = ""
+    parent: str = ""
+    replace: bool = False
+    timeout: float = 0.0
+    tokens: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    prompt_len: int = 0
+
+
+@message(10)
+@dataclass(frozen=True, slots=True)
+class SessionAnswer:
+    """It was done, unless `refused` says why not. `tokens` are what was asked for, the prompt first."""
+
+    incarnation: int
+    number: int
+    refused: str
+    tokens: I32
+    prompt_len: int
+
+
+@message(12)
+@dataclass(frozen=True, slots=True)
+class Inquiry:
+    """An operator asks what was decided about the requests whose id begins so.
+
+    An empty one asks what happened to workers and replicas.
+    """
+
+    request_id: str
+
+
+@message(13)
+@dataclass(frozen=True, slots=True)
+class InquiryAnswer:
+    """Lines for people, oldest first, and how things stand."""
+
+    incarnation: int
+    lines: list[str]
+    status: Status
+
+
+@message(11)
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Nobody listens to these requests for now. Those with a name in `Terms.resume` go on, the others are cancelled."""
+
+    handles: I32

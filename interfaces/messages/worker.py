@@ -1,0 +1,175 @@
+"""Messages between the scheduler and its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from interfaces.context.grammar_state import GrammarState
+from interfaces.context.images import ImageMetadata
+from interfaces.context.text import TextContext
+from interfaces.messages.forced_tokens import ForcedTokens
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
+from interfaces.request.sampling import SamplingParams
+from interfaces.wire.codec import F32, I32, F32Matrix, I32x3, message
+
+_NO_ROWS = np.empty(0, np.int32)
+_NO_BLOCKS = np.empty((0, 3), np.int32)
+
+# A supervisor numbers the starts of a worker from a multiple of this on, which is its own: 0 on the scheduler's
+# machine, a random one elsewhere.
+EPOCHS_OF_A_SUPERVISOR = 2**20
+
+
+@message(16)
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """A worker announces what it can hold, then says so every second. `epoch` counts the starts of this worker slot
+    by its supervisor (`EPOCHS_OF_A_SUPERVISOR`).
+
+    `max_model_len` is what the model and the KV memory allow for one sequence, in tokens. `compiling` says that its
+    answers will be computed by other kernels soon, which may differ from those of now in the last bits. `drafted` and
+    `accepted` tokens it has guessed, and guessed right, since it started.
+    """
+
+    device: str
+    index: int
+    epoch: int
+    pid: int
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_model_len: int
+    vocab_size: int
+    architecture: str
+    dtype: str
+    attention: str
+    hidden_size: int = 0
+    compiling: bool = False
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowGrammar:
+    """What the answer in a row must look like: a compiled grammar, where it begins, and the tokens that may end it.
+
+    The state is that of the answer's first token, whatever has been emitted.
+    """
+
+    text: str
+    state: GrammarState
+    ends: list[int]
+
+    @classmethod
+    def of(cls, context: TextContext) -> RowGrammar | None:
+        """None for free text."""
+        if context.grammar is None:
+            return None
+        return cls(context.grammar, context.grammar_state, sorted(context.eos_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A sequence enters row `row`: everything the worker must know of it, once.
+
+    `tokens` are all known tokens, prompt first; those from `prompt_len` on were emitted before (a replay or a
+    preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
+    `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on, hidden states of all
+    tokens from index `hidden_from` on; None: no more. `embeddings` stand for those of the first tokens.
+    `images` are those with tokens from `start` on. `alone`: it shares no forward pass.
+    """
+
+    row: int
+    tokens: I32
+    prompt_len: int
+    start: int
+    sampling: SamplingParams
+    report_from: int | None = None
+    images: list[ImageMetadata] = field(default_factory=list)
+    hidden_from: int | None = None
+    embeddings: F32Matrix | None = None
+    grammar: RowGrammar | None = None
+    alone: bool = False
+
+
+@message(17)
+@dataclass(slots=True)
+class Step:
+    """One forward pass on one worker. Order of effects: `drop`, `joins`, `new_blocks`, then the forward over `rows`.
+
+    Row rows[i] computes its next ntok[i] tokens (1 each when `ntok` is None). A row whose known tokens are all
+    computed then samples one more. `new_blocks` are triples (row, index in the row's block table, block).
+    `incarnation` names the scheduler process; a worker that sees a new one forgets all rows first.
+
+    Afterwards the worker computes one more token of each row, and another, `repeats` times in all, unless it is given
+    another step before it begins the next of them: then that one follows. They are numbered on from `step`, and each
+    has its result. The step itself is always done.
+    """
+
+    incarnation: int
+    epoch: int
+    step: int
+    rows: I32
+    ntok: I32 | None
+    new_blocks: I32x3
+    drop: I32
+    joins: list[Join]
+    repeats: int = 0
+
+    def after(self, steps: int) -> Step | None:
+        """Its first repetition that is not among so many steps, itself included, and has those that follow; or None."""
+        if steps > self.repeats:
+            return None
+        number, left = self.step + steps, self.repeats - steps
+        return Step(self.incarnation, self.epoch, number, self.rows, None, _NO_BLOCKS, _NO_ROWS, [], left)
+
+
+@message(18)
+@dataclass(slots=True)
+class StepResult:
+    """Answer to a Step: `tokens[i]` was sampled for `rows[i]`; rows in mid-prefill are absent, in the step's order
+    otherwise.
+
+    `errors` maps a row to the reason why it alone failed; such rows are absent from `rows`. `device_us` is the time of
+    the pass in microseconds, and 0 for a step whose result came with that of the one before. `forced` are further
+    tokens of rows: the worker knows them, and samples the row again when they are computed, so a step in flight that
+    computes fewer gives it no token. `last` says that another step follows, and not the repetitions that were left; who
+    does not know that yet leaves it out.
+    """
+
+    incarnation: int
+    epoch: int
+    index: int
+    step: int
+    rows: I32
+    tokens: I32
+    logprobs: F32 | None
+    errors: dict[int, str]
+    device_us: int
+    reports: LogprobReports | None = None
+    hidden: HiddenStates | None = None
+    forced: ForcedTokens | None = None
+    last: bool = False
+
+
+@message(19)
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """The scheduler has given this worker up and what it had to others: it must end, and may come again as a new
+    epoch.
+    """
+
+    epoch: int
+    reason: str
+
+
+@message(20)
+@dataclass(frozen=True, slots=True)
+class WorkerGoodbye:
+    """A worker ends in order, all its steps answered: its sequences go elsewhere and none of them is to blame."""
+
+    index: int
+    epoch: int
