@@ -22,6 +22,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from api_server.access_log import logged
 from api_server.answers.formats import AnswerFormats
 from api_server.app import create
 from api_server.engine.client import EngineClient
@@ -30,7 +31,6 @@ from api_server.leaving import SECONDS_FOR_LAST_FRAMES, Leaving
 from api_server.rotation import Rotation
 from api_server.state import ServerState
 from api_server.text.tokenizer import Tokenizer, hide_torch
-from api_server.web.access_log import logged
 from shared import liveness, logs, phases
 from shared.addresses import LOOPBACK_NETWORKS
 from shared.endpoints import RunDirectory

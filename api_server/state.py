@@ -13,16 +13,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from api_server import access_log
 from api_server.answers.formats import AnswerFormats
 from api_server.answers.observer import Observer
+from api_server.body.bodies import Bodies
 from api_server.constraints.compiler import ConstraintCompiler
 from api_server.engine.client import EngineClient
 from api_server.engine.retry_after import Crowd
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.text.sealed_text import Seal
 from api_server.text.tokenizer import Tokenizer
-from api_server.web import access_log
-from api_server.web.bodies import Bodies
 from shared import process_table
 from shared.access_keys import AccessKeys
 from shared.addresses import only_loopback

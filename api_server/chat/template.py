@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 import orjson
 
+from api_server.chat.control_tokens import ControlTokens, parts
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from api_server.text.control_tokens import ControlTokens, parts
 from interfaces import TextContentPart, TextGenerationRequest, TextGenerationRequestMessage
 
 _RESERVED = frozenset(

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from api_server.body.item_limits import MOST_TOOLS, check_count
+from api_server.body.unknown_fields import report
 from api_server.errors import RequestFailed, invalid, shown, unsupported
 from api_server.parsers.calls import is_name
-from api_server.web.item_limits import MOST_TOOLS, check_count
-from api_server.web.unknown_fields import report
 
 Reader = Callable[[Mapping[str, Any], str], list[dict[str, Any]] | None]
 """The functions that one tool at a path stands for; None when a server would run it. Raises RequestFailed."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
+from api_server.body.unknown_fields import report_unknown
 from api_server.errors import invalid, unsupported
-from api_server.web.unknown_fields import report_unknown
 from interfaces import Constraint, ConstraintKind
 
 ANY_OBJECT = '{"type":"object"}'

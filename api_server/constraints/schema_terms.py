@@ -165,9 +165,16 @@ def _misread(value: Any) -> int | float | None:
             stack += found.values()
         elif isinstance(found, list):
             stack += found
-        elif isinstance(found, int | float) and not isinstance(found, bool) and _as_read(found) != found:
+        elif isinstance(found, int | float) and not isinstance(found, bool) and not _is_written_as_read(found):
             return found
     return None
+
+
+def _is_written_as_read(number: int | float) -> bool:
+    """Whether the matcher reads the number as it is, and a fraction's digits are so few that it writes them again."""
+    if _as_read(number) != number:
+        return False
+    return float(number).is_integer() or int("".join(map(str, Decimal(repr(number)).as_tuple().digits))) < 10**15
 
 
 def _as_read(number: int | float) -> float | None:
@@ -205,9 +212,9 @@ def _bounds(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
         raise GrammarError(
             f"{path or 'the schema'} has bounds with no number between them that can be enforced exactly"
         )
-    if highest is None and lowest is not None and lowest >= _MOST_DIGITS:
+    if highest is None and lowest is not None and float(lowest) >= _MOST_DIGITS:
         found["maximum"] = _LARGEST
-    if lowest is None and highest is not None and highest <= -_MOST_DIGITS:
+    if lowest is None and highest is not None and float(highest) <= -_MOST_DIGITS:
         found["minimum"] = -_LARGEST
     return found
 
@@ -229,7 +236,12 @@ def _inward(value: int | float, lower: bool, whole: bool, path: str) -> int | fl
         value = (_SMALLEST if lower else 0) if value > 0 else 0 if lower else -_SMALLEST
     while True:
         read = _as_read(value)
-        if read is not None and (read >= asked if lower else read <= asked):
+        if read is not None and (_reaches(read, asked, whole) if lower else _reaches(asked, read, whole)):
             return value
         value = math.nextafter(float(value), inside)
         value = int(value) if value.is_integer() else value
+
+
+def _reaches(high: int | float, low: int | float, whole: bool) -> bool:
+    """Whether `high` is at least `low`. The matcher bounds numbers that are not whole by their shortest digits."""
+    return high >= low if whole else Decimal(repr(high)) >= Decimal(repr(low))

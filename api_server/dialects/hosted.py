@@ -16,6 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.answers.choice import Choice
+from api_server.body.item_limits import check_count
+from api_server.body.validation import Mismatch, parse
 from api_server.dialects.openai import errors as openai_errors
 from api_server.dialects.openai import requests as openai_requests
 from api_server.dialects.openai.routes import TAG as OPENAI
@@ -37,9 +39,7 @@ from api_server.dialects.tgi.rendering import answer, is_complete
 from api_server.dialects.tgi.schema import ErrorResponse, GenerateRequest
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.generation.generation import generate
-from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
-from api_server.web.item_limits import check_count
 from interfaces import TextGenerationRequest
 
 Form = Literal["tgi", "sglang", "chat", "completion"]

@@ -27,6 +27,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+from api_server import access_log
 from api_server.answers.choice import Choice, Finish, TextDelta
 from api_server.engine import resume, scheduling
 from api_server.engine.submission import Inbox, Submission
@@ -35,7 +36,6 @@ from api_server.generation import preparation
 from api_server.generation.output_processor import Answer
 from api_server.generation.preparation import Prepared
 from api_server.state import ServerState
-from api_server.web import access_log
 from interfaces import Terms, TextGenerationOutput, TextGenerationRequest
 
 SILENCE_BEFORE_HEADERS = 10.0

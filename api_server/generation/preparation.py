@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from api_server.answers.formats import AnswerFormats
-from api_server.chat.tool_schemas import Compile, held_to
+from api_server.body import item_limits
+from api_server.constraints.tool_schemas import Compile, held_to
 from api_server.engine import resume
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
 from api_server.text.tokenizer import Prompt, Tokenizer
-from api_server.web import item_limits
 from interfaces import (
     DUMMY_REQUEST_ID,
     Constraint,

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from api_server.body.item_limits import MAX_TEXT
 from api_server.chat import template
+from api_server.chat.control_tokens import ControlTokens
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
-from api_server.text.control_tokens import ControlTokens
 from api_server.text.detokenizer import Detokenizer, Vocabulary
 from interfaces import SamplingParamsGenerationConfigDefaults, TextGenerationRequest
 from shared.load_errors import broken_file
@@ -36,8 +37,6 @@ T = TypeVar("T")
 MAX_JOBS = 512
 """Prompts that may wait for a tokenizer thread; further requests are refused instead of queued without end."""
 THREADS = 4
-MAX_TEXT = 1 << 19
-"""Characters of a text that is tokenized whatever the model's context holds: about a second of a core."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,11 +21,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from api_server.body.bodies import MAX_BODY_BYTES, Held
 from api_server.engine import resume, scheduling
 from api_server.engine.resume import Resume
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
-from api_server.web.bodies import MAX_BODY_BYTES, Held
 from shared.access_keys import Caller
 
 log = logging.getLogger("tokenyard")

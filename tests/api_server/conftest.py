@@ -23,12 +23,12 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from api_server.__main__ import _Server, tls_options
+from api_server.access_log import logged
 from api_server.app import create
 from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from api_server.state import ServerState
 from api_server.text.tokenizer import Tokenizer
-from api_server.web.access_log import logged
 from interfaces.messages import (
     Action,
     Cancel,

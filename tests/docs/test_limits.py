@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from api_server.body import bodies, item_limits
 from api_server.dialects.sglang.tokenize import MAX_PROMPTS
 from api_server.dialects.tgi.validation import MAX_STOP_SEQUENCES
 from api_server.http import heads, protocol
-from api_server.text import stop_patterns, tokenizer
-from api_server.web import bodies, item_limits
+from api_server.text import stop_patterns
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
 SECTION = PAGE.partition("## Large requests")[2].partition("\n## ")[0]
@@ -30,7 +30,7 @@ PORT = PAGE.partition("## At the port")[2].partition("\n## ")[0]
         f"{item_limits.MOST_TOKEN_IDS:,} allowed tokens or biases",
         f"{MAX_PROMPTS:,} texts or lists",
         f"each answer: {item_limits.MOST_PROMPT_TOKENS:,}",
-        f"sees them: {tokenizer.MAX_TEXT:,}",
+        f"sees them: {item_limits.MAX_TEXT:,}",
         f"more than {bodies.LIGHT >> 10} KiB",
     ],
 )

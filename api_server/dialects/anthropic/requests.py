@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from api_server.body import item_limits, unknown_fields, validation
+from api_server.body.unknown_fields import ALWAYS, Refusals, unless
 from api_server.chat import documents
 from api_server.chat.thinking import template_options
 from api_server.chat.tools import listed, tool_use
@@ -20,9 +22,7 @@ from api_server.dialects.anthropic.documents import document_block
 from api_server.dialects.anthropic.schema import Conversation, MessagesBody, OutputConfig, Tool, ToolChoice
 from api_server.dialects.anthropic.turns import system_parts, turns
 from api_server.errors import invalid, unsupported
-from api_server.web import body, item_limits, unknown_fields
 from api_server.web.endpoint import Call
-from api_server.web.unknown_fields import ALWAYS, Refusals, unless
 from interfaces import Constraint, RequestID, SamplingParamsInput, TextGenerationRequest, TextGenerationRequestMessage
 
 B = TypeVar("B", bound=Conversation)
@@ -64,8 +64,8 @@ def read(call: Call, model: type[B]) -> B:
         raw["tools"] = listed(raw["tools"], _functions)
     unknown_fields.check(raw, MessagesBody, REFUSED, _WITHOUT_EFFECT)
     try:
-        parsed = body.parse(model, raw)
-    except body.Mismatch as error:
+        parsed = validation.parse(model, raw)
+    except validation.Mismatch as error:
         raise invalid(str(error), error.field or None) from None
     call.server.check_model(parsed.model or "")
     return parsed

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
+from api_server.body.item_limits import MOST_TOOLS, Turns
 from api_server.dialects.anthropic.context_edits import ContextManagement
-from api_server.web.item_limits import MOST_TOOLS, Turns
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 StopText = Annotated[str, Field(min_length=1)]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from api_server.body.unknown_fields import report
 from api_server.chat.messages import last_answer, text_content
 from api_server.errors import invalid
-from api_server.web.unknown_fields import report
 from interfaces import MessageContent, TextContentPart, TextGenerationRequestMessage
 
 _ROLES = ("user", "assistant", "system")

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import orjson
 
+from api_server.body import item_limits, unknown_fields, validation
+from api_server.body.unknown_fields import ALWAYS, Refusals, unless
 from api_server.chat import documents
 from api_server.chat.messages import chat_messages
 from api_server.chat.thinking import template_options
@@ -21,11 +23,9 @@ from api_server.dialects.openai.responses.schema import ResponsesBody
 from api_server.dialects.openai.responses.tools import Toolbox
 from api_server.dialects.openai.schema import ChatBody, CompletionBody, ExtendedBody, TextBody
 from api_server.errors import invalid, shown, unsupported
-from api_server.logit_processors import processor_problem
+from api_server.generation.logit_processors import processor_problem
 from api_server.text.stop_patterns import pattern_problem
-from api_server.web import body, item_limits, unknown_fields
 from api_server.web.endpoint import Call
-from api_server.web.unknown_fields import ALWAYS, Refusals, unless
 from interfaces import SEED_LIMIT, LogprobMode, SamplingParamsInput, TextGenerationRequest, TextGenerationRequestMessage
 
 B = TypeVar("B", bound=TextBody)
@@ -84,8 +84,8 @@ def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -
     if "prompt" in model.model_fields:
         item_limits.check_prompts(raw.get("prompt"), "prompt", call.server, bool(raw.get("truncate_prompt_tokens")))
     try:
-        parsed = body.parse(model, raw)
-    except body.Mismatch as error:
+        parsed = validation.parse(model, raw)
+    except validation.Mismatch as error:
         raise invalid(str(error), error.field or None) from None
     call.server.check_model(parsed.model or "")
     options = parsed.stream_options

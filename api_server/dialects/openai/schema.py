@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api_server.web.item_limits import MOST_TOKEN_IDS, Biases, StopIds, Tools, Turns
+from api_server.body.item_limits import MOST_TOKEN_IDS, Biases, StopIds, Tools, Turns
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

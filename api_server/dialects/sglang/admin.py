@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from api_server.body.validation import Mismatch, parse
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.web.access import operators_only
-from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
 from interfaces import Action, OrderAnswer
 

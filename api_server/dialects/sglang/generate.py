@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from starlette.responses import Response
 
 from api_server.answers.choice import Choice
+from api_server.body import unknown_fields
+from api_server.body.validation import Mismatch, parse
 from api_server.constraints.given import of_sampling_params
 from api_server.dialects.sglang.batch import Batch, Item, expand
 from api_server.dialects.sglang.errors import ERROR_STATUSES, error_frame
@@ -28,9 +30,7 @@ from api_server.dialects.sglang.validation import (
 )
 from api_server.errors import invalid, unsupported
 from api_server.generation.generation import Generation, generate
-from api_server.logit_processors import processor_problem
-from api_server.web import unknown_fields
-from api_server.web.body import Mismatch, parse
+from api_server.generation.logit_processors import processor_problem
 from api_server.web.endpoint import Call, Document
 from api_server.web.sse import DONE, EventStream, frame
 from interfaces import SEED_LIMIT, LogprobMode, RequestID, SamplingParamsInput, TextGenerationRequest

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
+from api_server.body.item_limits import Tools
+from api_server.body.validation import Mismatch, parse
 from api_server.chat.tools import tool_use
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse
@@ -16,9 +18,7 @@ from api_server.errors import invalid
 from api_server.parsers import answer
 from api_server.parsers.answer import AnswerParser, Passage
 from api_server.parsers.registry import ReasoningFormat, ToolFormat, reasoning_format, tool_format
-from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
-from api_server.web.item_limits import Tools
 
 LONGEST_TEXT = 1 << 20
 

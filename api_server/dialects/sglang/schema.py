@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from api_server.web.item_limits import Biases, StopIds
+from api_server.body.item_limits import Biases, StopIds
 
 # A long list of wrong values would otherwise make one error each.
 Integers = Annotated[list[int], Field(fail_fast=True)]

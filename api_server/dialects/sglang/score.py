@@ -12,13 +12,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.answers.choice import Choice, complete
+from api_server.body.item_limits import check_prompts, check_total
+from api_server.body.validation import Mismatch, parse
 from api_server.dialects.sglang.errors import ERROR_STATUSES, render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Integers, Texts
 from api_server.errors import invalid
 from api_server.generation.generation import generate
-from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
-from api_server.web.item_limits import check_prompts, check_total
 from interfaces import MOST_LOGPROB_IDS, LogprobMode, RequestID, SamplingParamsInput, TextGenerationRequest
 
 

@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.answers.choice import Choice
+from api_server.body.validation import Mismatch, parse
 from api_server.dialects.sglang.batch import Batch, Item
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
-from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call, Document, endpoint
 from interfaces import RequestID, SessionAction, SessionAnswer, TextGenerationRequest
 

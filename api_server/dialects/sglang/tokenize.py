@@ -8,15 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
+from api_server.body.item_limits import MAX_TEXT, Tools, Turns, check_count, check_parts
+from api_server.body.validation import Mismatch, parse
 from api_server.chat import documents
 from api_server.chat.messages import chat_messages
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Integers
 from api_server.errors import invalid
-from api_server.text.tokenizer import MAX_TEXT, refuse_long
-from api_server.web.body import Mismatch, parse
+from api_server.text.tokenizer import refuse_long
 from api_server.web.endpoint import Call, Document, endpoint
-from api_server.web.item_limits import Tools, Turns, check_count, check_parts
 from interfaces import RequestID, TextGenerationRequest, TextGenerationRequestMessage
 
 MAX_PROMPTS = 1024

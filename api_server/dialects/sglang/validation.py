@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from api_server.body.item_limits import LONGEST_NUMBER, check_count, check_prompts, check_vectors
 from api_server.dialects.sglang.batch import SPREAD, Item
 from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
 from api_server.state import ServerState
 from api_server.text.stop_patterns import pattern_problem
-from api_server.web.item_limits import LONGEST_NUMBER, check_count, check_prompts, check_vectors
 from interfaces import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
 
 MAX_STOP_STRINGS = 32

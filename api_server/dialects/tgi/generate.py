@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from api_server.body import unknown_fields
+from api_server.body.validation import Mismatch, parse
 from api_server.constraints.given import of_tgi
 from api_server.dialects.tgi.errors import BodyMismatch
 from api_server.dialects.tgi.schema import Body, GenerateParameters, GenerateRequest
 from api_server.dialects.tgi.validation import Limits, first_problem
 from api_server.errors import invalid
-from api_server.web import unknown_fields
-from api_server.web.body import Mismatch, parse
 from api_server.web.endpoint import Call
 from interfaces import LogprobMode, RequestID, SamplingParamsInput, TextGenerationRequest
 

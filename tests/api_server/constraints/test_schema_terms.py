@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from api_server.constraints.schema_terms import enforceable, loosened, shallow
@@ -131,6 +131,8 @@ NUMBERS = st.builds(
 
 
 @settings(max_examples=150, deadline=None)
+@example(10**18 - 1, 10**18 - 1, [], False, "integer")
+@example(2**53, 10**18 - 101, [10**18 - 100], False, "number")
 @given(NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=4), st.booleans(), st.sampled_from(["integer", "number"]))
 def test_no_number_outside_of_its_bounds_is_ever_allowed(
     a: int, b: int, tried: list[int], exclusive: bool, kind: str
@@ -165,6 +167,7 @@ def test_the_ranges_of_common_types_are_taken(lowest: float, highest: float) -> 
 
 
 @settings(max_examples=150, deadline=None)
+@example(1113178120592002.2)
 @given(NUMBERS | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_constant_number_is_exact_or_refused(number: float) -> None:
     try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from api_server.body.item_limits import MAX_TEXT
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.text import tokenizer as tokenizer_module
 from api_server.text.tokenizer import Tokenizer
@@ -42,7 +43,7 @@ async def test_an_endless_text_is_refused_without_tokenizing(tokenizer: Tokenize
     await tokenizer.prompt(request(longest * 50), 50)
 
 
-LONG = "word " * (tokenizer_module.MAX_TEXT // 8)
+LONG = "word " * (MAX_TEXT // 8)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ async def test_endless_messages_are_refused_before_a_template_sees_them(
         with pytest.raises(RequestFailed) as caught:
             await tokenizer.prompt(TextGenerationRequest(RequestID("a"), **given), limit)
         assert caught.value.kind is ErrorKind.TOO_LONG
-        assert f"at most {tokenizer_module.MAX_TEXT} are possible" in caught.value.message
+        assert f"at most {MAX_TEXT} are possible" in caught.value.message
 
 
 async def test_the_queue_for_threads_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,6 +267,7 @@ ELSEWHERE = {
     *("AudioGenerationInputs", "EmbeddingsGenerationInputs", "PixelGenerationInputs", "TextGenerationInputs"),
     *("BatchProcessorInputs", "ProcessorInputs"),
     # requests and parts whose base or whole is tested
+    *("ForcedTokens", "LogprobReports"),
     *("Request", "ResponseResource", "ImageContentPart", "VideoContentPart", "SharedMemoryArray"),
 }
 

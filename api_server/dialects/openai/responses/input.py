@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from api_server.body import item_limits
+from api_server.body.unknown_fields import ALWAYS, Refusals, report, unless
 from api_server.chat import documents
 from api_server.chat.documents import Document
 from api_server.chat.messages import chat_messages, last_answer
@@ -13,8 +15,6 @@ from api_server.dialects.openai.responses.schema import ResponsesBody
 from api_server.errors import invalid, unsupported
 from api_server.state import ServerState
 from api_server.text.sealed_text import Seal
-from api_server.web import item_limits
-from api_server.web.unknown_fields import ALWAYS, Refusals, report, unless
 from interfaces import TextGenerationRequestMessage
 
 ENCRYPTED = "reasoning.encrypted_content"

@@ -10,10 +10,10 @@ from typing import Any
 
 import orjson
 
+from api_server.body.unknown_fields import report
 from api_server.chat.messages import text_content
 from api_server.dialects.openai.responses.tools import Tool, input_of
 from api_server.errors import invalid
-from api_server.web.unknown_fields import report
 
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 

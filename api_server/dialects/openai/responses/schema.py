@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
+from api_server.body.item_limits import Tools, Turns
 from api_server.dialects.openai.schema import LONGEST_NAME, Body, TextBody
-from api_server.web.item_limits import Tools, Turns
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from api_server.body import bodies
+from api_server.body.bodies import Bodies
 from api_server.dialects.openai import requests
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.web import bodies
-from api_server.web.bodies import Bodies
 from tests.api_server.conftest import LiveServer
 
 PATHS = [

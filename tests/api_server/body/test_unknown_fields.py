@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from api_server.body import unknown_fields
+from api_server.body.unknown_fields import ALWAYS, Refusals, check, unless
 from api_server.errors import RequestFailed
-from api_server.web import unknown_fields
-from api_server.web.unknown_fields import ALWAYS, Refusals, check, unless
 
 
 class Inner(BaseModel):

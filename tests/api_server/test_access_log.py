@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from api_server.access_log import LONGEST_PATH
 from api_server.text.tokenizer import Tokenizer
-from api_server.web.access_log import LONGEST_PATH
 from interfaces.result.results import ErrorCode, RequestError
 from interfaces.wire.codec import encode as wire
 from shared import logs

@@ -8,15 +8,15 @@ checked here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from api_server.text.tokenizer import MAX_TEXT
+from shared.settings import Settings
 
-if TYPE_CHECKING:
-    from api_server.state import ServerState
+# Characters of a text that is tokenized whatever the model's context holds: about a second of a core.
+MAX_TEXT = 1 << 19
 
 MOST_TURNS = 16_384
 """Messages of a conversation: each costs a template and a tokenizer some time, and the model some tokens."""
@@ -39,6 +39,16 @@ StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MOST_STOP_IDS)]
 Biases = Annotated[dict[str, float], Field(max_length=MOST_TOKEN_IDS)]
 
 
+class Server(Protocol):
+    """What bounds the prompts of a request."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def max_model_len(self) -> int | None: ...
+
+
 def check_parts(turns: Sequence[Any], path: str) -> None:
     """Raises RequestFailed(INVALID) for turns with too many parts and calls."""
     count = sum(sum(_lengths(turn)) for turn in turns)
@@ -49,7 +59,7 @@ def check_parts(turns: Sequence[Any], path: str) -> None:
         )
 
 
-def check_prompts(given: Any, field: str, server: ServerState, truncated: bool = False) -> None:
+def check_prompts(given: Any, field: str, server: Server, truncated: bool = False) -> None:
     """Raises RequestFailed for more prompts than may wait, and for one with more tokens than fit.
 
     `given` is a text, token ids, or a list of either; anything else is for others to judge. A prompt that is to be
@@ -66,7 +76,7 @@ def check_prompts(given: Any, field: str, server: ServerState, truncated: bool =
         raise too_long(longest, server.max_model_len, field)
 
 
-def check_vectors(given: Any, field: str, server: ServerState) -> None:
+def check_vectors(given: Any, field: str, server: Server) -> None:
     """The same for a matrix, whose rows stand for tokens, or a list of such."""
     batched = (
         isinstance(given, list) and given and isinstance(given[0], list) and isinstance((given[0] or [0])[0], list)

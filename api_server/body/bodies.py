@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
 
+from api_server.body.weight import Weight, exactly
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from api_server.web.body_weight import Weight, exactly
 
 T = TypeVar("T")
 

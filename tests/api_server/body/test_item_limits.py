@@ -7,13 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
+from api_server.body import item_limits
+from api_server.body.item_limits import MAX_TEXT, MOST_PARTS, MOST_STOP_IDS, MOST_TOKEN_IDS, MOST_TOOLS, MOST_TURNS
 from api_server.chat.tools import tool_use
 from api_server.errors import RequestFailed
 from api_server.parsers.call_grammar import CallGrammar, strict_tags
 from api_server.parsers.registry import TOOL_FORMATS
-from api_server.text.tokenizer import MAX_TEXT
-from api_server.web import item_limits
-from api_server.web.item_limits import MOST_PARTS, MOST_STOP_IDS, MOST_TOKEN_IDS, MOST_TOOLS, MOST_TURNS
 from tests.api_server.conftest import LiveServer
 
 SAY = {"role": "user", "content": "x"}

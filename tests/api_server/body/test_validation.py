@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from api_server.web.body import Mismatch, parse
+from api_server.body.validation import Mismatch, parse
 
 
 class Inner(BaseModel):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from api_server.text.control_tokens import SIGNS, ControlTokens
+from api_server.chat.control_tokens import SIGNS, ControlTokens
 from api_server.text.tokenizer import Tokenizer
 from deploy import embedded_model
 from interfaces import RequestID, TextGenerationRequest

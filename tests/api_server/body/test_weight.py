@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 import pytest
 
-from api_server.web import body_weight
-from api_server.web.body_weight import Weight, exactly
+from api_server.body import weight
+from api_server.body.weight import Weight, exactly
 
 CHARACTERS = ['"', "\\", "\\\\", ",", "{", "}", "[", "]", ":", "a", "é", "\n", "\x00", "😀", '\\"', '",', '["']
 
@@ -43,7 +43,7 @@ def marks(value: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("stretch", [2, 3, 7, 64, 1 << 20])
 def test_marks_within_texts_do_not_count(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_weight, "_STRETCH", stretch)
+    monkeypatch.setattr(weight, "_STRETCH", stretch)
     rng = random.Random(stretch)
     for _ in range(300):
         value = some_value(rng)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from api_server.chat.tool_schemas import ANY_OBJECT, held_to
 from api_server.constraints.compile_process import outcome
 from api_server.constraints.compiler import refused
+from api_server.constraints.tool_schemas import ANY_OBJECT, held_to
 from api_server.errors import ErrorKind, RequestFailed
 from interfaces import RequestID, TextGenerationRequest
 from interfaces.request.constraint import Constraint
