@@ -206,10 +206,24 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def _forget_secrets(arguments: argparse.Namespace) -> None:
     """Takes keys out of what `ps` shows and children inherit."""
-    for name in SECRETS:
-        os.environ.pop(ENV_PREFIX + name.upper(), None)
-    if SECRETS & vars(arguments).keys():
-        setproctitle.setproctitle("tokenyard serve (arguments hidden: they had a key)")
+    inherited = {ENV_PREFIX + name.upper() for name in SECRETS} & os.environ.keys()
+    typed = SECRETS & vars(arguments).keys()
+    if not typed and not inherited:
+        return
+    # The kernel shows the environment that a process was started with. A title is written over it as far as it reaches,
+    # as long as no variable has been taken out of it.
+    setproctitle.setproctitle(" " * _size_of_environment())
+    shown = "tokenyard serve (arguments hidden: they had a key)" if typed else " ".join(sys.orig_argv)
+    setproctitle.setproctitle(shown)
+    for name in inherited:
+        del os.environ[name]
+
+
+def _size_of_environment() -> int:
+    try:
+        return sum(len(Path("/proc/self", name).read_bytes()) for name in ("cmdline", "environ"))
+    except OSError:
+        return 0
 
 
 def settings_as_toml(resolved: Resolved) -> str:

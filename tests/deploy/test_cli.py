@@ -170,6 +170,20 @@ def test_a_variable_that_says_nothing_keeps_the_server_from_starting(name: str, 
     assert name.removeprefix("TOKENYARD_").lower() in result.stderr.lower()
 
 
+@pytest.mark.parametrize("name", ["TOKENYARD_API_KEY", "TOKENYARD_ADMIN_API_KEY"])
+def test_a_key_in_the_environment_is_nowhere_afterwards(name: str) -> None:
+    code = (
+        "import argparse, os; from pathlib import Path; from deploy import cli; "
+        "cli._forget_secrets(argparse.Namespace(port=8000)); "
+        "shown = Path('/proc/self/environ').read_text() + str(dict(os.environ)); "
+        "print('a-secret' in shown, Path('/proc/self/cmdline').read_text())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, name: "a-secret"}
+    )
+    assert result.stdout.startswith(f"False {sys.executable} -c import argparse")
+
+
 def test_version() -> None:
     result = run("version")
     assert result.returncode == 0
