@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -34,8 +35,12 @@ def serve_command(port: int, flags: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "deploy.cli", "serve", "--port", str(port), *flags]
 
 
-def compile_kernels(dtypes: Sequence[str] = ("float32", "bfloat16")) -> None:
-    """Has the kernels of our server compiled, once for this checkout: until then it computes in plain torch."""
+@functools.cache
+def compile_kernels(dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> None:
+    """Has the kernels of our server compiled, once for this checkout: until then it computes in plain torch.
+
+    To find them there takes seconds, too, so a process looks once.
+    """
     environment = {"NUMBA_CACHE_DIR": str(kernel_cache_directory()), **os.environ}
     for dtype in dtypes:
         command = [sys.executable, "-m", "model_worker.compile_kernels", "--dtype", dtype]
