@@ -31,7 +31,8 @@ from model_worker.attention import PAGED_ATTENTION
 from model_worker.batch import ForwardBatch
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
-from model_worker.loading.checkpoint import LoadedModel, load_model
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
 
 BLOCK_SIZE = 16

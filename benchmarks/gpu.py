@@ -36,7 +36,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from interfaces import Join, SamplingParams, Step
 from model_worker.batch import ForwardBatch
 from model_worker.engine import Engine, Flight, WorkerIdentity
-from model_worker.loading.checkpoint import LoadedModel, load_model
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
 from model_worker.sampling.sampler import SamplerRows

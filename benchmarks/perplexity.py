@@ -27,7 +27,8 @@ from demo_model.evaluate import SEED, SKILLS, held_out
 from demo_model.exchange import Exchange
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
 from model_worker.batch import ForwardBatch
-from model_worker.loading.checkpoint import QUANTIZATIONS, load_model
+from model_worker.loading.checkpoint import QUANTIZATIONS
+from model_worker.loading.load import load_model
 from model_worker.runner import ModelRunner
 
 BLOCK_SIZE = 16

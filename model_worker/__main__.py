@@ -24,7 +24,7 @@ from shared.settings import Settings, parse_memory
 if TYPE_CHECKING:
     from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
-    from model_worker.loading.checkpoint import LoadedModel
+    from model_worker.model import LoadedModel
     from model_worker.runner import ModelRunner
     from model_worker.sampling.sampler import SamplerRows
 
@@ -89,7 +89,7 @@ def build(
     from model_worker.engine import Engine, WorkerIdentity
     from model_worker.grammar import mask_process
     from model_worker.grammar.masks import Masks
-    from model_worker.loading.checkpoint import load_model
+    from model_worker.loading.load import load_model
     from model_worker.rows import WorkerRows
     from model_worker.runner import ModelRunner
     from model_worker.sampling.processors import load_processors

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from model_worker.kv_cache import default_kv_memory
-from model_worker.loading.checkpoint import LoadedModel, check_positions
+from model_worker.model import LoadedModel, check_positions
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from model_worker.attention import cpu
 from model_worker.cpu import kernel_cache
 from model_worker.cpu.simd import bf12
 from model_worker.grammar import apply_mask
-from model_worker.loading.checkpoint import DTYPES, prove
+from model_worker.loading.checkpoint import DTYPES
+from model_worker.loading.prepare import prove
 from model_worker.runner import ModelRunner
 from model_worker.sampling.sampler import SamplerRows
 from shared import logs

@@ -7,9 +7,11 @@ reads the blocks (attention/ does).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.batch import ForwardBatch
@@ -20,6 +22,19 @@ GIB = 1 << 30
 CPU_SHARE, CPU_LIMIT = 0.25, 4 * GIB
 # A CUDA device is ours, but activations and the allocator's slack need room beside the cache.
 CUDA_SHARE = 0.85
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionParams:
+    """What distinguishes one attention layer's arithmetic from another's.
+
+    A query at position p sees keys p - sliding_window + 1 to p; its logits are softcap * tanh(logit / softcap).
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [query heads]: one more logit per head that takes weight and gives no value
 
 
 @dataclass(frozen=True)
@@ -111,3 +126,11 @@ def _rounded(size: int) -> int:
     """
     step = 1 << max(0, size.bit_length() - 5)
     return size // step * step
+
+
+def memory_of(cache: Tensor) -> NDArray[Any]:
+    """The blocks as they lie in memory, [num_blocks, kv_heads, block_size, head_dim]; bfloat16 as its bits."""
+    blocks = cache.transpose(1, 2)
+    if not blocks.is_contiguous():
+        raise ValueError("the cpu backend needs KV blocks laid out head by head, as KVCache makes them on a CPU")
+    return blocks.view(torch.uint16).numpy() if cache.dtype == torch.bfloat16 else blocks.numpy()

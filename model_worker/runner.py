@@ -32,7 +32,7 @@ from model_worker.sampling.sampler import largest
 
 if TYPE_CHECKING:
     from model_worker.cpu.fused.stack import Drawn, Passes
-    from model_worker.loading.checkpoint import LoadedModel
+    from model_worker.model import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,8 @@ class ModelRunner:
         assert self._stack is not None
         self._check(batch)
         with torch.inference_mode():
-            return self._stack.begin(batch, self.cache, drawn, passes)
+            begun: Passes = self._stack.begin(batch, self.cache, drawn, passes)
+            return begun
 
     @property
     def hidden_size(self) -> int:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from model_worker.attention import cpu, cuda, reference, tiled
-from model_worker.attention.params import AttentionParams
 from model_worker.batch import ForwardBatch
-from model_worker.kv_cache import KVCache
+from model_worker.kv_cache import AttentionParams, KVCache
 
 # q [T, Hq, D], one layer's K and V blocks, the batch, the layer's parameters -> [T, Hq, Dv] in q's dtype.
 AttentionBackend = Callable[[Tensor, Tensor, Tensor, ForwardBatch, AttentionParams], Tensor]

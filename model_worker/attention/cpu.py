@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 import numba
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.attention.cpu_kernel import run_core, run_cores
-from model_worker.attention.cpu_plan import STREAMING_ROWS, Plan, share_out, tiles_of, total_cost
-from model_worker.attention.params import AttentionParams
+from model_worker.attention.cpu_plan import Plan, share_out, tiles_of, total_cost
 from model_worker.batch import ForwardBatch
+from model_worker.cpu.fused.attention_plan import STREAMING_ROWS
+from model_worker.kv_cache import AttentionParams, memory_of
 
 _numba_config: Any = numba.config
 # numba's own pool, whose idle threads sleep: those of its OpenMP pool, a second one beside torch's, spin on their core.
@@ -72,14 +72,6 @@ def warm_up(dtype: torch.dtype) -> None:
     with _pool:
         numba.set_num_threads(1)
         run_cores(*arguments)
-
-
-def memory_of(cache: Tensor) -> NDArray[Any]:
-    """The blocks as they lie in memory, [num_blocks, kv_heads, block_size, head_dim]; bfloat16 as its bits."""
-    blocks = cache.transpose(1, 2)
-    if not blocks.is_contiguous():
-        raise ValueError("the cpu backend needs KV blocks laid out head by head, as KVCache makes them on a CPU")
-    return blocks.view(torch.uint16).numpy() if cache.dtype == torch.bfloat16 else blocks.numpy()
 
 
 # All layers of a forward pass share their plans; the batch itself stays free of any backend's matters.

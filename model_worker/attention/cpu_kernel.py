@@ -11,48 +11,19 @@ from typing import Any
 
 import numba.extending
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba import njit, prange, types
+from numba import njit, prange
 
-from model_worker.cpu.simd.elements import widened
+from model_worker.cpu.simd.elements import MATH, exp, widened
 
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
 
-# Reassociation lets a dot product fill vector registers. Nothing here assumes that NaN and infinity do not occur.
-_MATH = {"reassoc", "contract", "arcp", "nsz"}
 _LOWEST = np.float32(-1e30)  # of a softmax that has seen no key
 # Keys whose scores are taken through the softmax together, to spread what each of its steps costs.
 _PANEL_KEYS = 64
 
 
-@intrinsic
-def _float_of_bits(typing: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
-
-
-@njit(fastmath=_MATH, nogil=True, cache=True)
-def _exp(x: np.float32) -> np.float32:
-    """e^x to float32 precision, 0 below -87, without a call, so that loops over it become vector instructions."""
-    bounded = min(max(x, np.float32(-87.0)), np.float32(88.0))
-    power = bounded * np.float32(1.4426950408889634)
-    whole = np.floor(power + np.float32(0.5))
-    part = power - whole  # within half of zero, where this polynomial is 2^part
-    y = np.float32(1.5403530393381610e-4)
-    y = y * part + np.float32(1.3333558146428443e-3)
-    y = y * part + np.float32(9.6181291076284772e-3)
-    y = y * part + np.float32(5.5504108664821580e-2)
-    y = y * part + np.float32(2.4022650695910071e-1)
-    y = y * part + np.float32(6.9314718055994531e-1)
-    y = y * part + np.float32(1.0)
-    y *= _float_of_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
-    return y if x > np.float32(-87.0) else np.float32(0.0)
-
-
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _tanh(x: np.float32) -> np.float32:
     """tanh to float32 precision. Near zero a polynomial, because there e^2x - 1 has few digits left."""
     square = x * x
@@ -62,12 +33,12 @@ def _tanh(x: np.float32) -> np.float32:
     y = y * square + np.float32(1.33314422036e-1)
     y = y * square + np.float32(-3.33332819422e-1)
     near = x + x * square * y
-    e = _exp(x + x)
+    e = exp(x + x)
     far = (e - np.float32(1.0)) / (e + np.float32(1.0))
     return near if square < np.float32(0.390625) else far
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _score(q: Any, base: int, rows: int, k: Any, block: int, head: int, keys: int, scores: Any) -> None:
     """scores[r, j] = q[base + r] . k of key j, two rows by two keys at a time: each load serves two products."""
     pairs = keys // 2 * 2
@@ -90,7 +61,7 @@ def _score(q: Any, base: int, rows: int, k: Any, block: int, head: int, keys: in
             scores[r, j] = _dot(q, base + r, k, block, head, j)
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _dot(q: Any, row: int, k: Any, block: int, head: int, key: int) -> Any:
     total = np.float32(0.0)
     for d in range(k.shape[3]):
@@ -98,23 +69,23 @@ def _dot(q: Any, row: int, k: Any, block: int, head: int, key: int) -> Any:
     return total
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _cap(scores: Any, row: int, keys: int, softcap: np.float32) -> None:
     for j in range(keys):
         scores[row, j] = softcap * _tanh(scores[row, j] / softcap)
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _weigh(scores: Any, row: int, begin: int, end: int, keys: int, peak: Any, total: Any, acc: Any, state: int) -> None:
     """Turn a row's scores of keys begin to end into weights, and rescale what the row holds to the new maximum."""
     highest = peak[state]
     for j in range(begin, end):
         highest = max(highest, scores[row, j])
-    shrink = _exp(peak[state] - highest)
+    shrink = exp(peak[state] - highest)
     peak[state] = highest
     weights = np.float32(0.0)
     for j in range(begin, end):
-        weight = _exp(scores[row, j] - highest)
+        weight = exp(scores[row, j] - highest)
         scores[row, j] = weight
         weights += weight
     for j in range(begin):
@@ -127,7 +98,7 @@ def _weigh(scores: Any, row: int, begin: int, end: int, keys: int, peak: Any, to
             acc[state, d] *= shrink
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _gather(acc: Any, base: int, rows: int, v: Any, block: int, head: int, keys: int, weights: Any) -> None:
     """acc[base + r] += weights[r, j] * v of key j. Two rows by four keys at a time, to load and store less often."""
     fours = keys // 4 * 4
@@ -154,13 +125,13 @@ def _gather(acc: Any, base: int, rows: int, v: Any, block: int, head: int, keys:
             _add(acc, base + r, v, block, head, j, weights[r, j])
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _add(acc: Any, row: int, v: Any, block: int, head: int, key: int, weight: Any) -> None:
     for d in range(v.shape[3]):
         acc[row, d] += weight * widened(v[block, head, key, d])
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _begin_unit(q: Any, tile: Any, first_head: int, states: int, group: int, scale: Any, sinks: Any, own: Any) -> None:
     """Copy the unit's scaled queries and empty its softmax. State h * rows + r is row r of the unit's h-th KV head."""
     queries, acc, peak, total = own
@@ -176,7 +147,7 @@ def _begin_unit(q: Any, tile: Any, first_head: int, states: int, group: int, sca
         total[state] = np.float32(1.0) if len(sinks) else np.float32(0.0)
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _end_unit(out: Any, tile: Any, first_head: int, states: int, group: int, acc: Any, total: Any) -> None:
     rows = tile[2] * group
     for state in range(states):
@@ -187,7 +158,7 @@ def _end_unit(out: Any, tile: Any, first_head: int, states: int, group: int, acc
             out[tile[1] + row // group, head, d] = acc[state, d] * share
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def _run_unit(
     k: Any, v: Any, table: Any, tile: Any, unit: Any, group: int, window: int, softcap: Any, scores: Any, own: Any
 ) -> None:
@@ -216,7 +187,7 @@ def _run_unit(
                 _gather(acc, base, rows, v, block, head, count, scores[:, key:])
 
 
-@njit(fastmath=_MATH, nogil=True, cache=True)
+@njit(fastmath=MATH, nogil=True, cache=True)
 def run_core(
     core: int,
     q: Any,

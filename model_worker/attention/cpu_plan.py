@@ -12,10 +12,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-# Rows (query token x query head) of a tile: enough to reuse a block from the first-level cache, few enough to fit.
-TILE_ROWS = 32
-# Tiles with at most this many rows wait for memory, so one unit takes all KV heads and reads blocks from end to end.
-STREAMING_ROWS = 8
+from model_worker.cpu.fused.attention_plan import TILE_ROWS
 
 
 class Plan(NamedTuple):

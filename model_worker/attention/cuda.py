@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model_worker.attention.params import AttentionParams
 from model_worker.batch import ForwardBatch
-from model_worker.kv_cache import KVLayout
+from model_worker.kv_cache import AttentionParams, KVLayout
 
 BLOCK_SIZE = 256
 """Tokens of a block: the kernel takes multiples of this only."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from model_worker.attention.params import AttentionParams
 from model_worker.batch import ForwardBatch
+from model_worker.kv_cache import AttentionParams
 
 # Numbers of blocks i64[n] -> their K and V [n * block_size, kv_heads, head_dim].
 Gather = Callable[[Tensor], tuple[Tensor, Tensor]]

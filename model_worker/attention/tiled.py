@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from model_worker.attention.params import AttentionParams
 from model_worker.attention.reference import attend_to
 from model_worker.batch import ForwardBatch
-from model_worker.kv_cache import KVCache
+from model_worker.kv_cache import AttentionParams, KVCache
 
 _WORD_BYTES = 4
 

@@ -1,42 +1,26 @@
-"""Loads a model with transformers and proves that it works on the paged KV cache, or refuses it with the reason.
+"""Reads a checkpoint: its config, what in it cannot be served, and its weights.
 
-Knows where weights come from and what the rest of the worker must know about a model. Does not know how many blocks it
-will get, nor who asks for it.
+Knows where weights come from. Does not know how they are run.
 """
 
 from __future__ import annotations
 
 import errno
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from model_worker.attention import PAGED_ATTENTION, cuda
-from model_worker.cpu.fused.stack import FusedStack, fused_stack
-from model_worker.cpu.gemm.int8_linear import Rounded
-from model_worker.cpu.gemm.packed_linear import pack_linears, round_linears
-from model_worker.loading import verify
-from model_worker.loading.probe import AttentionLayers, ModelRefused, probe_attention
-from model_worker.loading.rope import pin_longrope
+from model_worker.attention import PAGED_ATTENTION
+from model_worker.model import ModelRefused, Progress, first_line
 from shared.load_errors import broken_file
-
-log = logging.getLogger(__name__)
-
-BLOCK_SIZE = 16
-"""Tokens of a KV block where the attention backend does not mind."""
-
-Progress = Callable[[str, int, int], None]  # what is being done, how much is done, out of how much
 
 # What transformers' configs call the layers whose only state is a KV cache.
 PAGED_LAYERS = {"full_attention", "sliding_attention", "attention"}
@@ -46,81 +30,6 @@ NEEDED_ARGUMENTS = {"position_ids", "logits_to_keep"}
 
 QUANTIZATIONS = ("none", "int8")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Unproven(NamedTuple):
-    """What waits for compiled kernels: the stack, if the model has the form of one, and its proof."""
-
-    stack: FusedStack | None
-    proves_itself: Callable[[], bool]
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedModel:
-    """A model that has passed its self-check, and the facts about it that others need."""
-
-    model: PreTrainedModel
-    attention: AttentionLayers
-    device: torch.device
-    dtype: torch.dtype
-    architecture: str
-    vocab_size: int  # the width of the logits, which may exceed the tokenizer's vocabulary
-    max_position: int | None  # positions the model was made for; None if it sets no limit
-    eos_token_ids: tuple[int, ...]
-    parameter_count: int
-    parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
-    stack: FusedStack | None = None  # the same model in one compiled call, for CPUs
-    unproven: Unproven | None = None  # what will be `stack` once kernels are compiled; None if they are
-    backend: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a KV block, as the backend likes them."""
-        return cuda.BLOCK_SIZE if self.backend == "cuda" else BLOCK_SIZE
-
-
-def load_model(
-    source: str | Path,
-    dtype: str,
-    device: str,
-    progress: Progress,
-    max_model_len: int | None = None,
-    quantization: str = "none",
-    deferred: Callable[[torch.dtype], bool] = lambda _: False,
-) -> LoadedModel:
-    """Load a Hugging Face directory or hub name.
-
-    `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
-    the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
-    int8 rounds the weights of linear layers, per output, and proves the model against itself with these weights.
-    `deferred` says of which weights' type kernels must not be run yet, on a CPU.
-    """
-    target = torch.device(device)
-    wanted_dtype = weights_dtype(dtype, target)
-    _check_quantization(quantization, target)
-    _check_device(target)
-    config = read_config(source)
-    architecture = _refuse_by_config(config)
-    max_position = _max_position(config)
-    check_positions(max_model_len, max_position)
-    with _reported_weights(progress):
-        model = _load_weights(source, config, architecture, wanted_dtype)
-    if target.type == "cpu":
-        _half_as_bfloat16(model)
-    elif target.index is not None and target.type == "cuda":
-        # Streams and graphs are made on the current device.
-        torch.cuda.set_device(target)
-    nn.Module.to(model, target)
-    if max_position is not None:
-        pin_longrope(model, min(max_position, max_model_len or max_position))
-    return prove(model.eval(), target, quantization, progress, deferred)
-
-
-def _half_as_bfloat16(model: PreTrainedModel) -> None:
-    """CPUs have no fast float16, and bfloat16 takes the same memory. Buffers (rotary frequencies) keep their dtype."""
-    for parameter in model.parameters():
-        if parameter.dtype == torch.float16:
-            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
@@ -133,7 +42,7 @@ def weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     return DTYPES[dtype]
 
 
-def _check_quantization(quantization: str, device: torch.device) -> None:
+def check_quantization(quantization: str, device: torch.device) -> None:
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization {quantization!r} is unknown: use one of {', '.join(QUANTIZATIONS)}")
     if quantization != "none" and device.type != "cpu":
@@ -143,12 +52,7 @@ def _check_quantization(quantization: str, device: torch.device) -> None:
         )
 
 
-def check_positions(max_model_len: int | None, max_position: int | None) -> None:
-    if max_model_len is not None and max_position is not None and max_model_len > max_position:
-        raise ValueError(f"max_model_len must be at most the model's {max_position} positions, got {max_model_len}")
-
-
-def _check_device(device: torch.device) -> None:
+def check_device(device: torch.device) -> None:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise DeviceMissing(device)
 
@@ -185,7 +89,7 @@ def read_config(source: str | Path) -> PreTrainedConfig:
         raise ModelRefused(str(source), reason) from error
 
 
-def _refuse_by_config(config: PreTrainedConfig) -> str:
+def refuse_by_config(config: PreTrainedConfig) -> str:
     """Refuse before any weight is read what cannot work. Returns the name of the architecture."""
     name: str = (config.architectures or [config.model_type])[0]
     if config.is_encoder_decoder:
@@ -210,7 +114,7 @@ def _refuse_by_config(config: PreTrainedConfig) -> str:
     return name
 
 
-def _load_weights(
+def load_weights(
     source: str | Path, config: PreTrainedConfig, architecture: str, dtype: torch.dtype | str
 ) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM  # typed for one return value, and there are two with loading info
@@ -241,106 +145,6 @@ def _load_weights(
     return model
 
 
-def first_line(error: Exception) -> str:
-    """transformers' messages run over paragraphs; the first one says what is wrong."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def prove(
-    model: PreTrainedModel,
-    device: torch.device,
-    quantization: str,
-    progress: Progress,
-    deferred: Callable[[torch.dtype], bool] = lambda _: False,
-) -> LoadedModel:
-    """Find the attention layers, make the model fast, then check it against the model as transformers runs it."""
-    architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    tokens = verify.tokens(config, device)
-    count, size = _parameters(model)
-    said = _quantize(model, architecture) if quantization == "int8" else {}
-    try:
-        with torch.inference_mode():
-            expected = verify.eager_logits(model, tokens)
-            attention = probe_attention(model, tokens[:1])
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-        if isinstance(error, ModelRefused):
-            raise
-        reason = f"a forward pass over plain tokens fails: {first_line(error)}"
-        raise ModelRefused(architecture, reason) from error
-    loaded = LoadedModel(
-        model=model,
-        attention=attention,
-        device=device,
-        dtype=model.dtype,
-        architecture=architecture,
-        vocab_size=expected.shape[-1],
-        max_position=_max_position(config),
-        eos_token_ids=_eos_token_ids(model),
-        parameter_count=count,
-        parameter_bytes=size,
-    )
-    if device.type == "cpu":
-        packed = pack_linears(model, lambda done, total: progress("pack weights", done, total), said)
-        size = _parameters(model)[1] + sum(linear.num_bytes for linear in packed)
-        loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded))
-    if device.type == "cuda":
-        verify.check_paged(loaded, tokens, expected)
-        return replace(loaded, backend=_cuda_backend(loaded, tokens, expected))
-
-    def proves_itself() -> bool:
-        return loaded.stack is None or not verify.stack_differs(loaded, tokens, expected)
-
-    awaited = quantization == "none" and deferred(loaded.dtype)
-    if loaded.stack is not None and not awaited and proves_itself():
-        return loaded
-    # The modules serve, at least for now.
-    modules = replace(loaded, stack=None, unproven=Unproven(loaded.stack, proves_itself) if awaited else None)
-    verify.check_paged(modules, tokens, expected)
-    return modules
-
-
-def _cuda_backend(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> str:
-    """The kernel of the device if it can attend for this model and has proven it; else plain torch, and why."""
-    layers = loaded.attention
-    reason = cuda.unsupported(layers.layout, layers.params, loaded.device)
-    if reason is None:
-        try:
-            verify.check_paged(loaded, tokens, expected, "cuda", cuda.BLOCK_SIZE)
-            return "cuda"
-        except (RuntimeError, ModelRefused) as error:
-            reason = first_line(error)
-    log.warning("%s attends in plain torch, which is slow: %s", loaded.architecture, reason)
-    return "reference"
-
-
-def _parameters(model: PreTrainedModel) -> tuple[int, int]:
-    """How many numbers, and their bytes."""
-    parameters = list(model.parameters())
-    return sum(parameter.numel() for parameter in parameters), sum(parameter.nbytes for parameter in parameters)
-
-
-def _quantize(model: PreTrainedModel, architecture: str) -> dict[nn.Module, Rounded]:
-    said = round_linears(model)
-    if not said:
-        raise ModelRefused(
-            architecture, "it has no plain linear layer, and int8 quantizes only these; use quantization none"
-        )
-    return said
-
-
-def _max_position(config: PreTrainedConfig) -> int | None:
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The generation config's end tokens, which may be several; else the config's."""
-    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return (ids,) if isinstance(ids, int) else tuple(ids)
-    return ()
-
-
 class _WeightsBar:
     """Looks like a tqdm bar to transformers and tells `progress` how many weights are in place."""
 
@@ -355,7 +159,7 @@ class _WeightsBar:
 
 
 @contextmanager
-def _reported_weights(progress: Progress) -> Iterator[None]:
+def reported_weights(progress: Progress) -> Iterator[None]:
     """Within it, transformers' bar over the weights becomes calls of `progress`; other bars stay as they are."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_worker.attention.params import AttentionParams
-from model_worker.kv_cache import KVLayout, LayerShape
+from model_worker.kv_cache import AttentionParams, KVLayout, LayerShape
+from model_worker.model import AttentionLayers, ModelRefused
 
 PROBE_ATTENTION = "tokenyard_probe"
 PROBE_TOKENS = 12
@@ -27,23 +27,6 @@ PROBE_TOKENS = 12
 FAR = 1 << 20
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
-
-class ModelRefused(ValueError):
-    """This model cannot be served. The message names the architecture and the reason."""
-
-    def __init__(self, architecture: str, reason: str) -> None:
-        super().__init__(f"{architecture} cannot be served: {reason}")
-        self.architecture, self.reason = architecture, reason
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionLayers:
-    """The attention layers of a model, in the order in which it runs them."""
-
-    layer_of: dict[nn.Module, int]
-    params: tuple[AttentionParams, ...]
-    layout: KVLayout
 
 
 @dataclass(eq=False)

@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_worker.batch import ForwardBatch
-from model_worker.loading.probe import PROBE_TOKENS, ModelRefused
+from model_worker.loading.probe import PROBE_TOKENS
+from model_worker.model import ModelRefused
 from model_worker.runner import ModelRunner
 
 if TYPE_CHECKING:
-    from model_worker.loading.checkpoint import LoadedModel
+    from model_worker.model import LoadedModel
 
 # The second chunk of the first sequence is short, so that a state lost at the chunk's edge shows in most of its logits.
 FIRST_CHUNK = PROBE_TOKENS - 4

@@ -25,8 +25,8 @@ from interfaces.context.protocols import EmbeddingsContext
 from interfaces.pipelines.inputs import EmbeddingsGenerationInputs
 from interfaces.pipelines.pipeline import Pipeline
 from interfaces.result.outputs import EmbeddingsOutput
-from model_worker.loading.checkpoint import first_line, read_config, weights_dtype
-from model_worker.loading.probe import ModelRefused
+from model_worker.loading.checkpoint import read_config, weights_dtype
+from model_worker.model import ModelRefused, first_line
 
 PoolingMode = Literal["mean", "last", "cls"]
 

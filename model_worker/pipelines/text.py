@@ -32,7 +32,7 @@ from model_worker.capacity import Capacity, capacity_for
 from model_worker.engine import Engine, WorkerIdentity
 from model_worker.grammar import mask_process
 from model_worker.grammar.masks import Masks
-from model_worker.loading.checkpoint import load_model
+from model_worker.loading.load import load_model
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
 from model_worker.sampling.sampler import SamplerRows

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.perplexity import documents, main, score
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
-from model_worker.loading.checkpoint import load_model
+from model_worker.loading.load import load_model
 from model_worker.runner import ModelRunner
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model_worker.attention import attention_backend, cpu, reference
-from model_worker.attention.params import AttentionParams
 from model_worker.batch import ForwardBatch
-from model_worker.kv_cache import KVCache, KVLayout, LayerShape
+from model_worker.kv_cache import AttentionParams, KVCache, KVLayout, LayerShape
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 

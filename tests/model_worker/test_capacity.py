@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model_worker.capacity import Capacity, capacity_for
-from model_worker.loading.checkpoint import LoadedModel
+from model_worker.model import LoadedModel
 from tests.model_worker.tiny_models import tiny_model
 from tests.system.in_process import load
 

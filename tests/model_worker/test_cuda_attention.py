@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model_worker.attention import cuda, reference
-from model_worker.attention.params import AttentionParams
-from model_worker.kv_cache import KVLayout, LayerShape
-from model_worker.loading import checkpoint, verify
-from model_worker.loading.checkpoint import load_model
+from model_worker.kv_cache import AttentionParams, KVLayout, LayerShape
+from model_worker.loading import prepare, verify
+from model_worker.loading.load import load_model
 from tests.model_worker.test_attention import Case, relative_error
 from tests.model_worker.tiny_models import tiny_model
 
@@ -121,16 +119,16 @@ def test_a_kernel_that_fails_its_proof_is_not_used(
     path: Path = tiny_model("olmo2", tmp_path_factory.getbasetemp(), hidden_size=64)
     loaded = load_model(path, "bfloat16", "cpu", lambda *_: None)
     assert loaded.block_size == 16
-    assert replace(loaded, backend="cuda").block_size == 256
     monkeypatch.setattr(cuda, "unsupported", lambda *_: None)
     tokens = verify.tokens(loaded.model.config, loaded.device)
     expected = torch.from_numpy(np.random.default_rng().normal(size=(2, tokens.shape[1], loaded.vocab_size)))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", written_out)
-    assert checkpoint._cuda_backend(loaded, tokens, expected) == "reference"
+    assert prepare._on_cuda(loaded, tokens, expected).backend == "reference"
     assert "attends in plain torch" in caplog.text
     assert "gives other logits" in caplog.text
     with torch.inference_mode():
         expected = verify.eager_logits(loaded.model, tokens)
-    assert checkpoint._cuda_backend(loaded, tokens, expected) == "cuda"
+    served = prepare._on_cuda(loaded, tokens, expected)
+    assert (served.backend, served.block_size) == ("cuda", 256)
     monkeypatch.undo()
-    assert checkpoint._cuda_backend(loaded, tokens, expected) == "reference", "a CPU has no such kernel"
+    assert prepare._on_cuda(loaded, tokens, expected).backend == "reference", "a CPU has no such kernel"

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
-from model_worker.loading.checkpoint import LoadedModel, load_model
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
 from tests.model_worker.tiny_models import ARCHITECTURES, VOCAB, tiny_model
 

@@ -19,7 +19,8 @@ from interfaces import Finish, SamplingParams, Step, StepResult, Submit, Terms, 
 from interfaces.base.log_probabilities import LogProbabilities
 from model_worker.engine import Engine, Flight, WorkerIdentity
 from model_worker.grammar.masks import Masks
-from model_worker.loading.checkpoint import LoadedModel, load_model
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
 from model_worker.sampling.processors import Processor

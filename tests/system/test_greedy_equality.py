@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from interfaces import Finish, SamplingParams
-from model_worker.loading.checkpoint import LoadedModel
+from model_worker.model import LoadedModel
 from tests.model_worker.tiny_models import ARCHITECTURES, VOCAB, tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 

@@ -13,7 +13,7 @@ import torch
 
 from interfaces import SamplingParams
 from interfaces.request.sampling import LogprobMode
-from model_worker.loading.checkpoint import LoadedModel
+from model_worker.model import LoadedModel
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 from tests.system.in_process import Answer, InProcessServer, Shape, load
 

@@ -25,7 +25,7 @@ from interfaces.context.grammar_state import GrammarState
 from interfaces.request.sampling import LogprobMode
 from model_worker.grammar import mask_process
 from model_worker.grammar.masks import Masks
-from model_worker.loading.checkpoint import LoadedModel
+from model_worker.model import LoadedModel
 from shared.grammar import GrammarError
 from tests.api_server.constraints.vocabulary import EOS, compiled
 from tests.model_worker.tiny_models import tiny_model

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from model_worker.cpu.fused.attention_plan import PANEL_KEYS
 from model_worker.cpu.simd.cache_dot import GROUP, PANEL_GROUPS, gather, score
 from model_worker.cpu.simd.dot_bf16 import LANES, PIECE_ROWS
-from model_worker.cpu.simd.elements import INSIDE, element
+from model_worker.cpu.simd.elements import INSIDE, MATH, element
 from model_worker.cpu.simd.softmax import LOWEST, soften
 
-_MATH = {"reassoc", "contract", "arcp", "nsz"}
 _LOWEST = np.float32(LOWEST)
 _WORD_BYTES = 4
 
@@ -80,7 +79,7 @@ def _token(attention: Any, tile: Any, number: int) -> int:
     return token
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, first: int, own: Any) -> None:
     """The rows of one head, which are the core's own from `first` on."""
     queries, acc, peak, totals = own[0], own[3], own[4], own[5]
@@ -96,7 +95,7 @@ def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, first: int,
             totals[row, lane] = np.float32(0.0)
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _end(out: Any, attention: Any, tile: Any, head: int, group: int, first: int, own: Any) -> None:
     acc, totals = own[3], own[5]
     width = acc.shape[1]
@@ -117,7 +116,7 @@ def _next_group(index: int, offset: int, size: int) -> Any:
     return (index + 1, 0) if offset + GROUP == size else (index, offset + GROUP)
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _walk(
     layer: int,
     table: Any,

@@ -14,10 +14,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from model_worker.attention.cpu_plan import STREAMING_ROWS, TILE_ROWS
 from model_worker.batch import ForwardBatch
 from model_worker.cpu.simd.cache_dot import GROUP, PANEL_GROUPS
 
+# Rows (query token x query head) of a tile: enough to reuse a block from the first-level cache, few enough to fit.
+TILE_ROWS = 32
+# Tiles with at most this many rows wait for memory, so one unit takes all KV heads and reads blocks from end to end.
+STREAMING_ROWS = 8
 # What is shared ends where a panel of keys does, so that each row adds up in the same order with others as alone.
 PANEL_KEYS = GROUP * PANEL_GROUPS
 

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from model_worker.cpu.fused.rotary_and_kv import pieces_of, place
 from model_worker.cpu.gemm.products import add_product, gated, halves_of, prepare
-from model_worker.cpu.simd.elements import INSIDE, element
+from model_worker.cpu.simd.elements import INSIDE, MATH, element
 
-_MATH = {"reassoc", "contract", "arcp", "nsz"}
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741 - the field's names
 BEFORE_ATTENTION, BEFORE_MLP = range(2)
 
@@ -53,7 +52,7 @@ class Buffers(NamedTuple):
     inner: NDArray[Any]  # operand [B, >= mlp_width]
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def normalise(x: Any, row: int, weight: Any, epsilon: Any, out: Any, to: int) -> None:
     """out[to] = RMS norm of x[row]."""
     total, values, normed = np.float32(0.0), x[row], out[to]

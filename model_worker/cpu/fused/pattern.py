@@ -28,7 +28,7 @@ from model_worker.cpu.simd.dot_bf16 import LANES
 from model_worker.kv_cache import LayerShape
 
 if TYPE_CHECKING:
-    from model_worker.loading.checkpoint import LoadedModel
+    from model_worker.model import LoadedModel
 
 _MODEL = [{"model", "lm_head"}]
 _DECODER = [{"embed_tokens", "layers", "norm", "rotary_emb"}]

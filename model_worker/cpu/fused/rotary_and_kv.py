@@ -19,7 +19,7 @@ from model_worker.cpu.fused.attention import key_group, value_group
 from model_worker.cpu.gemm.products import LANE_BYTES
 from model_worker.cpu.simd.cache_dot import GROUP
 from model_worker.cpu.simd.dot_bf16 import FLOATS, INDEX, LANES, WORD, WORDS, sums_at
-from model_worker.cpu.simd.elements import INSIDE, carray, element, pointer
+from model_worker.cpu.simd.elements import INSIDE, MATH, carray, element, pointer
 from model_worker.cpu.simd.vectors import load_lanes, round_lanes, store_lanes
 
 # Its stub gives what it decorates the wrong signature.
@@ -27,7 +27,6 @@ intrinsic: Any = numba.extending.intrinsic
 
 PIECE_TOKENS = 32
 """Of one head: two lines of memory in each row of the keys of a block, and as many as a core takes without delay."""
-_MATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def _at(context: Any, builder: Any, kind: Any, value: Any, index: Any) -> Any:
@@ -104,7 +103,7 @@ def _spread(typing: Any, values: Any, at: Any, memory: Any, word: Any, odd: Any)
     return types.void(values, types.int64, memory, types.int64, types.int64), codegen
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _normalise_head(head: int, weight: Any, epsilon: Any) -> None:
     values, total = carray(pointer(head), (len(weight),), np.float32), np.float32(0.0)
     for d in range(len(weight)):

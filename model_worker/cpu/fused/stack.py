@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_worker.attention import cpu
 from model_worker.batch import ForwardBatch
 from model_worker.cpu.fused.attention import Attention, Cache
 from model_worker.cpu.fused.attention_plan import plan_for, units_with
@@ -34,11 +33,11 @@ from model_worker.cpu.simd.dot_bf16 import operand_dtype
 from model_worker.cpu.simd.fixed_point import MOST_INPUTS, width_of
 from model_worker.cpu.simd.softmax import LOG2_E
 from model_worker.cpu.threads import Job, team
-from model_worker.kv_cache import KVCache
+from model_worker.kv_cache import KVCache, memory_of
 from shared.resources import free_memory
 
 if TYPE_CHECKING:
-    from model_worker.loading.checkpoint import LoadedModel
+    from model_worker.model import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -295,7 +294,7 @@ class FusedStack:
 
     def _cache(self, batch: ForwardBatch, cache: KVCache, passes: int) -> Cache:
         if cache not in self._caches:
-            k, v = ([cpu.memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
+            k, v = ([memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
             keep_in_huge_pages([*k, *v], written=False)
             shape, nothing = self._layout, np.empty(0, np.int64)
             known = Cache(

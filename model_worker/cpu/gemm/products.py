@@ -14,7 +14,6 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from model_worker.attention.cpu_kernel import _exp
 from model_worker.cpu.simd.argmax import take_largest
 from model_worker.cpu.simd.bf12 import COMPACT_STEP_BYTES, HAS_COMPACT, HEADER_BYTES, compact_panel_bytes
 from model_worker.cpu.simd.dot_bf12 import multiply_compact_half_panel, multiply_compact_panel
@@ -29,13 +28,12 @@ from model_worker.cpu.simd.dot_bf16 import (
     multiply_panel,
 )
 from model_worker.cpu.simd.dot_int8 import int8_rows, multiply_int8_half_panel, multiply_int8_panel
-from model_worker.cpu.simd.elements import INSIDE, element
+from model_worker.cpu.simd.elements import INSIDE, MATH, element, exp
 from model_worker.cpu.simd.fixed_point import Digits, digits_of, room_for, split, width_of
 from model_worker.cpu.threads import begin, take, wait, was_last
 
 overload: Any = numba.extending.overload
 
-_MATH = {"reassoc", "contract", "arcp", "nsz"}
 PANEL, HALF, LANE_BYTES = 64, 32, 4
 SCALE_BYTES = PANEL * LANE_BYTES
 """What an int8 panel begins with: a float32 for each output."""
@@ -241,7 +239,7 @@ def _multiply(operand: Any, kind: Any, first: int, rows: int, panel: Any, whole:
     _multiply_piece(operand, kind, kind.digits, first, rows, panel, whole, early, tile)
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def add_product(
     core: int,
     taken: Any,
@@ -334,7 +332,7 @@ def pick_product(
                         to[lane] = sums[lane]
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def gated(
     core: int,
     taken: Any,
@@ -366,11 +364,11 @@ def gated(
                 to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
                 for lane in range(len(to)):
                     x = gates[lane]
-                    to[lane] = element(x / (one + _exp(-x)) * values[lane], out)
+                    to[lane] = element(x / (one + exp(-x)) * values[lane], out)
         unit += HALVES if whole else 1
 
 
-@njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: Any, kind: Any, tile: Any) -> None:
     """out = operand . weights + bias as elements of `out`; a bias of length 0 is none. Outputs as `add_product`."""
     rows, width = out.shape

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from model_worker.attention.cpu_plan import TILE_ROWS
 from model_worker.batch import ForwardBatch
-from model_worker.cpu.fused.attention_plan import PANEL_KEYS, plan_for
+from model_worker.cpu.fused.attention_plan import PANEL_KEYS, TILE_ROWS, plan_for
 from model_worker.runner import ModelRunner
 from tests.model_worker.cpu.test_fused_stack import load, logits, relative
 from tests.model_worker.tiny_models import VOCAB

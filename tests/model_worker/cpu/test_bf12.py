@@ -176,7 +176,7 @@ def _runner(arch: str, folder: Path, compacts: bool, monkeypatch: pytest.MonkeyP
     runner = ModelRunner(loaded, 32, 16)
     runner.warm_up()
     deadline = time.monotonic() + 60
-    while compacts and not (loaded.stack and loaded.stack.compacts):
+    while compacts and not (isinstance(loaded.stack, FusedStack) and loaded.stack.compacts):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return runner

@@ -23,7 +23,8 @@ from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.products import PANEL
 from model_worker.cpu.simd.dot_bf16 import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel, operand_dtype
 from model_worker.cpu.threads import OVER, Team, another_turn, begin, phase_of, take, wait, was_last
-from model_worker.loading.checkpoint import LoadedModel, load_model
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 

@@ -13,7 +13,8 @@ import torch
 from model_worker.attention import cpu
 from model_worker.cpu import kernel_cache
 from model_worker.grammar import apply_mask
-from model_worker.loading.checkpoint import LoadedModel, load_model
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
 from model_worker.sampling import draw_cpu
 from model_worker.sampling.draw import Choices, choose

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model_worker.cpu.fused.stack import FusedStack
 from model_worker.cpu.gemm.int8_linear import rounded
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.products import PANEL, Kind, pick_product
@@ -163,7 +164,7 @@ def test_a_stack_with_a_screen_picks_the_largest_logits(
     monkeypatch.setattr(Screen, "pays", lambda of: True)  # of two panels no quarter can be left out
     rng = np.random.default_rng()
     loaded = load(arch, dtype, tmp_path_factory.getbasetemp())
-    assert loaded.stack is not None
+    assert isinstance(loaded.stack, FusedStack)
     deadline = time.monotonic() + 60
     while not loaded.stack.screens:
         assert time.monotonic() < deadline

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
-from model_worker.loading.checkpoint import LoadedModel, load_model
-from model_worker.loading.probe import ModelRefused
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel, ModelRefused
 from model_worker.runner import ModelRunner
 from tests.model_worker.tiny_models import save_random_model, tiny_model
 

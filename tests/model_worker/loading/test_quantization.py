@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from model_worker.batch import ForwardBatch
 from model_worker.cpu.gemm.int8_linear import Int8Linear
-from model_worker.loading import checkpoint
-from model_worker.loading.checkpoint import LoadedModel, load_model
-from model_worker.loading.probe import ModelRefused
+from model_worker.loading import prepare
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel, ModelRefused
 from model_worker.runner import ModelRunner
 from tests.model_worker.cpu.int8_reference import dequantized_model
 from tests.model_worker.cpu.test_fused_stack import FUSED, batches, load, logits, relative, truth
@@ -102,4 +102,4 @@ def test_what_cannot_be_quantized_is_refused(tmp_path_factory: Any) -> None:
     # Its projections are of a class of its own, and it has no head.
     bare = GPT2Model(GPT2Config(vocab_size=30, n_embd=8, n_layer=1, n_head=1, n_positions=9))
     with pytest.raises(ModelRefused, match="no plain linear layer"):
-        checkpoint._quantize(bare, "GPT2Model")
+        prepare._quantize(bare, "GPT2Model")

@@ -22,7 +22,7 @@ from interfaces import (
     TextContext,
     TokenBuffer,
 )
-from model_worker.loading.probe import ModelRefused
+from model_worker.model import ModelRefused
 from model_worker.pipelines.embeddings import EmbeddingsPipeline, Pooling
 
 VOCAB = 97

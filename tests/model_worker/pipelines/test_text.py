@@ -28,7 +28,7 @@ from interfaces import (
 )
 from interfaces.request.sampling import LogprobMode
 from model_worker.capacity import Capacity
-from model_worker.loading.checkpoint import LoadedModel
+from model_worker.model import LoadedModel
 from model_worker.pipelines.text import TextPipeline
 from model_worker.runner import ModelRunner
 from tests.model_worker.tiny_models import VOCAB, tiny_model

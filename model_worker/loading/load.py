@@ -1,0 +1,70 @@
+"""Loads a model with transformers and proves that it works on the paged KV cache, or refuses it with the reason.
+
+Knows the steps. Does not know how many blocks the model will get, nor who asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from model_worker.loading.checkpoint import (
+    check_device,
+    check_quantization,
+    load_weights,
+    read_config,
+    refuse_by_config,
+    reported_weights,
+    weights_dtype,
+)
+from model_worker.loading.prepare import prove
+from model_worker.loading.rope import pin_longrope
+from model_worker.model import LoadedModel, Progress, check_positions, max_position_of
+
+
+def load_model(
+    source: str | Path,
+    dtype: str,
+    device: str,
+    progress: Progress,
+    max_model_len: int | None = None,
+    quantization: str = "none",
+    deferred: Callable[[torch.dtype], bool] = lambda _: False,
+) -> LoadedModel:
+    """Load a Hugging Face directory or hub name.
+
+    `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
+    the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
+    int8 rounds the weights of linear layers, per output, and proves the model against itself with these weights.
+    `deferred` says of which weights' type kernels must not be run yet, on a CPU.
+    """
+    target = torch.device(device)
+    wanted_dtype = weights_dtype(dtype, target)
+    check_quantization(quantization, target)
+    check_device(target)
+    config = read_config(source)
+    architecture = refuse_by_config(config)
+    max_position = max_position_of(config)
+    check_positions(max_model_len, max_position)
+    with reported_weights(progress):
+        model = load_weights(source, config, architecture, wanted_dtype)
+    if target.type == "cpu":
+        _half_as_bfloat16(model)
+    elif target.index is not None and target.type == "cuda":
+        # Streams and graphs are made on the current device.
+        torch.cuda.set_device(target)
+    nn.Module.to(model, target)
+    if max_position is not None:
+        pin_longrope(model, min(max_position, max_model_len or max_position))
+    return prove(model.eval(), target, quantization, progress, deferred)
+
+
+def _half_as_bfloat16(model: PreTrainedModel) -> None:
+    """CPUs have no fast float16, and bfloat16 takes the same memory. Buffers (rotary frequencies) keep their dtype."""
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float16:
+            parameter.data = parameter.data.to(torch.bfloat16)

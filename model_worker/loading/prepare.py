@@ -1,0 +1,115 @@
+"""Makes a loaded model fast, and verifies that it still gives the logits of transformers' own forward pass.
+
+Knows which ways to run a model there are. Does not know where weights come from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from model_worker.attention import cuda
+from model_worker.cpu.fused.stack import fused_stack
+from model_worker.cpu.gemm.int8_linear import Rounded
+from model_worker.cpu.gemm.packed_linear import pack_linears, round_linears
+from model_worker.loading import verify
+from model_worker.loading.probe import probe_attention
+from model_worker.model import LoadedModel, ModelRefused, Progress, Unproven, first_line, max_position_of
+
+log = logging.getLogger(__name__)
+
+
+def prove(
+    model: PreTrainedModel,
+    device: torch.device,
+    quantization: str,
+    progress: Progress,
+    deferred: Callable[[torch.dtype], bool] = lambda _: False,
+) -> LoadedModel:
+    """Find the attention layers, make the model fast, then check it against the model as transformers runs it."""
+    architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    tokens = verify.tokens(config, device)
+    count, size = _parameters(model)
+    said = _quantize(model, architecture) if quantization == "int8" else {}
+    try:
+        with torch.inference_mode():
+            expected = verify.eager_logits(model, tokens)
+            attention = probe_attention(model, tokens[:1])
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if isinstance(error, ModelRefused):
+            raise
+        reason = f"a forward pass over plain tokens fails: {first_line(error)}"
+        raise ModelRefused(architecture, reason) from error
+    loaded = LoadedModel(
+        model=model,
+        attention=attention,
+        device=device,
+        dtype=model.dtype,
+        architecture=architecture,
+        vocab_size=expected.shape[-1],
+        max_position=max_position_of(config),
+        eos_token_ids=_eos_token_ids(model),
+        parameter_count=count,
+        parameter_bytes=size,
+    )
+    if device.type == "cpu":
+        packed = pack_linears(model, lambda done, total: progress("pack weights", done, total), said)
+        size = _parameters(model)[1] + sum(linear.num_bytes for linear in packed)
+        loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded))
+    if device.type == "cuda":
+        verify.check_paged(loaded, tokens, expected)
+        return _on_cuda(loaded, tokens, expected)
+
+    def proves_itself() -> bool:
+        return loaded.stack is None or not verify.stack_differs(loaded, tokens, expected)
+
+    awaited = quantization == "none" and deferred(loaded.dtype)
+    if loaded.stack is not None and not awaited and proves_itself():
+        return loaded
+    # The modules serve, at least for now.
+    modules = replace(loaded, stack=None, unproven=Unproven(loaded.stack, proves_itself) if awaited else None)
+    verify.check_paged(modules, tokens, expected)
+    return modules
+
+
+def _on_cuda(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> LoadedModel:
+    """The kernel of the device if it can attend for this model and has proven it; else plain torch, and why."""
+    layers = loaded.attention
+    reason = cuda.unsupported(layers.layout, layers.params, loaded.device)
+    if reason is None:
+        try:
+            verify.check_paged(loaded, tokens, expected, "cuda", cuda.BLOCK_SIZE)
+            return replace(loaded, backend="cuda", block_size=cuda.BLOCK_SIZE)
+        except (RuntimeError, ModelRefused) as error:
+            reason = first_line(error)
+    log.warning("%s attends in plain torch, which is slow: %s", loaded.architecture, reason)
+    return replace(loaded, backend="reference")
+
+
+def _parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """How many numbers, and their bytes."""
+    parameters = list(model.parameters())
+    return sum(parameter.numel() for parameter in parameters), sum(parameter.nbytes for parameter in parameters)
+
+
+def _quantize(model: PreTrainedModel, architecture: str) -> dict[nn.Module, Rounded]:
+    said = round_linears(model)
+    if not said:
+        raise ModelRefused(
+            architecture, "it has no plain linear layer, and int8 quantizes only these; use quantization none"
+        )
+    return said
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The generation config's end tokens, which may be several; else the config's."""
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    return ()

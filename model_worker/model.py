@@ -1,0 +1,108 @@
+"""A model that can be served, and the facts about it that the rest of the worker needs.
+
+Knows no file, no device's kernels and no batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from model_worker.batch import ForwardBatch
+from model_worker.kv_cache import AttentionParams, KVCache, KVLayout
+
+# Tokens of a KV block where the attention backend does not mind.
+BLOCK_SIZE = 16
+
+Progress = Callable[[str, int, int], None]  # what is being done, how much is done, out of how much
+
+
+class ModelRefused(ValueError):
+    """This model cannot be served. The message names the architecture and the reason."""
+
+    def __init__(self, architecture: str, reason: str) -> None:
+        super().__init__(f"{architecture} cannot be served: {reason}")
+        self.architecture, self.reason = architecture, reason
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayers:
+    """The attention layers of a model, in the order in which it runs them."""
+
+    layer_of: dict[nn.Module, int]
+    params: tuple[AttentionParams, ...]
+    layout: KVLayout
+
+
+class CompiledStack(Protocol):
+    """A whole decoder in one compiled call per forward pass. Token ids are i64, logits float32 [n, vocab]."""
+
+    def fits(self, block_size: int) -> bool:
+        """Whether it can read KV blocks of this many tokens."""
+
+    def warm_up(self, batch: ForwardBatch, cache: KVCache) -> None:
+        """Runs every kernel once."""
+
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+        """Logits of the tokens that the batch wants."""
+
+    def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Logits, and the last hidden state of every token, [T, hidden]."""
+
+    def pick(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[Any]) -> tuple[NDArray[Any], Tensor]:
+        """The token of the largest logit of each row, and the logits of the rows that are `wanted`."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a pass takes so long that other work is worth doing meanwhile."""
+
+    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Any, passes: int = 1) -> Any:
+        """Starts so many passes, each from the tokens of the one before; returns what waits for them."""
+
+
+class Unproven(NamedTuple):
+    """What waits for compiled kernels: the stack, if the model has the form of one, and its proof."""
+
+    stack: CompiledStack | None
+    proves_itself: Callable[[], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that has passed its self-check, and the facts about it that others need."""
+
+    model: PreTrainedModel
+    attention: AttentionLayers
+    device: torch.device
+    dtype: torch.dtype
+    architecture: str
+    vocab_size: int  # the width of the logits, which may exceed the tokenizer's vocabulary
+    max_position: int | None  # positions the model was made for; None if it sets no limit
+    eos_token_ids: tuple[int, ...]
+    parameter_count: int
+    parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
+    stack: CompiledStack | None = None  # the same model in one compiled call, for CPUs
+    unproven: Unproven | None = None  # what will be `stack` once kernels are compiled; None if they are
+    backend: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
+    block_size: int = BLOCK_SIZE  # tokens of a KV block, as the backend likes them
+
+
+def check_positions(max_model_len: int | None, max_position: int | None) -> None:
+    if max_model_len is not None and max_position is not None and max_model_len > max_position:
+        raise ValueError(f"max_model_len must be at most the model's {max_position} positions, got {max_model_len}")
+
+
+def first_line(error: Exception) -> str:
+    """transformers' messages run over paragraphs; the first one says what is wrong."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def max_position_of(config: PreTrainedConfig) -> int | None:
+    """Positions that a model was made for; None if its config sets no limit."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
