@@ -57,8 +57,8 @@ _ATTENTION_CODE = _mentioned(
 _MLP_CODE, _NORM_CODE = _mentioned(llama.LlamaMLP, phi3.Phi3MLP), _mentioned(llama.LlamaRMSNorm)
 
 
-class OtherForm(Exception):
-    """The model is not of the form that the stack computes."""
+class UnsupportedPattern(Exception):
+    """The model is not of the form that the stack computes; the message completes "since"."""
 
 
 class Projection(NamedTuple):
@@ -85,13 +85,17 @@ class Projection(NamedTuple):
 
 
 class Parts:
-    """The modules of a model, found by structure; raises OtherForm at the first that does not fit."""
+    """The modules of a model, found by structure; raises UnsupportedPattern at the first that does not fit."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         model: Any = loaded.model
         decoder = model.get_decoder()
-        _require(_is(model, _MODEL, _MODEL_CODE) and _is(decoder, _DECODER, _DECODER_CODE))
-        _require(list(inspect.signature(decoder.rotary_emb.forward).parameters) == ["x", "position_ids"])
+        _require(
+            _is(model, _MODEL, _MODEL_CODE) and _is(decoder, _DECODER, _DECODER_CODE),
+            "its decoder is not built like Llama's",
+        )
+        rotary = list(inspect.signature(decoder.rotary_emb.forward).parameters)
+        _require(rotary == ["x", "position_ids"], "its rotary embedding differs by layer")
         self.embedding: nn.Module = decoder.embed_tokens
         self.rotary: nn.Module = decoder.rotary_emb
         self._loaded, self._final_norm, self._layers = loaded, decoder.norm, list(decoder.layers)
@@ -108,24 +112,32 @@ class Parts:
     def _check_layers(self) -> None:
         attention = self._loaded.attention
         for layer in self._layers:
-            _require(_is(layer, _LAYER, _LAYER_CODE))
-            _require(_is(layer.self_attn, _ATTENTION, _ATTENTION_CODE) and _is(layer.mlp, _MLP, _MLP_CODE))
+            _require(_is(layer, _LAYER, _LAYER_CODE), "its layers are not built like Llama's")
+            _require(_is(layer.self_attn, _ATTENTION, _ATTENTION_CODE), "its attention is not built like Llama's")
+            _require(_is(layer.mlp, _MLP, _MLP_CODE), "its MLP is not built like Llama's")
             activation = getattr(layer.mlp, "act_fn", None) or layer.mlp.activation_fn
-            _require(type(activation).__name__ in ("SiLU", "SiLUActivation"))
-            _require(layer.self_attn in attention.layer_of)
-        _require(len(attention.params) == len(self._layers) and len(set(attention.layout.layers)) == 1)
-        _require(all(params.softcap is None and params.sinks is None for params in attention.params))
+            _require(type(activation).__name__ in ("SiLU", "SiLUActivation"), "its activation is not SiLU")
+            _require(layer.self_attn in attention.layer_of, "a layer does not attend")
+        alike = len(attention.params) == len(self._layers) and len(set(attention.layout.layers)) == 1
+        _require(alike, "its layers have KV heads of different shapes")
+        plain = all(params.softcap is None and params.sinks is None for params in attention.params)
+        _require(plain, "its attention has a soft cap or sinks")
 
     def _check_shapes(self, shape: LayerShape) -> None:
         """All layers alike, one kind of weights, and biases only where the kernel adds them."""
-        _require(len({tuple(p.width for p in row) for row in self.projections}) == 1)
+        _require(
+            len({tuple(p.width for p in row) for row in self.projections}) == 1, "its layers have different widths"
+        )
         used = [*(p for row in self.projections for p in row), self.head]
-        _require(len({type(p.linear) for p in used}) == 1)
-        _require(all(p.linear.dtype == self._loaded.dtype and p.first % PANEL == 0 for p in used))
-        _require(all(p.linear.bias is None for p in (*(p for row in self.projections for p in row[3:]), self.head)))
+        _require(len({type(p.linear) for p in used}) == 1, "its linear layers are of different kinds")
+        fitting = all(p.linear.dtype == self._loaded.dtype and p.first % PANEL == 0 for p in used)
+        _require(fitting, f"its linear layers have other types, or widths that are no multiples of {PANEL}")
+        unbiased = (*(p for row in self.projections for p in row[3:]), self.head)
+        _require(all(p.linear.bias is None for p in unbiased), "it has biases beside those of queries, keys and values")
         q, k, v, *_ = (p.width for p in self.projections[0])
-        _require(shape.k_dim % LANES == 0 and shape.v_dim % LANES == 0)
-        _require((k, v) == (shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim) and q % k == 0)
+        _require(shape.k_dim % LANES == 0 and shape.v_dim % LANES == 0, f"its heads are no multiples of {LANES}")
+        heads = (shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim)
+        _require((k, v) == heads and q % k == 0, "its projections are not those of its heads")
 
     def embedding_table(self) -> NDArray[Any] | None:
         """[vocabulary, hidden] in the model's dtype, if rows of it are all that the embedding gives."""
@@ -155,7 +167,7 @@ class Parts:
             [row[6] for row in rows],
         )
         widths = [{projection.input_width for projection in group} for group in readers]
-        _require(all(len(width) == 1 for width in widths))
+        _require(all(len(width) == 1 for width in widths), "its layers have different widths")
         hidden, heads, inner = (width.pop() for width in widths)
         return hidden, heads, inner
 
@@ -172,9 +184,9 @@ class Parts:
         ]
         used = [norm for group in (*norms, *head_norms, (self._final_norm,)) for norm in group]
         epsilons = {_epsilon(norm) for norm in used}
-        _require(len(epsilons) == 1)
+        _require(len(epsilons) == 1, "its norms have different epsilons")
         widths = {tuple(norm.weight.shape) for group in head_norms for norm in group}
-        _require(widths in (set(), {(self._head_dim,)}))
+        _require(widths in (set(), {(self._head_dim,)}), "it normalises queries and keys across heads")
         panels, head = self.addresses(lambda linear: linear.panels)
         return Weights(
             panels=panels,
@@ -190,9 +202,9 @@ class Parts:
         )
 
 
-def _require(condition: bool) -> None:
+def _require(condition: bool, reason: str) -> None:
     if not condition:
-        raise OtherForm
+        raise UnsupportedPattern(reason)
 
 
 def _is(module: nn.Module, children: Collection[set[str]], code: set[str]) -> bool:
@@ -220,7 +232,7 @@ def _projections(layer: Any, shape: LayerShape) -> list[Projection]:
 
 def _projection(module: nn.Module) -> Projection:
     if not isinstance(module, Packed):
-        raise OtherForm
+        raise UnsupportedPattern("a linear layer of it is not packed")
     return Projection(module, 0, module.out_features)
 
 
@@ -231,10 +243,11 @@ def _split(joined: Projection, widths: list[int]) -> list[Projection]:
 
 def _epsilon(norm: nn.Module) -> float:
     """Of an RMS norm."""
-    _require(_is(norm, [set()], _NORM_CODE) and [name for name, _ in norm.named_parameters()] == ["weight"])
+    alike = _is(norm, [set()], _NORM_CODE) and [name for name, _ in norm.named_parameters()] == ["weight"]
+    _require(alike, "its norms are not RMS norms with one weight")
     epsilon = getattr(norm, "variance_epsilon", None)
     if not isinstance(epsilon, float):
-        raise OtherForm
+        raise UnsupportedPattern("a norm of it has no epsilon")
     return epsilon
 
 

@@ -20,7 +20,7 @@ from model_worker.batch import ForwardBatch
 from model_worker.cpu.fused.attention import Attention, Cache
 from model_worker.cpu.fused.attention_plan import plan_for, units_with
 from model_worker.cpu.fused.layer import Buffers
-from model_worker.cpu.fused.pattern import OtherForm, Parts
+from model_worker.cpu.fused.pattern import Parts, UnsupportedPattern
 from model_worker.cpu.fused.phases import BLOCK_TOKENS, Inputs, Kept, Outputs, Rotary, Work, most_turns, run_stack
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.products import PANEL, Kind, int8_kind_for, kind_for, may_be_compact
@@ -88,10 +88,13 @@ class Passes:
 
 
 def fused_stack(loaded: LoadedModel) -> FusedStack | None:
-    """The stack of a model of the right form whose linear modules are packed, or None."""
+    """The stack of a model of the right form whose linear modules are packed, or None and a line in the log."""
     try:
         return FusedStack(loaded)
-    except OtherForm:
+    except UnsupportedPattern as reason:
+        log.info(
+            "%s is not served by the fused stack but by transformers' modules, since %s", loaded.architecture, reason
+        )
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -171,6 +172,26 @@ def test_picked_tokens_are_the_largest_logits(arch: str, dtype: str, quantizatio
         tokens, some = picking.pick(step, wanted)
         assert tokens.tolist() == every.argmax(-1).tolist()
         assert torch.equal(some, every[torch.from_numpy(wanted)])
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [
+        ("gemma2", "not built like Llama's"),
+        ("gemma3_text", "not built like Llama's"),
+        ("gpt2", "not built like Llama's"),
+        ("olmo2", "not built like Llama's"),
+        ("qwen3_moe", "not built like Llama's"),
+    ],
+)
+def test_the_log_says_why_a_model_is_not_served_by_the_stack(
+    arch: str, reason: str, tmp_path_factory: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "model_worker.cpu.fused.stack"):
+        loaded = load(arch, "float32", tmp_path_factory.getbasetemp())
+    (line,) = [record.getMessage() for record in caplog.records if "is not served by the fused stack" in record.msg]
+    assert line.startswith(loaded.architecture)
+    assert reason in line
 
 
 @pytest.fixture
