@@ -1,4 +1,4 @@
-"""How an API process leaves its clients: all that has reached it is served, and told to connect anew the next time.
+"""How an API process leaves its clients: all that has reached it is served, and asked to connect anew the next time.
 
 It is either stopped (SIGTERM, SIGINT: the whole server ends) or retired (SIGQUIT: another process accepts from the same
 queue). In both cases answers say `Connection: close` from then on, and kept connections live on for a while, since a
@@ -73,7 +73,7 @@ class Leaving:
         self._task = asyncio.get_running_loop().create_task(departure)
 
     async def _stop(self) -> None:
-        # Without a supervisor the scheduler was told to end as well, and nothing more comes.
+        # Without a supervisor the scheduler was ordered to end as well, and nothing more comes.
         delay, drain = (0.0, 0.0) if liveness.orphaned() else (self._delay, self._drain)
         await asyncio.sleep(delay)
         began = time.monotonic()
