@@ -6,6 +6,7 @@ nothing of what runs the contexts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,12 @@ from numpy.typing import NDArray
 from api_server.constraints.local import LocalCompiler
 from api_server.errors import RequestFailed
 from api_server.generation.preparation import constrained, prepare_one
+from api_server.text.stops import Stops
 from api_server.text.tokenizer import Tokenizer
 from interfaces import GenerationStatus, TextContext, TextGenerationRequest, TokenSlice
+
+# Tokens of the prompt that the first token of an answer is read after: it may begin a word or continue one.
+_TOKENS_BEFORE = 16
 
 
 class TextTokenizer:
@@ -76,6 +81,47 @@ class TextTokenizer:
         except RequestFailed as error:
             raise ValueError(error.message) from None
 
+    def reader(self, context: TextContext) -> TextReader:
+        """Makes the text of a context's tokens, and finds its stop strings."""
+        return TextReader(self._tokenizer, context)
+
     def close(self) -> None:
         """Ends the threads."""
         self._tokenizer.close()
+
+
+class TextReader:
+    """The text of one answer so far, without its end token or stop string, and the tokens that it was made of."""
+
+    def __init__(self, tokenizer: Tokenizer, context: TextContext) -> None:
+        params = context.sampling_params
+        before: list[int] = context.tokens.prompt[-_TOKENS_BEFORE:].tolist()
+        self._detokenizer = tokenizer.detokenizer(before, True)
+        self._stops = Stops(params.stop or [], (), keep=False)
+        self._least = params.min_new_tokens
+        self._pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.is_done = context.is_done
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self._stops.matched is not None
+
+    def add(self, tokens: Sequence[int], status: GenerationStatus) -> None:
+        """Takes the next tokens; `status` is the context's after the last of them."""
+        for i, token in enumerate(tokens):
+            self.token_ids.append(token)
+            ends = status is GenerationStatus.END_OF_SEQUENCE and i == len(tokens) - 1
+            self._stops.active = len(self.token_ids) > self._least
+            self._pieces.append("" if ends else self._stops.add(self._detokenizer.add(token)))
+            if self.stopped:
+                self.is_done = True
+                return
+        if status.is_done:
+            self._pieces += [self._stops.add(self._detokenizer.flush()), self._stops.flush()]
+            self.is_done = True

@@ -120,6 +120,16 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         return self._capacity.max_model_len
 
     @property
+    def num_blocks(self) -> int:
+        """KV blocks in all."""
+        return self._capacity.num_blocks
+
+    def blocks_for(self, context: TextContext) -> int:
+        """KV blocks that a request holds at most, at its greatest length."""
+        longest = self.max_length if context.max_length is None else min(context.max_length, self.max_length)
+        return -(-longest // self._capacity.block_size)
+
+    @property
     def free_blocks(self) -> int:
         """KV blocks that no request holds."""
         return len(self._free_blocks)

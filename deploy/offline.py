@@ -1,0 +1,203 @@
+"""`LLM`: text, chats and vectors from a model within this process, without a server.
+
+Joins the tokenizer of the API server to the pipelines of the worker, and keeps the batch full. Requests get the tokens
+that they get from a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Thread
+from typing import Any, Literal, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from api_server.generation.offline_tokenizer import TextReader, TextTokenizer
+from interfaces import (
+    EmbeddingsContext,
+    EmbeddingsGenerationInputs,
+    GenerationStatus,
+    RequestID,
+    SamplingParamsInput,
+    TextContext,
+    TextGenerationInputs,
+    TextGenerationRequest,
+    TextGenerationRequestMessage,
+    TokenBuffer,
+)
+from model_worker.pipelines.embeddings import EmbeddingsPipeline
+from model_worker.pipelines.text import TextPipeline
+
+T = TypeVar("T")
+
+# Tokens that a row gets between two looks at its text: a stop string wastes what comes after it.
+_STEPS_AT_A_TIME = 8
+
+Chat = Sequence[TextGenerationRequestMessage | dict[str, Any]]
+Sampling = SamplingParamsInput | Sequence[SamplingParamsInput] | None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt: its text without the stop string, and its tokens with the token that ended it."""
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclass
+class _Running:
+    """One prompt in the batch, and the KV blocks that it may come to need."""
+
+    context: TextContext
+    reader: TextReader
+    place: int
+    blocks: int
+
+
+class LLM:
+    """A model of a Hugging Face directory or hub name. Not to be used from two threads at once.
+
+    `options` are those of `TextPipeline.load`: device, dtype, quantization, max_batch_size, max_length, kv_memory. The
+    model is loaded by the first call that needs it, once for text and once for vectors; ValueError says why it cannot
+    be.
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        self._model = str(model)
+        self._options = options
+        self._loop = asyncio.new_event_loop()
+        Thread(target=self._loop.run_forever, name="llm", daemon=True).start()
+
+    def generate(self, prompts: str | Sequence[str], sampling: Sampling = None) -> list[Completion]:
+        """One completion for each prompt, in their order.
+
+        `sampling` is what a client would say, for all prompts or one for each, over the model's own defaults.
+        ValueError names what is wrong with a request; nothing is generated then.
+        """
+        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return self._run(
+            [
+                TextGenerationRequest(RequestID(), prompt=text, sampling=values)
+                for text, values in zip(texts, _for_each(sampling, len(texts)), strict=True)
+            ]
+        )
+
+    def chat(self, chats: Chat | Sequence[Chat], sampling: Sampling = None) -> list[Completion]:
+        """One answer for each chat, which is a list of messages `{"role": ..., "content": ...}`."""
+        several: Any = [chats] if _is_one(chats) else chats
+        return self._run(
+            [
+                TextGenerationRequest(RequestID(), messages=list(messages), sampling=values)
+                for messages, values in zip(several, _for_each(sampling, len(several)), strict=True)
+            ]
+        )
+
+    def embed(self, texts: str | Sequence[str]) -> NDArray[np.float32]:
+        """A vector for each text, [texts, width]. ValueError for a text that is too long, by its place."""
+        pipeline, tokenizer = self._embedder
+        contexts: dict[RequestID, EmbeddingsContext] = {}
+        for place, text in enumerate([texts] if isinstance(texts, str) else texts):
+            try:
+                ids = self._await(tokenizer.encode(text, add_special_tokens=True))
+            except ValueError as error:
+                raise ValueError(f"texts[{place}]: {error}") from None
+            context = TextContext(tokens=TokenBuffer(ids), max_length=None)
+            contexts[context.request_id] = context
+        outputs = pipeline.execute(EmbeddingsGenerationInputs([contexts])) if contexts else {}
+        return np.array([outputs[name].embeddings for name in contexts], np.float32)
+
+    def close(self) -> None:
+        """Ends the threads and processes that were started. Idempotent."""
+        for name in ("_texts", "_embedder"):
+            pipeline, tokenizer = self.__dict__.pop(name, (None, None))
+            if tokenizer is not None:
+                tokenizer.close()
+            if isinstance(pipeline, TextPipeline):
+                pipeline.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @cached_property
+    def _texts(self) -> tuple[TextPipeline, TextTokenizer]:
+        pipeline = TextPipeline.load(self._model, **self._options)
+        return pipeline, TextTokenizer.load(self._model, pipeline.max_length)
+
+    @cached_property
+    def _embedder(self) -> tuple[EmbeddingsPipeline, TextTokenizer]:
+        options = {name: value for name, value in self._options.items() if name in ("device", "dtype")}
+        pipeline = EmbeddingsPipeline.load(self._model, **options)
+        return pipeline, TextTokenizer.load(self._model, pipeline.max_length or 1 << 20)
+
+    def _run(self, requests: Sequence[TextGenerationRequest]) -> list[Completion]:
+        pipeline, tokenizer = self._texts
+        waiting: deque[_Running] = deque()
+        for place, request in enumerate(requests):
+            try:
+                context = self._await(tokenizer.new_context(request))
+            except ValueError as error:
+                raise ValueError(f"request {place}: {error}") from None
+            waiting.append(_Running(context, tokenizer.reader(context), place, pipeline.blocks_for(context)))
+        found: dict[int, Completion] = {}
+        batch: dict[RequestID, _Running] = {}
+        try:
+            while waiting or batch:
+                _fill(batch, waiting, pipeline)
+                contexts = [running.context for running in batch.values()]
+                outputs = pipeline.execute(TextGenerationInputs([contexts], num_steps=_STEPS_AT_A_TIME))
+                for name, output in outputs.items():
+                    running = batch[name]
+                    running.reader.add(output.tokens, output.final_status)
+                    if running.reader.is_done:
+                        found[running.place] = _completion(running)
+                        pipeline.release(name)
+                        del batch[name]
+        finally:
+            for name in batch:
+                pipeline.release(name)
+        return [found[place] for place in range(len(requests))]
+
+    def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Its result, also where the caller's thread runs an event loop of its own."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _fill(batch: dict[RequestID, _Running], waiting: deque[_Running], pipeline: TextPipeline) -> None:
+    """Takes in what is sure to have room until its end."""
+    free = pipeline.num_blocks - sum(running.blocks for running in batch.values())
+    while waiting and len(batch) < pipeline.max_batch_size and waiting[0].blocks <= free:
+        running = waiting.popleft()
+        free -= running.blocks
+        batch[running.context.request_id] = running
+
+
+def _completion(running: _Running) -> Completion:
+    reader = running.reader
+    length = running.context.status is GenerationStatus.MAXIMUM_LENGTH and not reader.stopped
+    return Completion(reader.text, reader.token_ids, running.context.prompt_length, "length" if length else "stop")
+
+
+def _for_each(sampling: Sampling, count: int) -> list[SamplingParamsInput]:
+    if sampling is None or isinstance(sampling, SamplingParamsInput):
+        return [sampling or SamplingParamsInput()] * count
+    if len(sampling) != count:
+        raise ValueError(f"sampling has {len(sampling)} entries for {count} prompts: give one for each, or one for all")
+    return list(sampling)
+
+
+def _is_one(chats: Any) -> bool:
+    """Whether these are the messages of one chat."""
+    return bool(len(chats)) and not isinstance(chats[0], list | tuple)
