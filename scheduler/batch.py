@@ -20,7 +20,7 @@ from scheduler.workers import Worker
 REPORTED_TOKENS = 256
 """Tokens of prompts whose log-probabilities or hidden states one step tells: each costs a row of logits."""
 
-_NO_BLOCKS, _NOBODY = np.empty((0, 3), np.int32), np.empty(0, np.int32)
+_NO_BLOCKS, _NO_ROWS = np.empty((0, 3), np.int32), np.empty(0, np.int32)
 
 Preempted = Callable[[Sequence], None]
 
@@ -56,7 +56,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, pree
         rows=rows,
         ntok=ntok,
         new_blocks=np.array(blocks, np.int32) if blocks else _NO_BLOCKS,
-        drop=np.array(drop, np.int32) if drop else _NOBODY,
+        drop=np.array(drop, np.int32) if drop else _NO_ROWS,
         joins=joins,
         repeats=again,
     )
@@ -66,7 +66,7 @@ def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
     """Runnable rows whose known tokens have blocks to go to, after giving those that lack some new ones."""
     table = worker.rows
     rows = table.runnable()
-    crossing = rows[table.known[rows] > table.num_blocks[rows] * worker.block_size]
+    crossing = rows[table.num_tokens[rows] > table.num_blocks[rows] * worker.block_size]
     if not len(crossing):
         return rows
     stalled = {
@@ -81,7 +81,7 @@ def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
 def _grow(worker: Worker, row: int, preempted: Preempted) -> bool:
     """Gives `row` blocks, at the cost of younger rows if need be; False when only older ones could pay."""
     table = worker.rows
-    while table.known[row] > table.num_blocks[row] * worker.block_size:
+    while table.num_tokens[row] > table.num_blocks[row] * worker.block_size:
         while worker.pool.available == 0:
             occupied = table.occupied()
             youngest = int(occupied[np.argmax(table.order[occupied])])
@@ -100,7 +100,7 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
     None when no row has more than its one to compute.
     """
     table = worker.rows
-    todo = table.known[rows] - table.computed[rows]
+    todo = table.num_tokens[rows] - table.num_computed_tokens[rows]
     if (todo == 1).all():
         return None
     ntok: NDArray[np.int32] = np.minimum(todo, 1)
@@ -110,11 +110,11 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
     ntok[prefill] = 0
     left += len(prefill)
     decoding = len(rows) - len(prefill)
-    paced = worker.pace.prompt_tokens(decoding, todo[prefill].tolist(), budget) if decoding else None
+    paced = worker.prefill_budget.prompt_tokens(decoding, todo[prefill].tolist(), budget) if decoding else None
     left = left if paced is None else min(left, paced)
     reportable = REPORTED_TOKENS
     for i in prefill[np.argsort(table.order[rows[prefill]])].tolist():
-        reports = table.computed[rows[i]] < table.unreported[rows[i]]
+        reports = table.num_computed_tokens[rows[i]] < table.report_end[rows[i]]
         most = min(left, reportable) if reports else left
         share = min(int(todo[i]), most)
         if table.fixed[rows[i]]:
@@ -131,7 +131,7 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
 
 def _piece(worker: Worker, row: int) -> int:
     """Tokens that a deterministic row computes next: a fixed piece of its prompt, or one, also in a replay."""
-    computed, prompt = int(worker.rows.computed[row]), int(worker.rows.fixed[row])
+    computed, prompt = int(worker.rows.num_computed_tokens[row]), int(worker.rows.fixed[row])
     return min(worker.fixed_tokens - computed % worker.fixed_tokens, prompt - computed) if computed < prompt else 1
 
 
@@ -140,7 +140,7 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         row=sequence.row,
         tokens=sequence.array(),
         prompt_len=sequence.prompt_len,
-        start=int(worker.rows.computed[sequence.row]),
+        start=int(worker.rows.num_computed_tokens[sequence.row]),
         sampling=sequence.sampling,
         report_from=sequence.next_report if sequence.reports_prompt else None,
         images=sequence.next_images,

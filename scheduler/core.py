@@ -32,16 +32,16 @@ from interfaces.messages.logprob_reports import LogprobReports
 from scheduler.batch import build_step
 from scheduler.limits import Limits
 from scheduler.outbox import Outbox
-from scheduler.quarantine import Suspects
-from scheduler.replicas import NOBODY, Replicas
-from scheduler.request_deadlines import Deadlines
-from scheduler.request_log import Journal
-from scheduler.resumable_streams import Replays, Stream
+from scheduler.quarantine import Quarantine
+from scheduler.replicas import NO_REPLICA, Replicas
+from scheduler.request_deadlines import RequestDeadlines
+from scheduler.request_log import RequestLog
+from scheduler.resumable_streams import ResumableStreams, Stream
 from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
-from scheduler.stillness import Stillness, misplaced
-from scheduler.succession import LostEpochs, of_one_supervisor
-from scheduler.waiting_queue import WaitingLine, refusal
+from scheduler.stillness import StuckDetector, misplaced
+from scheduler.succession import FencedEpochs, same_supervisor
+from scheduler.waiting_queue import WaitingQueue, refusal
 from scheduler.workers import NewTokens, Worker
 
 log = logging.getLogger(__name__)
@@ -57,19 +57,19 @@ class Scheduler:
         self.incarnation = incarnation
         self.workers: dict[int, Worker] = {}
         self.replicas = Replicas()
-        self.waiting = WaitingLine()
+        self.waiting = WaitingQueue()
         self.outbox = Outbox(incarnation)
         self.sessions = Sessions()
         self.paused = False
         self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
         self._order = itertools.count()
-        self._suspects = Suspects()
-        self._lost = LostEpochs()
-        self._deadlines = Deadlines()
-        self.stillness = Stillness()
-        self.replays = Replays()
+        self._quarantine = Quarantine()
+        self._fenced = FencedEpochs()
+        self._deadlines = RequestDeadlines()
+        self.stuck_detector = StuckDetector()
+        self.streams = ResumableStreams()
         self._open: Counter[str] = Counter()
-        self.journal = Journal()
+        self.request_log = RequestLog()
 
     @property
     def max_model_len(self) -> int:
@@ -94,11 +94,11 @@ class Scheduler:
 
     def submit(self, identity: bytes, submit: Submit) -> None:
         """Takes a request in, or refuses it with a reason."""
-        replica = self.replicas.welcome(identity)
+        replica = self.replicas.register(identity)
         self.cancel(identity, [submit.handle])
-        stream = self.replays.find(submit)
+        stream = self.streams.find(submit)
         if stream is not None and stream.has_all(submit.context):
-            self._take_over(stream, identity, submit)
+            self._reattach(stream, identity, submit)
             return
         if stream is not None and stream.finished == Finish.ACTIVE:
             # It draws the same tokens again, with all that was told of them.
@@ -108,7 +108,7 @@ class Scheduler:
         error = self._refusal(submit)
         if error is not None:
             self.counters["failed"] += 1
-            self.journal.note(submit.context.request_id, f"refused: {error.message}")
+            self.request_log.record(submit.context.request_id, f"refused: {error.message}")
             self.outbox.fail(replica.number, submit.handle, error)
             return
         sequence = Sequence.of(identity, submit, next(self._order))
@@ -119,13 +119,13 @@ class Scheduler:
         self.waiting.add(sequence)
         self._open[sequence.terms.tenant] += 1
         self._deadlines.watch(sequence)
-        self.replays.add(sequence)
+        self.streams.add(sequence)
 
     def expire(self, now: float) -> None:
         """Fails the requests whose time limit has passed."""
         for sequence, error in self._deadlines.passed(now):
             self._fail(sequence, error)
-        for sequence in self.replays.abandoned(now):
+        for sequence in self.streams.orphaned(now):
             self._note(sequence, "cancelled: nobody came back for its stream")
             self._forget(sequence)
             self.counters["cancelled"] += 1
@@ -138,21 +138,21 @@ class Scheduler:
             sequence.row, sequence.blocks = -1, []
             self.waiting.add(sequence)
         if self.paused:
-            self.stillness.excuse(now)
-        for sequence, error in self.stillness.stuck(everyone, self.workers, now):
+            self.stuck_detector.grant_grace(now)
+        for sequence, error in self.stuck_detector.stuck(everyone, self.workers, now):
             self._fail(sequence, error)
 
     def detach(self, identity: bytes, handles: list[int]) -> None:
         """Nobody listens to these requests of a replica: those that can be taken up again go on without it."""
         for handle in handles:
             sequence = self.replicas.sequence(identity, handle)
-            stream = self.replays.of(sequence)
+            stream = self.streams.of(sequence)
             if sequence is None or stream is None:
                 self.cancel(identity, [handle])
                 continue
             self._note(sequence, f"its client is gone; it goes on, from {sequence.emitted} tokens")
-            stream.left = time.monotonic()
-            self._hand_over(sequence, NOBODY, handle)
+            stream.orphaned_at = time.monotonic()
+            self._change_listener(sequence, NO_REPLICA, handle)
 
     def cancel(self, identity: bytes, handles: list[int]) -> None:
         """Forgets requests of a replica; unknown handles are ignored."""
@@ -165,7 +165,7 @@ class Scheduler:
 
     def reconcile(self, identity: bytes, handles: list[int]) -> list[int]:
         """A replica holds these requests open: others of its are let go. Returns those that are not known here."""
-        known, named = self.replicas.welcome(identity).sequences, set(handles)
+        known, named = self.replicas.register(identity).sequences, set(handles)
         self.detach(identity, [handle for handle in known if handle not in named])
         return [handle for handle in handles if handle not in known]
 
@@ -189,24 +189,28 @@ class Scheduler:
         known = self.workers.get(hello.index)
         if known is not None and known.hello.epoch == hello.epoch:
             known.hello = hello  # some of it changes
-        if self.superseded(hello) or self.put_off(hello) or (known is not None and known.hello.epoch >= hello.epoch):
+        if (
+            self.is_fenced(hello)
+            or self.index_is_taken(hello)
+            or (known is not None and known.hello.epoch >= hello.epoch)
+        ):
             return False
         if known is not None:
             self.lose_worker(hello.index, "was followed by its next epoch")
         limits = self.limits
         worker = Worker(hello, limits.max_running, limits.prefix_cache, limits.stall_seconds)
         self.workers[hello.index] = worker
-        self.journal.incident(f"{worker.describe()} is here")
+        self.request_log.record_event(f"{worker.describe()} is here")
         return True
 
-    def superseded(self, hello: WorkerHello) -> bool:
+    def is_fenced(self, hello: WorkerHello) -> bool:
         """Whether this worker was given up: others compute what it had, so it must end."""
-        return self._lost.has(hello.index, hello.epoch)
+        return self._fenced.has(hello.index, hello.epoch)
 
-    def put_off(self, hello: WorkerHello) -> bool:
+    def index_is_taken(self, hello: WorkerHello) -> bool:
         """Whether another supervisor's worker is here under this index: as long as it lives this one waits."""
         known = self.workers.get(hello.index)
-        return known is not None and not of_one_supervisor(known.hello.epoch, hello.epoch)
+        return known is not None and not same_supervisor(known.hello.epoch, hello.epoch)
 
     def lose_worker(self, index: int, why: str = "died", blamed: bool = True) -> str:
         """A worker is gone: its sequences wait again with the tokens their clients have, in their old order.
@@ -214,20 +218,20 @@ class Scheduler:
         What it was computing may be the reason, unless nobody is `blamed`. Returns the story in one line.
         """
         worker = self.workers.pop(index)
-        self._lost.add(index, worker.hello.epoch)
+        self._fenced.add(index, worker.hello.epoch)
         story = f"{worker.describe()} {why}"
         suspects = {sequence.order for sequence in worker.computing()} if blamed else set()
         for row in worker.rows.occupied().tolist():
             self._recover(worker.remove(row), story, suspects)
-        self.journal.incident(story)
+        self.request_log.record_event(story)
         return story
 
     def _recover(self, sequence: Sequence, story: str, suspects: set[int]) -> None:
         self.counters["recovered"] += 1
         if sequence.order in suspects:
-            self._suspects.blame(sequence)
-        if self._suspects.is_poison(sequence):
-            crashes = self._suspects.crashes(sequence)
+            self._quarantine.record_crash(sequence)
+        if self._quarantine.is_poison(sequence):
+            crashes = self._quarantine.crashes(sequence)
             text = f"the model worker crashed {crashes} times while it computed this request"
             self._fail(sequence, RequestError(ErrorCode.FAILED, text))
             return
@@ -262,7 +266,7 @@ class Scheduler:
         if new.hidden is not None:
             self._tell_hidden(worker, new.hidden)
         if len(new.rows):
-            runs = {row: (int(worker.rows.generation[row]), run) for row, run in new.forced.items()}
+            runs = {row: (int(worker.rows.version[row]), run) for row, run in new.forced.items()}
             self._book(worker, new)
             if runs:
                 self._book_forced(worker, runs)
@@ -369,14 +373,14 @@ class Scheduler:
         if len(sequence.tokens) >= limit:
             self._end(sequence, Finish.LENGTH)
             return True
-        alone = self._suspects.run_alone(sequence)
+        alone = self._quarantine.is_isolated(sequence)
         number = self.replicas.number_of(sequence)
         for worker in sorted(self.workers.values(), key=lambda worker: worker.rows.running):
-            if self._suspects.any_of(worker.rows.sequences) or (alone and worker.rows.running):
+            if self._quarantine.any_isolated(worker.rows.sequences) or (alone and worker.rows.running):
                 continue
             if worker.place(sequence, number, limit, spare=worker.rows.running):
                 sequence.admitted = True
-                cached = int(worker.rows.computed[sequence.row])
+                cached = int(worker.rows.num_computed_tokens[sequence.row])
                 self.waiting.charge(sequence, len(sequence.tokens) - cached)
                 alone_text = ", alone: two workers crashed with it" if alone else ""
                 self._note(
@@ -399,7 +403,7 @@ class Scheduler:
             sequence = table.sequences[row]
             if sequence is not None and position < sequence.prompt_len:
                 sequence.next_report = max(sequence.next_report, position + 1)
-        self.replays.reported(table, reports)
+        self.streams.append_reports(table, reports)
         self.outbox.reports(table.replica[rows], replace(reports, owners=table.handle[rows]))
 
     def _tell_hidden(self, worker: Worker, hidden: HiddenStates) -> None:
@@ -414,16 +418,16 @@ class Scheduler:
     def _book(self, worker: Worker, new: NewTokens) -> None:
         table, rows = worker.rows, new.rows
         tokens = new.tokens.tolist()
-        again = new.lineup if new.lineup is not None and new.lineup.outlives(tokens) else None
+        again = new.steady if new.steady is not None and new.steady.outlives(tokens) else None
         sequences = [table.sequences[row] for row in rows.tolist()] if again is None else again.sequences
         for sequence, token in zip(sequences, tokens, strict=True):
             assert sequence is not None
             sequence.context.tokens.advance_with_token(token)
             if sequence.queued_us >= 0:
                 self._tell_placed(sequence, int(table.replica[sequence.row]))
-        self.replays.heard(table, rows, new.logprobs)
-        if worker.lineup is not None:
-            worker.lineup.tokens -= 1
+        self.streams.append_logprobs(table, rows, new.logprobs)
+        if worker.steady is not None:
+            worker.steady.tokens -= 1
         if again is not None and again.replica is not None:
             self.outbox.tokens_for(again.replica, again.handles, new.tokens, again.active, new.logprobs)
             return
@@ -441,7 +445,7 @@ class Scheduler:
 
     def _book_forced(self, worker: Worker, runs: dict[int, tuple[int, NDArray[np.int32]]]) -> None:
         """Each further token of a row, and of the generation that it was for, as if it had come alone."""
-        generation = worker.rows.generation
+        generation = worker.rows.version
         for i in range(max((len(run) for _, run in runs.values()), default=0)):
             left = [row for row, (owner, run) in runs.items() if i < len(run) and generation[row] == owner]
             if left:
@@ -474,25 +478,25 @@ class Scheduler:
         self._close(sequence, Finish.FAILED, error)
 
     def _note(self, sequence: Sequence, text: str) -> None:
-        self.journal.note(sequence.context.request_id, text)
+        self.request_log.record(sequence.context.request_id, text)
 
-    def _take_over(self, stream: Stream, identity: bytes, submit: Submit) -> None:
+    def _reattach(self, stream: Stream, identity: bytes, submit: Submit) -> None:
         """A stream's client is back, here: it is told everything from the first token that it does not have."""
-        replica, sequence = self.replicas.welcome(identity), stream.sequence
+        replica, sequence = self.replicas.register(identity), stream.sequence
         if not stream.continues(submit):
             text = f"the stream {submit.terms.resume!r} answers another prompt or has other sampling values"
             self.outbox.fail(replica.number, submit.handle, RequestError(ErrorCode.INVALID, text))
             return
         self._note(sequence, f"taken up again by {identity.decode(errors='replace')}")
         before = self.replicas.number_of(sequence), sequence.handle
-        if self._hand_over(sequence, identity, submit.handle):
+        if self._change_listener(sequence, identity, submit.handle):
             self.outbox.end(*before, Finish.CANCELLED)
-        stream.left = None
+        stream.orphaned_at = None
         if stream.finished == Finish.ACTIVE:
             replica.sequences[submit.handle] = sequence
-        stream.retell(self.outbox, replica.number, submit.handle, submit.context)
+        stream.replay(self.outbox, replica.number, submit.handle, submit.context)
 
-    def _hand_over(self, sequence: Sequence, identity: bytes, handle: int) -> bool:
+    def _change_listener(self, sequence: Sequence, identity: bytes, handle: int) -> bool:
         """From now on this replica hears of the sequence, under this handle; whether another one did."""
         had_listener = self.replicas.release(sequence)
         sequence.replica, sequence.handle = identity, handle
@@ -512,8 +516,8 @@ class Scheduler:
 
     def _close(self, sequence: Sequence, code: int, error: RequestError | None = None) -> None:
         self.replicas.release(sequence)
-        self.replays.ended(sequence, code, error, time.monotonic())
-        self._suspects.forget(sequence)
+        self.streams.ended(sequence, code, error, time.monotonic())
+        self._quarantine.forget(sequence)
         self._deadlines.forget(sequence)
         self.waiting.charge(sequence, sequence.emitted)
         self._open[sequence.terms.tenant] -= 1

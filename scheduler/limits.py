@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from interfaces import TextContext
-from scheduler.waiting_queue import WaitingLine
+from scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Limits:
     stall_seconds: float = 15.0
     """What a step may take in any case; more is learnt from the steps that were."""
 
-    def refusal(self, waiting: WaitingLine, context: TextContext, open_of_tenant: int) -> str | None:
+    def refusal(self, waiting: WaitingQueue, context: TextContext, open_of_tenant: int) -> str | None:
         """Why one more request is too many, or None. Its tenant has so many open ones."""
         if len(waiting) >= self.max_queued:
             return f"{len(waiting)} requests wait already; retry when some have finished"

@@ -44,10 +44,10 @@ STATUS_SECONDS = 0.5
 REPLICA_SILENCE_SECONDS = 5.0
 WORKER_SILENCE_SECONDS = 10.0
 """An idle worker speaks every second; a busy one is judged by its steps."""
-STANDSTILL_SECONDS = 5.0
+CLOCK_JUMP_SECONDS = 5.0
 """Looks come every half second: one so late means that this process was stopped, or the whole machine suspended."""
 SECONDS_BETWEEN_COMPLAINTS = 10.0
-MESSAGES_PER_TURN = 256
+MESSAGES_PER_ITERATION = 256
 """Messages taken from one socket before the other and the steps get their turn."""
 
 
@@ -86,7 +86,7 @@ class Loop:
             while not self._stopping:
                 self._receive()
                 self._send_steps()
-                self._send_news()
+                self._send_results()
                 self._keep_time()
         finally:
             if self._guard is not None:
@@ -111,7 +111,7 @@ class Loop:
 
     def _take(self, socket: zmq.Socket[bytes], handle: Any) -> None:
         """What a poll has found, and what else is there."""
-        for i in range(MESSAGES_PER_TURN):
+        for i in range(MESSAGES_PER_ITERATION):
             received = receive_from(socket) if i == 0 or readable(socket) else None
             if received is None:
                 return
@@ -160,7 +160,7 @@ class Loop:
         unknown = self.scheduler.reconcile(identity, hello.handles.tolist())
         if unknown:
             # After what was to be sent: the end of one of them may be among it.
-            self._send_news()
+            self._send_results()
             send_to(self._api, identity, Unknown(self.scheduler.incarnation, np.array(unknown, np.int32), new))
 
     def _obey(self, identity: bytes, order: Order) -> None:
@@ -178,7 +178,7 @@ class Loop:
                 requests = self.scheduler.retract()
             case _:
                 refused = f"there is no action {order.action}"
-        self._send_news()
+        self._send_results()
         send_to(self._api, identity, OrderAnswer(self.scheduler.incarnation, order.number, refused, requests))
 
     def _from_worker(self, identity: bytes, message: object) -> None:
@@ -189,17 +189,17 @@ class Loop:
                     self._worker_heard[message.index] = time.monotonic()
                     self.scheduler.step_result(message)
             case WorkerHello():
-                self._welcome(identity, message)
+                self._register_worker(identity, message)
             case WorkerGoodbye():
                 self._lose(message.index, message.epoch, "said goodbye", blamed=False)
             case _:
                 raise WireError(f"a worker may not send {type(message).__name__}")
 
-    def _welcome(self, identity: bytes, hello: WorkerHello) -> None:
-        if self.scheduler.superseded(hello):
+    def _register_worker(self, identity: bytes, hello: WorkerHello) -> None:
+        if self.scheduler.is_fenced(hello):
             send_to(self._workers, identity, Retire(hello.epoch, "it was late or silent, or another came in its place"))
             return
-        if self.scheduler.put_off(hello):
+        if self.scheduler.index_is_taken(hello):
             if self._put_off.get(hello.index) != hello.epoch:
                 self._put_off[hello.index] = hello.epoch
                 log.warning("another worker %d is here already: %r waits until it has gone", hello.index, identity)
@@ -221,8 +221,8 @@ class Loop:
             self._next_status = 0.0
 
     def _inform(self, identity: bytes, request_id: str) -> None:
-        journal = self.scheduler.journal
-        lines = journal.of(request_id) if request_id else journal.incidents
+        request_log = self.scheduler.request_log
+        lines = request_log.of(request_id) if request_id else request_log.events
         send_to(self._api, identity, InquiryAnswer(self.scheduler.incarnation, lines, self.scheduler.status()))
 
     def _send_steps(self) -> None:
@@ -233,7 +233,7 @@ class Loop:
                     # What it never got cannot be why it is gone.
                     self._lose(index, step.epoch, f"does not take step {step.step}", blamed=False)
 
-    def _send_news(self) -> None:
+    def _send_results(self) -> None:
         for identity, results in self.scheduler.take_results():
             if not send_to(self._api, identity, results):
                 self._drop_replica(identity, "does not take results")
@@ -244,7 +244,7 @@ class Loop:
             return
         phases.beat()
         self._next_status = now + STATUS_SECONDS
-        if now - self._last_look > STANDSTILL_SECONDS:
+        if now - self._last_look > CLOCK_JUMP_SECONDS:
             self._excuse_silence(now)
         self._last_look = now
         for identity in list(self.scheduler.replicas):
@@ -268,7 +268,7 @@ class Loop:
         log.warning("this process stood still for %.1f s; nobody is blamed for that time", now - self._last_look)
         self._last_heard = dict.fromkeys(self._last_heard, now)
         self._worker_heard = dict.fromkeys(self._worker_heard, now)
-        self.scheduler.stillness.excuse(now)
+        self.scheduler.stuck_detector.grant_grace(now)
         for worker in self.scheduler.workers.values():
             worker.last_step = now
 
@@ -277,19 +277,19 @@ class Loop:
         found = {index: why for index in self.scheduler.workers if (why := self._complaint(index, now))}
         for index in self._suspected & found.keys():
             epoch = self.scheduler.workers[index].hello.epoch
-            self._watch.condemn(index, epoch, self.scheduler.lose_worker(index, found[index]))
+            self._watch.mark_stalled(index, epoch, self.scheduler.lose_worker(index, found[index]))
             self._next_status = 0.0
         self._suspected = found.keys() - self._suspected
-        for story in self._watch.execute(now):
+        for story in self._watch.kill_due(now):
             log.error("%s", story)
-            self.scheduler.journal.incident(story)
+            self.scheduler.request_log.record_event(story)
         self._explain_waiting(now)
 
     def _complaint(self, index: int, now: float) -> str:
         worker = self.scheduler.workers[index]
         late = worker.late(now)
         if late:
-            allowed = worker.clock.allowed(worker.in_flight[0].tokens)
+            allowed = worker.step_deadline.allowed(worker.in_flight[0].tokens)
             return f"stalled: the step has taken {late:.1f} s where {allowed:.1f} s were allowed"
         silent = now - self._worker_heard.get(index, now)
         if not worker.in_flight and silent > WORKER_SILENCE_SECONDS:
@@ -312,5 +312,5 @@ class Loop:
         cancelled = self.scheduler.drop_replica(identity)
         self._last_heard.pop(identity, None)
         text = f"API replica {identity.decode(errors='replace')} {why}; {cancelled} requests cancelled"
-        self.scheduler.journal.incident(text)
+        self.scheduler.request_log.record_event(text)
         log.info("%s", text)

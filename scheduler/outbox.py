@@ -29,7 +29,7 @@ _NOTHING = _Part(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.in
 
 
 @dataclass(slots=True)
-class _Notes:
+class _Extras:
     """What few steps have to tell beside tokens."""
 
     reports: list[LogprobReports] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Outbox:
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
         self._parts: dict[int, list[_Part]] = {}
-        self._notes: dict[int, _Notes] = {}
+        self._extras: dict[int, _Extras] = {}
 
     def tokens(
         self,
@@ -79,28 +79,28 @@ class Outbox:
     def reports(self, replicas: NDArray[np.int32], reports: LogprobReports) -> None:
         """Log-probabilities of tokens, by handle; `replicas[i]` wants entry i."""
         for replica in np.unique(replicas).tolist():
-            self._noted(replica).reports.append(reports.select(replicas == replica))
+            self._extras_of(replica).reports.append(reports.select(replicas == replica))
 
     def hidden(self, replicas: NDArray[np.int32], hidden: HiddenStates) -> None:
         """Hidden states of tokens, by handle; `replicas[i]` wants entry i."""
         for replica in np.unique(replicas).tolist():
-            self._noted(replica).hidden.append(hidden.select(replicas == replica))
+            self._extras_of(replica).hidden.append(hidden.select(replicas == replica))
 
     def placed(self, replica: int, handle: int, cached: int, queued_us: int) -> None:
         """Tells with a request's first token how many prompt tokens came from the prefix cache, and how long it waited.
 
         Comes before the token itself.
         """
-        notes = self._noted(replica)
-        notes.queued[handle] = queued_us
+        extras = self._extras_of(replica)
+        extras.queued[handle] = queued_us
         if cached:
-            notes.cached[handle] = cached
+            extras.cached[handle] = cached
 
     def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
         """A request ends without a token."""
         self._add(replica, _Part(np.array([handle], np.int32), _NO_TOKEN, np.array([code], np.int8), None))
         if error is not None:
-            self._noted(replica).errors[handle] = error
+            self._extras_of(replica).errors[handle] = error
 
     def fail(self, replica: int, handle: int, error: RequestError) -> None:
         """A request fails for a reason of its own."""
@@ -110,21 +110,21 @@ class Outbox:
         """What is to be sent now, by replica number; the outbox is empty afterwards."""
         ready = [(replica, self._results(replica, parts)) for replica, parts in self._parts.items()]
         self._parts.clear()
-        self._notes.clear()
+        self._extras.clear()
         return ready
 
     def _results(self, replica: int, parts: list[_Part]) -> Results:
-        columns, notes = _joined(parts), self._notes.get(replica)
-        if notes is None:
+        columns, extras = _joined(parts), self._extras.get(replica)
+        if extras is None:
             return Results(self._incarnation, *columns)
         return Results(
             self._incarnation,
             *columns,
-            cached=notes.cached,
-            errors=notes.errors,
-            queued=notes.queued,
-            reports=LogprobReports.joined(notes.reports) if notes.reports else None,
-            hidden=HiddenStates.joined(notes.hidden) if notes.hidden else None,
+            cached=extras.cached,
+            errors=extras.errors,
+            queued=extras.queued,
+            reports=LogprobReports.joined(extras.reports) if extras.reports else None,
+            hidden=HiddenStates.joined(extras.hidden) if extras.hidden else None,
         )
 
     def _add(self, replica: int, part: _Part) -> None:
@@ -134,9 +134,9 @@ class Outbox:
         else:
             parts.append(part)
 
-    def _noted(self, replica: int) -> _Notes:
-        self._parts.setdefault(replica, [])  # notes may be all that there is to tell
-        return self._notes.setdefault(replica, _Notes())
+    def _extras_of(self, replica: int) -> _Extras:
+        self._parts.setdefault(replica, [])  # extras may be all that there is to tell
+        return self._extras.setdefault(replica, _Extras())
 
 
 def _joined(parts: list[_Part]) -> _Part:

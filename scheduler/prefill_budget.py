@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LEAST_TOKENS = 8
+MIN_PREFILL_TOKENS = 8
 """Of prompts in a step, however slow they are: they must come to an end."""
-SHARE = 0.6
+PREFILL_SHARE = 0.6
 """Of the time of rows in decode, for a prompt. Steps differ by a quarter: so few take 2.5 times what they did."""
 ROWS_OF_A_PROMPT = 4
 """Rows in decode that one long prompt counts as, when time is shared out among more than one."""
-STEPS_OF_A_MEASURE = 12
+STEPS_BETWEEN_MEASUREMENTS = 12
 """Beside rows in decode after which a prompt leaves out a step, unless these rows had one to themselves meanwhile."""
 _WEIGHT = 0.1
 _WEIGHT_ANEW = 0.8
@@ -29,7 +29,7 @@ _OUTLIER = 2.0
 """A time beyond so many times what was expected counts as that: something else had the machine."""
 
 
-class Pace:
+class PrefillBudget:
     """Seconds of decode steps by the number of rows (in powers of two), and seconds of a prompt's token.
 
     Both grow with contexts, and of a step that has both nobody can tell which did. So rows in decode have a step to
@@ -55,7 +55,7 @@ class Pace:
                 self._doubtful.remove(size)
             self._decode[size], self._mixed[size] = _followed(known, seconds, weight), 0
             return
-        self._mixed[size] = self._mixed.get(size, STEPS_OF_A_MEASURE) + 1
+        self._mixed[size] = self._mixed.get(size, STEPS_BETWEEN_MEASUREMENTS) + 1
         alone = self._alone(decoding) or 0.0
         if not decoding or alone:
             self._token = _followed(self._token, max(seconds - alone, 0.1 * seconds) / prompt_tokens)
@@ -72,12 +72,12 @@ class Pace:
         if len(left) > 1 and sum(left) <= len(left) * step_tokens:
             return None
         size = decoding.bit_length()
-        if self._mixed.get(size, STEPS_OF_A_MEASURE) >= STEPS_OF_A_MEASURE:
+        if self._mixed.get(size, STEPS_BETWEEN_MEASUREMENTS) >= STEPS_BETWEEN_MEASUREMENTS:
             self._mixed[size] = 0  # steps are begun before the results of earlier ones come: one measure is enough
             self._doubtful.add(size)
             return 0
-        share = SHARE * max(1.0, ROWS_OF_A_PROMPT * len(left) / decoding) if len(left) > 1 else SHARE
-        return max(LEAST_TOKENS, int(share * alone / self._token))
+        share = PREFILL_SHARE * max(1.0, ROWS_OF_A_PROMPT * len(left) / decoding) if len(left) > 1 else PREFILL_SHARE
+        return max(MIN_PREFILL_TOKENS, int(share * alone / self._token))
 
     def _alone(self, decoding: int) -> float | None:
         """What a step of so many rows in decode takes, by the nearest number of rows that is known."""

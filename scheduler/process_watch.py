@@ -21,7 +21,7 @@ from shared.liveness import last_frame, open_pidfd
 
 log = logging.getLogger(__name__)
 
-SECONDS_FOR_LAST_WORDS = 0.5
+GRACE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class _Process:
 
 
 @dataclass(frozen=True)
-class _Condemned:
+class _Stalled:
     process: _Process
     story: str
     due: float
@@ -46,7 +46,7 @@ class ProcessWatch:
         self._poller = poller
         self._stack_file = stack_file
         self._by_sentinel: dict[int, _Process] = {}
-        self._condemned: list[_Condemned] = []
+        self._stalled: list[_Stalled] = []
 
     def add(self, index: int, epoch: int, pid: int) -> bool:
         """False when the process has ended already."""
@@ -70,8 +70,8 @@ class ProcessWatch:
             os.close(process.sentinel)
         return [(process.index, process.epoch) for process in found]
 
-    def condemn(self, index: int, epoch: int, story: str) -> None:
-        """This worker hangs. It is asked where, and ended soon, by `execute`; until then `story` is kept."""
+    def mark_stalled(self, index: int, epoch: int, story: str) -> None:
+        """This worker hangs. It is asked where, and ended soon, by `kill_due`; until then `story` is kept."""
         process = next((p for p in self._by_sentinel.values() if (p.index, p.epoch) == (index, epoch)), None)
         if process is None:
             log.error("%s", story)
@@ -79,12 +79,12 @@ class ProcessWatch:
         # A stopped process answers once it is continued; what it computes then is ignored, it is of a lost epoch.
         for number in (signal.SIGUSR2, signal.SIGCONT):
             _signal(process, number)
-        self._condemned.append(_Condemned(process, story, time.monotonic() + SECONDS_FOR_LAST_WORDS))
+        self._stalled.append(_Stalled(process, story, time.monotonic() + GRACE_SECONDS))
 
-    def execute(self, now: float) -> list[str]:
+    def kill_due(self, now: float) -> list[str]:
         """Ends those whose time is up; their stories, each with the frame in which it hung."""
-        due = [one for one in self._condemned if one.due <= now]
-        self._condemned = [one for one in self._condemned if one.due > now]
+        due = [one for one in self._stalled if one.due <= now]
+        self._stalled = [one for one in self._stalled if one.due > now]
         stories = []
         for one in due:
             frame = last_frame(self._stack_file(one.process.index))

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 
 from scheduler.sequence import Sequence
 
-CRASHES_BEFORE_ALONE = 2
+CRASHES_BEFORE_ISOLATION = 2
 
 
-class Suspects:
+class Quarantine:
     """Crashes of open sequences."""
 
     def __init__(self) -> None:
         self._crashes: Counter[int] = Counter()
 
-    def blame(self, sequence: Sequence) -> None:
+    def record_crash(self, sequence: Sequence) -> None:
         """A worker has crashed while it computed this."""
         self._crashes[sequence.order] += 1
 
@@ -27,14 +27,14 @@ class Suspects:
         return self._crashes[sequence.order]
 
     def is_poison(self, sequence: Sequence) -> bool:
-        return self.crashes(sequence) > CRASHES_BEFORE_ALONE
+        return self.crashes(sequence) > CRASHES_BEFORE_ISOLATION
 
-    def run_alone(self, sequence: Sequence) -> bool:
-        return self.crashes(sequence) >= CRASHES_BEFORE_ALONE
+    def is_isolated(self, sequence: Sequence) -> bool:
+        return self.crashes(sequence) >= CRASHES_BEFORE_ISOLATION
 
-    def any_of(self, sequences: Iterable[Sequence | None]) -> bool:
+    def any_isolated(self, sequences: Iterable[Sequence | None]) -> bool:
         """Whether one of them must be alone."""
-        return bool(self._crashes) and any(one is not None and self.run_alone(one) for one in sequences)
+        return bool(self._crashes) and any(one is not None and self.is_isolated(one) for one in sequences)
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""

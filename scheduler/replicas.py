@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from interfaces.messages import REGISTRATION_SIZE, Results
 from scheduler.sequence import Sequence
 
-NOBODY = b""
-_NOBODYS_NUMBER = -1
+NO_REPLICA = b""
+_NO_REPLICA_NUMBER = -1
 
 
 @dataclass(slots=True)
@@ -19,14 +19,14 @@ class Replica:
 
     number: int
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    told: int = field(init=False)
+    published: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.told = self.number * REGISTRATION_SIZE
+        self.published = self.number * REGISTRATION_SIZE
 
 
 class Replicas:
-    """By identity. A sequence of `NOBODY` goes on while nobody listens: its news are for no replica."""
+    """By identity. A sequence of `NO_REPLICA` goes on while nobody listens: its news are for no replica."""
 
     def __init__(self) -> None:
         self._by_identity: dict[bytes, Replica] = {}
@@ -45,7 +45,7 @@ class Replicas:
     def get(self, identity: bytes) -> Replica | None:
         return self._by_identity.get(identity)
 
-    def welcome(self, identity: bytes) -> Replica:
+    def register(self, identity: bytes) -> Replica:
         """The replica of that identity, known from now on."""
         if identity not in self._by_identity:
             number = next(self._numbers)
@@ -68,13 +68,13 @@ class Replicas:
         identity = self._identity_of.get(number)
         if identity is not None:
             replica = self._by_identity[identity]
-            results.number = replica.told
-            replica.told += 1
+            results.number = replica.published
+            replica.published += 1
         return identity
 
     def number_of(self, sequence: Sequence) -> int:
         replica = self._by_identity.get(sequence.replica)
-        return _NOBODYS_NUMBER if replica is None else replica.number
+        return _NO_REPLICA_NUMBER if replica is None else replica.number
 
     def release(self, sequence: Sequence) -> bool:
         """Its replica does not know it any more; whether one did."""

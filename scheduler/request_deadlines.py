@@ -6,7 +6,7 @@ from interfaces import ErrorCode, RequestError
 from scheduler.sequence import Sequence
 
 
-class Deadlines:
+class RequestDeadlines:
     """The open requests that have a limit. They are few and looked through twice a second: no order is kept."""
 
     def __init__(self) -> None:

@@ -10,33 +10,33 @@ from collections import OrderedDict, deque
 
 from shared.logs import utc
 
-MOST_REQUESTS = 4096
-MOST_ENTRIES = 64
+MAX_REQUESTS = 4096
+MAX_ENTRIES = 64
 """Of one request: its beginning and its latest; what was between them is counted."""
-MOST_INCIDENTS = 50
+MAX_EVENTS = 50
 
 _Entry = tuple[float, str]
 """Unix time and a sentence. The time is put into words when somebody reads it, which is seldom."""
 
 
-class Journal:
+class RequestLog:
     """The oldest request is forgotten first."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, _Entries] = OrderedDict()
-        self._incidents: deque[_Entry] = deque(maxlen=MOST_INCIDENTS)
+        self._events: deque[_Entry] = deque(maxlen=MAX_EVENTS)
 
-    def note(self, request_id: str, text: str) -> None:
+    def record(self, request_id: str, text: str) -> None:
         entries = self._requests.get(request_id)
         if entries is None:
             entries = self._requests[request_id] = _Entries()
-            if len(self._requests) > MOST_REQUESTS:
+            if len(self._requests) > MAX_REQUESTS:
                 self._requests.popitem(last=False)
         entries.add((time.time(), text))
 
-    def incident(self, text: str) -> None:
+    def record_event(self, text: str) -> None:
         """A worker or replica came or went."""
-        self._incidents.append((time.time(), text))
+        self._events.append((time.time(), text))
 
     def of(self, request_id: str) -> list[str]:
         """Everything known of requests whose id begins so, oldest first; nothing when there is none."""
@@ -48,8 +48,8 @@ class Journal:
         ]
 
     @property
-    def incidents(self) -> list[str]:
-        return [_line(entry) for entry in self._incidents]
+    def events(self) -> list[str]:
+        return [_line(entry) for entry in self._events]
 
 
 class _Entries:
@@ -57,11 +57,11 @@ class _Entries:
 
     def __init__(self) -> None:
         self._first: list[_Entry] = []
-        self._last: deque[_Entry] = deque(maxlen=MOST_ENTRIES // 2)
+        self._last: deque[_Entry] = deque(maxlen=MAX_ENTRIES // 2)
         self._left_out = 0
 
     def add(self, entry: _Entry) -> None:
-        if len(self._first) < MOST_ENTRIES // 2:
+        if len(self._first) < MAX_ENTRIES // 2:
             self._first.append(entry)
             return
         self._left_out += len(self._last) == self._last.maxlen

@@ -19,7 +19,7 @@ from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
 
 SECONDS_KEPT = 60.0
-MOST_ENDED = 512
+MAX_ENDED = 512
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Stream:
     """
 
     sequence: Sequence
-    left: float | None = None
+    orphaned_at: float | None = None
     finished: int = Finish.ACTIVE
     error: RequestError | None = None
     logprobs: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Stream:
         wanted = sampling.logprobs != LogprobMode.NONE or sampling.reports
         return not wanted or len(self.logprobs) == emitted
 
-    def retell(self, outbox: Outbox, replica: int, handle: int, listener: TextContext) -> None:
+    def replay(self, outbox: Outbox, replica: int, handle: int, listener: TextContext) -> None:
         """What was told so far and the listener does not have yet, and the end if there was one."""
         first = listener.tokens.generated_length
         tokens = np.array(self.sequence.tokens.generated[first:], np.int32)
@@ -74,7 +74,7 @@ class Stream:
         )
 
 
-class Replays:
+class ResumableStreams:
     """Resumable requests, by tenant and name."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Replays:
         ended = self._ended.get(key)
         return self._open.get(key) or (ended[1] if ended else None)
 
-    def heard(self, table: RowTable, rows: NDArray[np.int32], logprobs: NDArray[np.float32] | None) -> None:
+    def append_logprobs(self, table: RowTable, rows: NDArray[np.int32], logprobs: NDArray[np.float32] | None) -> None:
         """Rows have new tokens, with these log-probabilities."""
         if not self._open:
             return
@@ -102,7 +102,7 @@ class Replays:
             if stream is not None:
                 stream.logprobs.append(logprob)
 
-    def reported(self, table: RowTable, reports: LogprobReports) -> None:
+    def append_reports(self, table: RowTable, reports: LogprobReports) -> None:
         """The same of what is told beside tokens; the owners are rows."""
         for row in np.unique(reports.owners).tolist() if self._open else ():
             stream = self.of(table.sequences[row])
@@ -120,15 +120,15 @@ class Replays:
             return
         stream.finished, stream.error = code, error
         self._ended[_key(sequence)] = (now, stream)
-        if len(self._ended) > MOST_ENDED:
+        if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def abandoned(self, now: float) -> list[Sequence]:
+    def orphaned(self, now: float) -> list[Sequence]:
         """Open requests to which nobody has come back. Ended ones whose time is over are forgotten."""
         while self._ended and now - next(iter(self._ended.values()))[0] > SECONDS_KEPT:
             self._ended.popitem(last=False)
         streams = self._open.values()
-        return [s.sequence for s in streams if s.left is not None and now - s.left > SECONDS_KEPT]
+        return [s.sequence for s in streams if s.orphaned_at is not None and now - s.orphaned_at > SECONDS_KEPT]
 
 
 def _key(sequence: Sequence) -> tuple[str, str]:

@@ -23,10 +23,10 @@ class RowTable:
 
     def __init__(self, max_rows: int) -> None:
         self.sequences: list[Sequence | None] = [None] * max_rows
-        self.generation = np.zeros(max_rows, np.int64)
+        self.version = np.zeros(max_rows, np.int64)
         self.in_use = np.zeros(max_rows, bool)
-        self.computed = np.zeros(max_rows, np.int32)
-        self.known = np.zeros(max_rows, np.int32)
+        self.num_computed_tokens = np.zeros(max_rows, np.int32)
+        self.num_tokens = np.zeros(max_rows, np.int32)
         self.limit = np.zeros(max_rows, np.int32)
         self.order = np.zeros(max_rows, np.int64)
         self.num_blocks = np.zeros(max_rows, np.int32)
@@ -34,7 +34,7 @@ class RowTable:
         self.replica = np.zeros(max_rows, np.int32)
         self.reports = np.zeros(max_rows, bool)
         """Rows that may report more log-probabilities than their tokens', or hidden states."""
-        self.unreported = np.zeros(max_rows, np.int32)
+        self.report_end = np.zeros(max_rows, np.int32)
         """Tokens up to the last one of which, or of whose successor, there is something to report; 0 when none is."""
         self.fixed = np.zeros(max_rows, np.int32)
         """The prompt's length of deterministic rows, which are computed in the same pieces always; else 0."""
@@ -67,7 +67,9 @@ class RowTable:
 
     def runnable(self) -> NDArray[np.int32]:
         """Rows with tokens left to compute, ascending. A row whose last allowed token is in flight has none."""
-        return np.flatnonzero(self.in_use & (self.computed < self.known) & (self.known < self.limit)).astype(np.int32)
+        return np.flatnonzero(
+            self.in_use & (self.num_computed_tokens < self.num_tokens) & (self.num_tokens < self.limit)
+        ).astype(np.int32)
 
     def take(self, sequence: Sequence, replica: int, limit: int, cached: int) -> int:
         """Gives `sequence` the lowest free row; `cached` of its tokens need no computing."""
@@ -76,9 +78,9 @@ class RowTable:
         sequence.row = row
         self.sequences[row] = sequence
         self.in_use[row] = True
-        self.generation[row] += 1
-        self.computed[row] = cached
-        self.known[row] = len(sequence.tokens)
+        self.version[row] += 1
+        self.num_computed_tokens[row] = cached
+        self.num_tokens[row] = len(sequence.tokens)
         self.limit[row] = limit
         self.order[row] = sequence.order
         self.num_blocks[row] = len(sequence.blocks)
@@ -88,9 +90,9 @@ class RowTable:
         self._reporting += int(self.reports[row])
         self._constrained += sequence.context.grammar is not None
         self.fixed[row] = sequence.prompt_len if sequence.terms.deterministic else 0
-        self.unreported[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
+        self.report_end[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
         if sequence.context.hidden_states:
-            self.unreported[row] = len(sequence.tokens)
+            self.report_end[row] = len(sequence.tokens)
         self._set_stop_ids(row, [] if sequence.context.ignore_eos else list(sequence.context.eos_token_ids))
         return row
 
@@ -105,7 +107,7 @@ class RowTable:
         self._constrained -= sequence.context.grammar is not None
         self.sequences[row] = None
         self.in_use[row] = False
-        self.generation[row] += 1
+        self.version[row] += 1
         heapq.heappush(self._free, row)
         return sequence
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from interfaces import SessionAction, SessionAnswer, SessionOrder
 
-MOST_SESSIONS = 1024
-MOST_TOKENS = 1 << 18
+MAX_SESSIONS = 1024
+MAX_TOKENS = 1 << 18
 """In the turns of one session together; beyond, its oldest turns are forgotten."""
 IDLE_SECONDS = 3600.0
 """A session that nobody has used for so long is closed, unless it was opened with another time."""
@@ -46,7 +46,7 @@ class Session:
         self.turns[name] = turn
         size = sum(len(each.tokens) for each in self.turns.values())
         for oldest in list(self.turns):
-            if size <= MOST_TOKENS:
+            if size <= MAX_TOKENS:
                 break
             size -= len(self.turns.pop(oldest).tokens)
 
@@ -94,8 +94,8 @@ class Sessions:
         self.forget_idle()
         if order.session in self._open:
             return f"the session {order.session!r} is open already; close it first, or choose another session_id"
-        if len(self._open) >= MOST_SESSIONS:
-            return f"{MOST_SESSIONS} sessions are open, and more are not possible; close some"
+        if len(self._open) >= MAX_SESSIONS:
+            return f"{MAX_SESSIONS} sessions are open, and more are not possible; close some"
         self._open[order.session] = Session(order.timeout or IDLE_SECONDS, self._now())
         return ""
 

@@ -16,7 +16,7 @@ from scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)
-class Lineup:
+class SteadyBatch:
     """`steps` more steps may repeat it, and `tokens` more results cannot end a row by its limit.
 
     `capacity` is the tokens that each row has blocks for, `room` how many more each may get before one of them needs
@@ -26,7 +26,7 @@ class Lineup:
 
     changes: int
     rows: NDArray[np.int32]
-    generations: NDArray[np.int64]
+    versions: NDArray[np.int64]
     capacity: NDArray[np.int32]
     room: int
     steps: int
@@ -40,9 +40,9 @@ class Lineup:
     row_bytes: bytes
 
     @classmethod
-    def of(cls, table: RowTable, rows: NDArray[np.int32], block_size: int) -> Lineup | None:
+    def of(cls, table: RowTable, rows: NDArray[np.int32], block_size: int) -> SteadyBatch | None:
         """After a step of these rows was booked as sent, in which each got one token and sampled."""
-        limit, replicas, known = table.limit[rows], table.replica[rows], table.known[rows]
+        limit, replicas, known = table.limit[rows], table.replica[rows], table.num_tokens[rows]
         steps = int((limit - known).min())
         if steps < 1 or table.any_reports:
             return None
@@ -52,7 +52,7 @@ class Lineup:
         return cls(
             changes=table.changes,
             rows=rows,
-            generations=table.generation[rows],
+            versions=table.version[rows],
             capacity=capacity,
             room=int((capacity - known).min()),
             steps=steps,

@@ -14,7 +14,7 @@ PATIENCE = 10.0
 _RECENT = 64
 
 
-class StepClock:
+class StepDeadline:
     """`least` is what a step may take in any case, in seconds."""
 
     def __init__(self, least: float) -> None:

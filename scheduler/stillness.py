@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from interfaces import ErrorCode, RequestError
 from scheduler.sequence import Sequence
-from scheduler.waiting_queue import WaitingLine
+from scheduler.waiting_queue import WaitingQueue
 from scheduler.workers import Worker
 
 LOOK_SECONDS = 10.0
@@ -21,13 +21,13 @@ STUCK_SECONDS = 1800.0
 _Progress = tuple[int, int]
 
 
-class Stillness:
+class StuckDetector:
     """Remembers how far each open request was, and since when."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[_Progress, float]] = {}
 
-    def excuse(self, now: float) -> None:
+    def grant_grace(self, now: float) -> None:
         """Nothing could be computed until now: a pause, or a standstill of everything."""
         self._seen = {order: (progress, now) for order, (progress, _) in self._seen.items()}
 
@@ -47,7 +47,7 @@ class Stillness:
         return found
 
 
-def misplaced(sequences: Collection[Sequence], line: WaitingLine, workers: Mapping[int, Worker]) -> list[Sequence]:
+def misplaced(sequences: Collection[Sequence], line: WaitingQueue, workers: Mapping[int, Worker]) -> list[Sequence]:
     """Open requests that are neither in line nor on a worker: what went wrong with them was logged at that time."""
     waiting = {id(sequence) for sequence in line}
     running = {id(sequence) for worker in workers.values() for sequence in worker.rows.sequences}
@@ -68,9 +68,9 @@ def _progress(sequence: Sequence, workers: Mapping[int, Worker]) -> _Progress:
     if worker is None:
         return -1, sum(one.answered for one in workers.values())
     table, row = worker.rows, sequence.row
-    if table.known[row] > table.num_blocks[row] * worker.block_size:
+    if table.num_tokens[row] > table.num_blocks[row] * worker.block_size:
         return -1, worker.answered
-    return int(table.computed[row]), 0
+    return int(table.num_computed_tokens[row]), 0
 
 
 def _error(sequence: Sequence, workers: Mapping[int, Worker], seconds: float) -> RequestError:

@@ -10,15 +10,15 @@ from collections import OrderedDict, defaultdict
 
 from interfaces.messages import EPOCHS_OF_A_SUPERVISOR
 
-MOST_SUPERVISORS = 64
+MAX_SUPERVISORS = 64
 """Of one index that are remembered."""
 
 
-def of_one_supervisor(epoch: int, other: int) -> bool:
+def same_supervisor(epoch: int, other: int) -> bool:
     return epoch // EPOCHS_OF_A_SUPERVISOR == other // EPOCHS_OF_A_SUPERVISOR
 
 
-class LostEpochs:
+class FencedEpochs:
     """By index: of each supervisor the latest epoch that was given up."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class LostEpochs:
     def add(self, index: int, epoch: int) -> None:
         latest, supervisor = self._latest[index], epoch // EPOCHS_OF_A_SUPERVISOR
         latest[supervisor] = max(epoch, latest.pop(supervisor, epoch))
-        if len(latest) > MOST_SUPERVISORS:
+        if len(latest) > MAX_SUPERVISORS:
             latest.popitem(last=False)
 
     def has(self, index: int, epoch: int) -> bool:

@@ -26,7 +26,7 @@ class _Tenant:
     lines: dict[int, list[Sequence]] = field(default_factory=dict)
 
 
-class WaitingLine:
+class WaitingQueue:
     """Waiting sequences, and whose turn it is."""
 
     def __init__(self) -> None:

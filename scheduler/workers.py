@@ -19,11 +19,11 @@ from interfaces.messages.forced_tokens import ForcedTokens
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
 from scheduler.blocks import BlockPool
-from scheduler.prefill_budget import Pace
+from scheduler.prefill_budget import PrefillBudget
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
-from scheduler.steady_batch import Lineup
-from scheduler.step_deadline import StepClock
+from scheduler.steady_batch import SteadyBatch
+from scheduler.step_deadline import StepDeadline
 
 R = TypeVar("R", LogprobReports, HiddenStates)
 
@@ -38,13 +38,13 @@ class StepInFlight:
     `step` is the number of the next result, after which come `repeats` more. `repeating` says that its own is here
     already, so that what is left is done only if no other step comes before.
 
-    `reporting` maps rows that may report log-probabilities or hidden states to their generations. `computing` are all
-    rows of the step and `owners` their generations. Of its `tokens`, `decoding` are those of rows that have just one.
+    `reporting` maps rows that may report log-probabilities or hidden states to their versions. `computing` are all
+    rows of the step and `owners` their versions. Of its `tokens`, `decoding` are those of rows that have just one.
     """
 
     step: int
     rows: NDArray[np.int32]
-    generations: NDArray[np.int64]
+    versions: NDArray[np.int64]
     reporting: dict[int, int]
     tokens: int
     decoding: int
@@ -60,13 +60,13 @@ class NewTokens:
     """Tokens and reports of one step for the rows that still have the owner they were computed for.
 
     `forced` are the tokens that follow those of some rows at once; `failed` says of rows why they alone failed.
-    `lineup` is the one whose rows these are, if there is one.
+    `steady` is the one whose rows these are, if there is one.
     """
 
     rows: NDArray[np.int32]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
-    lineup: Lineup | None = None
+    steady: SteadyBatch | None = None
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
     forced: dict[int, NDArray[np.int32]] = field(default_factory=dict)
@@ -78,8 +78,8 @@ class Worker:
 
     def __init__(self, hello: WorkerHello, max_running: int, prefix_cache: bool, stall_seconds: float) -> None:
         self.hello = hello
-        self.clock = StepClock(stall_seconds)
-        self.pace = Pace()
+        self.step_deadline = StepDeadline(stall_seconds)
+        self.prefill_budget = PrefillBudget()
         self.prefix_cache = prefix_cache
         self.pool = BlockPool(hello.num_blocks)
         self.rows = RowTable(min(hello.max_rows, max_running))
@@ -87,7 +87,7 @@ class Worker:
         self.dropped: list[int] = []
         self.joined: list[Sequence] = []
         self.new_blocks: list[tuple[int, int, int]] = []
-        self.lineup: Lineup | None = None
+        self.steady: SteadyBatch | None = None
         self.steps = 0
         self.answered = 0
         """Steps whose results are here: repetitions that another step took the place of never come to be."""
@@ -124,7 +124,7 @@ class Worker:
     def remove(self, row: int) -> Sequence:
         """Takes a sequence off the worker and keeps its full blocks findable."""
         # K and V of its last token may be for a repeated step to write, which will not come.
-        self._register(row, min(int(self.rows.computed[row]), len(self._sequence(row).tokens) - 1))
+        self._register(row, min(int(self.rows.num_computed_tokens[row]), len(self._sequence(row).tokens) - 1))
         sequence = self.rows.give_back(row)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
@@ -145,35 +145,35 @@ class Worker:
 
         While it does one again, only when that is not what it should do.
         """
-        flying, lineup = self.in_flight, self.lineup
-        if flying and flying[-1].repeats and lineup is not None and lineup.changes == self.rows.changes:
+        flying, steady = self.in_flight, self.steady
+        if flying and flying[-1].repeats and steady is not None and steady.changes == self.rows.changes:
             return False
         return len(flying) < steps
 
     def sent(self, rows: NDArray[np.int32], ntok: NDArray[np.int32] | None) -> None:
         """Books a step that computes `ntok` more tokens of each row; None: one."""
         table = self.rows
-        computed, known = table.computed[rows] + (1 if ntok is None else ntok), table.known[rows]
-        table.computed[rows] = computed
+        computed, known = table.num_computed_tokens[rows] + (1 if ntok is None else ntok), table.num_tokens[rows]
+        table.num_computed_tokens[rows] = computed
         at_the_end = computed == known
         sampling = rows[at_the_end]
-        table.known[sampling] = known[at_the_end] + 1
+        table.num_tokens[sampling] = known[at_the_end] + 1
         self.steps += 1
         reporting: dict[int, int] = {}
         if table.any_reports:
             asking = rows[table.reports[rows]]
-            reporting = dict(zip(asking.tolist(), table.generation[asking].tolist(), strict=True))
+            reporting = dict(zip(asking.tolist(), table.version[asking].tolist(), strict=True))
         tokens, decoding = (len(rows), len(rows)) if ntok is None else (int(ntok.sum()), int((ntok == 1).sum()))
-        owners = table.generation[rows]
+        owners = table.version[rows]
         decode = ntok is None and len(sampling) == len(rows)
-        lineup = self.lineup = Lineup.of(table, rows, self.block_size) if decode else None
-        generations = owners[at_the_end] if lineup is None else lineup.generations
-        self._fly(sampling, generations, reporting, tokens, decoding, rows, owners)
+        steady = self.steady = SteadyBatch.of(table, rows, self.block_size) if decode else None
+        versions = owners[at_the_end] if steady is None else steady.versions
+        self._fly(sampling, versions, reporting, tokens, decoding, rows, owners)
         for row in rows[ntok > 1].tolist() if ntok is not None else ():
             sequence = self._sequence(row)
             sequence.chunks += 1
             # Whoever comes next may share these blocks: its step runs after this one.
-            self._register(row, min(int(table.computed[row]), len(sequence.tokens)))
+            self._register(row, min(int(table.num_computed_tokens[row]), len(sequence.tokens)))
 
     def repeat(self, most: int) -> tuple[NDArray[np.int32], int] | None:
         """Books one more step of the rows of the last one, if that is what comes next; None if it is not.
@@ -181,19 +181,19 @@ class Worker:
         Returns the rows, and how often that step is done again: `most` times at most, and never up to the end of a row,
         because whoever ends the repetitions must find it with something left to compute.
         """
-        lineup, table = self.lineup, self.rows
-        if lineup is None or lineup.changes != table.changes or lineup.steps < 1 or not self._make_room(lineup, 0):
+        steady, table = self.steady, self.rows
+        if steady is None or steady.changes != table.changes or steady.steps < 1 or not self._make_room(steady, 0):
             return None
-        again = min(most, (lineup.steps - 1) // 2, self.block_size) if lineup.free else 0
-        if again and not self._make_room(lineup, again):
+        again = min(most, (steady.steps - 1) // 2, self.block_size) if steady.free else 0
+        if again and not self._make_room(steady, again):
             again = 0
-        rows, steps = lineup.rows, 1 + again
-        known = table.known[rows] + steps
-        table.computed[rows], table.known[rows] = known - 1, known
-        lineup.steps -= steps
-        lineup.room -= steps
+        rows, steps = steady.rows, 1 + again
+        known = table.num_tokens[rows] + steps
+        table.num_computed_tokens[rows], table.num_tokens[rows] = known - 1, known
+        steady.steps -= steps
+        steady.room -= steps
         self.steps += 1
-        self._fly(rows, lineup.generations, {}, len(rows), len(rows), rows, lineup.generations, again)
+        self._fly(rows, steady.versions, {}, len(rows), len(rows), rows, steady.versions, again)
         self.steps += again
         return rows, again
 
@@ -203,26 +203,26 @@ class Worker:
         self.dropped, self.joined, self.new_blocks = [], [], []
         return dropped, blocks
 
-    def _make_room(self, lineup: Lineup, further: int) -> bool:
+    def _make_room(self, steady: SteadyBatch, further: int) -> bool:
         """Gives each row blocks for its tokens and so many further ones, at most one more each;
         False when there are not enough."""
-        if further <= lineup.room:
+        if further <= steady.room:
             return True
-        known = self.rows.known[lineup.rows]
-        crossing = np.flatnonzero(known + further > lineup.capacity)
+        known = self.rows.num_tokens[steady.rows]
+        crossing = np.flatnonzero(known + further > steady.capacity)
         if len(crossing) > self.pool.available:
             return False
-        for place in crossing[np.argsort(self.rows.order[lineup.rows[crossing]])].tolist():
-            self.grow(int(lineup.rows[place]))
-            lineup.capacity[place] += self.block_size
-        lineup.changes = self.rows.changes
-        lineup.room = int((lineup.capacity - known).min())
+        for place in crossing[np.argsort(self.rows.order[steady.rows[crossing]])].tolist():
+            self.grow(int(steady.rows[place]))
+            steady.capacity[place] += self.block_size
+        steady.changes = self.rows.changes
+        steady.room = int((steady.capacity - known).min())
         return True
 
     def _fly(
         self,
         rows: NDArray[np.int32],
-        generations: NDArray[np.int64],
+        versions: NDArray[np.int64],
         reporting: dict[int, int],
         tokens: int,
         decoding: int,
@@ -232,7 +232,7 @@ class Worker:
     ) -> None:
         now = time.monotonic()
         self.in_flight.append(
-            StepInFlight(self.steps, rows, generations, reporting, tokens, decoding, computing, owners, now, repeats)
+            StepInFlight(self.steps, rows, versions, reporting, tokens, decoding, computing, owners, now, repeats)
         )
 
     def received(self, result: StepResult) -> NewTokens:
@@ -243,23 +243,23 @@ class Worker:
         step = self._answered(result)
         begun, self.last_step = max(step.sent, self.last_step), time.monotonic()
         if result.device_us:  # else the one before took the time of both
-            self.clock.learn(step.tokens, self.last_step - begun)
-            self.pace.learn(step.decoding, step.tokens - step.decoding, self.last_step - begun)
+            self.step_deadline.learn(step.tokens, self.last_step - begun)
+            self.prefill_budget.learn(step.decoding, step.tokens - step.decoding, self.last_step - begun)
         reports = None if result.reports is None else self._current(result.reports, step)
         hidden = None if result.hidden is None else self._current(result.hidden, step)
         rows, tokens, logprobs = result.rows, result.tokens, result.logprobs
-        lineup = self.lineup
-        if lineup is None or step.generations is not lineup.generations or not lineup.holds(self.rows, rows):
-            lineup, generations = None, step.generations
+        steady = self.steady
+        if steady is None or step.versions is not steady.versions or not steady.holds(self.rows, rows):
+            steady, versions = None, step.versions
             if len(rows) != len(step.rows):
-                generations = generations[np.isin(step.rows, rows)]
-            current = self.rows.generation[rows] == generations
+                versions = versions[np.isin(step.rows, rows)]
+            current = self.rows.version[rows] == versions
             if not current.all():
                 rows, tokens = rows[current], tokens[current]
                 logprobs = None if logprobs is None else logprobs[current]
         forced = {} if result.forced is None else self._jump(result.forced, rows)
         failed = self._failed(result, step) if result.errors else {}
-        return NewTokens(rows, tokens, logprobs, lineup, reports, hidden, forced, failed)
+        return NewTokens(rows, tokens, logprobs, steady, reports, hidden, forced, failed)
 
     def _answered(self, result: StepResult) -> StepInFlight:
         """The step in flight that has this result."""
@@ -283,16 +283,16 @@ class Worker:
     def _take_back(self, step: StepInFlight) -> None:
         """The repetitions that were left of a step were not done."""
         table = self.rows
-        rows = step.rows[table.generation[step.rows] == step.generations]
-        table.computed[rows] -= step.repeats + 1
-        table.known[rows] -= step.repeats + 1
-        if self.lineup is None or not np.isin(rows, self.lineup.rows).all():
+        rows = step.rows[table.version[step.rows] == step.versions]
+        table.num_computed_tokens[rows] -= step.repeats + 1
+        table.num_tokens[rows] -= step.repeats + 1
+        if self.steady is None or not np.isin(rows, self.steady.rows).all():
             table.changes += 1  # there may be a row that seemed to have come to its limit
 
     def computing(self) -> list[Sequence]:
         """Those that the steps in flight are for: when the worker dies, one of them may be why."""
         table = self.rows
-        rows = [step.computing[table.generation[step.computing] == step.owners] for step in self.in_flight]
+        rows = [step.computing[table.version[step.computing] == step.owners] for step in self.in_flight]
         return [self._sequence(row) for row in np.unique(np.concatenate(rows)).tolist()] if rows else []
 
     def late(self, now: float) -> float:
@@ -300,7 +300,7 @@ class Worker:
         if not self.in_flight:
             return 0.0
         taken = now - max(self.in_flight[0].sent, self.last_step)
-        return taken if taken > self.clock.allowed(self.in_flight[0].tokens) else 0.0
+        return taken if taken > self.step_deadline.allowed(self.in_flight[0].tokens) else 0.0
 
     def describe(self) -> str:
         """Who this is and what it computes, for the log."""
@@ -315,8 +315,8 @@ class Worker:
 
     def _failed(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
         """Rows of `result.errors` that still have the owner the step was computed for."""
-        owners = dict(zip(step.rows.tolist(), step.generations.tolist(), strict=True))
-        return {row: text for row, text in result.errors.items() if owners.get(row) == self.rows.generation[row]}
+        owners = dict(zip(step.rows.tolist(), step.versions.tolist(), strict=True))
+        return {row: text for row, text in result.errors.items() if owners.get(row) == self.rows.version[row]}
 
     def status(self) -> WorkerStatus:
         return WorkerStatus(
@@ -337,8 +337,8 @@ class Worker:
         """Those of rows that still have their owner; None when no entry is left. ValueError for broken columns."""
         if not reports.consistent:
             raise ValueError(f"the reports of step {step.step} do not fit together")
-        generations = [step.reporting.get(row, -1) for row in reports.owners.tolist()]
-        kept = self.rows.generation[reports.owners] == np.array(generations, np.int64)
+        versions = [step.reporting.get(row, -1) for row in reports.owners.tolist()]
+        kept = self.rows.version[reports.owners] == np.array(versions, np.int64)
         return reports.select(kept) if kept.any() else None
 
     def _jump(self, forced: ForcedTokens, rows: NDArray[np.int32]) -> dict[int, NDArray[np.int32]]:
@@ -351,9 +351,9 @@ class Worker:
         table = self.rows
         runs = {row: run for row, run in forced.runs().items() if row in rows}
         for row, run in runs.items():
-            waiting = [step.rows[step.generations == table.generation[step.rows]] for step in self.in_flight]
+            waiting = [step.rows[step.versions == table.version[step.rows]] for step in self.in_flight]
             table.changes += 1
-            table.known[row] += max(0, len(run) - sum(row in sampling for sampling in waiting))
+            table.num_tokens[row] += max(0, len(run) - sum(row in sampling for sampling in waiting))
         return runs
 
     def _match(self, sequence: Sequence) -> list[int]:

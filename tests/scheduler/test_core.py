@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from interfaces import Finish, RequestID, SamplingParams, Step, Submit, Terms, TextContext, decode, encode
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
-from scheduler.prefill_budget import Pace
-from scheduler.steady_batch import Lineup
+from scheduler.prefill_budget import PrefillBudget
+from scheduler.steady_batch import SteadyBatch
 from scheduler.workers import Worker
 from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate
 
@@ -73,7 +73,7 @@ class Yard:
                 self.again[index], result = None, replace(result, last=True)
                 self.cut += 1
             self.scheduler.step_result(decode(encode(result)))
-        self._read_news()
+        self._read_results()
         self.check_blocks()
         return bool(busy)
 
@@ -95,7 +95,7 @@ class Yard:
                 return
         raise AssertionError("the scheduler makes no progress")
 
-    def _read_news(self) -> None:
+    def _read_results(self) -> None:
         for identity, results in self.scheduler.take_results():
             assert identity == REPLICA
             columns = (results.handles.tolist(), results.tokens.tolist(), results.finished.tolist())
@@ -347,7 +347,7 @@ def test_a_worker_that_was_given_up_is_not_taken_back() -> None:
     assert "worker 0 (test, epoch 0) in step 1 with rows [0] of requests" in story
     assert story.endswith("stalled")
     hello = yard.workers[0].hello
-    assert yard.scheduler.superseded(hello)
+    assert yard.scheduler.is_fenced(hello)
     assert not yard.scheduler.worker_hello(hello)
     yard.scheduler.step_result(yard.workers[0].run(step))
     assert yard.tokens == {}
@@ -369,7 +369,7 @@ def test_the_journal_tells_a_requests_whole_story() -> None:
     yard.turn()
     crash_in_a_step(yard, 1)
     yard.drain()
-    told = "\n".join(yard.scheduler.journal.of("second"))
+    told = "\n".join(yard.scheduler.request_log.of("second"))
     for event in (
         "queued with 20 tokens",
         "admitted to worker 0 (epoch 0)",
@@ -381,7 +381,7 @@ def test_the_journal_tells_a_requests_whole_story() -> None:
         "preempted",
     ):
         assert event in told, told
-    assert any("was followed by its next epoch" in line for line in yard.scheduler.journal.incidents)
+    assert any("was followed by its next epoch" in line for line in yard.scheduler.request_log.events)
 
 
 def test_results_of_another_epoch_are_ignored() -> None:
@@ -460,9 +460,9 @@ def test_steps_that_repeat_the_last_one_are_those_that_would_be_found_anew(
     def told(found_anew: bool) -> tuple[list[bytes], dict[int, list[int]], dict[int, int], int]:
         with monkeypatch.context() as patched:
             # How long steps take here is chance, and would decide what the next ones hold.
-            patched.setattr(Pace, "prompt_tokens", lambda *_: None)
+            patched.setattr(PrefillBudget, "prompt_tokens", lambda *_: None)
             if found_anew:
-                patched.setattr(Lineup, "of", lambda *_: None)
+                patched.setattr(SteadyBatch, "of", lambda *_: None)
             yard, repeated = Yard(seed=seed, num_blocks=30), 0
             steps: list[bytes] = []
             choice, next_steps = random.Random(seed), yard.scheduler.next_steps

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from scheduler.process_watch import SECONDS_FOR_LAST_WORDS, ProcessWatch
+from scheduler.process_watch import GRACE_SECONDS, ProcessWatch
 
 STUCK = """
 import sys, time
@@ -64,10 +64,10 @@ def test_one_that_hangs_says_where_and_is_killed(tmp_path: Path, stopped: bool) 
         watched.watch.add(0, 1, process.pid)
         if stopped:
             process.send_signal(signal.SIGSTOP)
-        watched.watch.condemn(0, 1, "worker 0 stalled")
-        assert watched.watch.execute(time.monotonic()) == [], "it has a moment for its last words"
-        time.sleep(SECONDS_FOR_LAST_WORDS)
-        [story] = watched.watch.execute(time.monotonic())
+        watched.watch.mark_stalled(0, 1, "worker 0 stalled")
+        assert watched.watch.kill_due(time.monotonic()) == [], "it has a moment for its last words"
+        time.sleep(GRACE_SECONDS)
+        [story] = watched.watch.kill_due(time.monotonic())
         assert story.startswith("worker 0 stalled; last Python frame: File ")
         assert "the_place_where_it_hangs" in story
         assert watched.ended(10) == [(0, 1)]
@@ -76,8 +76,8 @@ def test_one_that_hangs_says_where_and_is_killed(tmp_path: Path, stopped: bool) 
 
 def test_a_worker_elsewhere_is_only_told_of(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
-    watched.watch.condemn(5, 0, "worker 5 stalled")
-    assert watched.watch.execute(time.monotonic() + 10) == []
+    watched.watch.mark_stalled(5, 0, "worker 5 stalled")
+    assert watched.watch.kill_due(time.monotonic() + 10) == []
 
 
 def test_a_process_that_is_gone_already_is_no_problem(tmp_path: Path) -> None:

@@ -112,11 +112,11 @@ class Wire:
 
     def step(self) -> None:
         self.compute()
-        self.loop._send_news()
+        self.loop._send_results()
 
     def drop(self) -> None:
         """The scheduler gives the replica up; another one goes on being there."""
-        self.loop.scheduler.replicas.welcome(OTHER)
+        self.loop.scheduler.replicas.register(OTHER)
         self.loop._drop_replica(self.identity, "was silent")
 
     def refuse_one(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from interfaces import ErrorCode, Finish, SamplingParams, Submit, Terms, TextContext
 from scheduler.core import Scheduler
-from scheduler.resumable_streams import MOST_ENDED, SECONDS_KEPT
+from scheduler.resumable_streams import MAX_ENDED, SECONDS_KEPT
 from tests.scheduler.simulated_worker import SimulatedWorker, naive_generate
 from tests.scheduler.test_core import LIMITS
 
@@ -122,10 +122,10 @@ def test_another_prompt_or_another_key_does_not_get_the_stream() -> None:
 
 def test_what_has_ended_is_kept_for_a_while_and_bounded() -> None:
     ear = Ear()
-    for i in range(MOST_ENDED + 5):
+    for i in range(MAX_ENDED + 5):
         ear.submit(b"a", i, name=str(i))
         ear.turn(30)
-    assert len(ear.scheduler.replays._ended) == MOST_ENDED
+    assert len(ear.scheduler.streams._ended) == MAX_ENDED
     ear.scheduler.expire(time.monotonic() + SECONDS_KEPT + 1)
-    assert not ear.scheduler.replays._ended
-    assert not ear.scheduler.replays._open
+    assert not ear.scheduler.streams._ended
+    assert not ear.scheduler.streams._open

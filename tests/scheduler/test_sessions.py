@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from interfaces import SessionAction, SessionAnswer, SessionOrder, decode, encode
-from scheduler.sessions import IDLE_SECONDS, MOST_SESSIONS, MOST_TOKENS, Sessions
+from scheduler.sessions import IDLE_SECONDS, MAX_SESSIONS, MAX_TOKENS, Sessions
 
 
 class Clock:
@@ -94,10 +94,10 @@ def test_what_is_kept_is_bounded() -> None:
     sessions = Sessions()
     ask(sessions, SessionAction.OPEN)
     for i in range(5):
-        remember(sessions, str(i), [i] * (MOST_TOKENS // 4))
+        remember(sessions, str(i), [i] * (MAX_TOKENS // 4))
     assert [isinstance(recall(sessions, str(i)), list) for i in range(5)] == [False, True, True, True, True]
     remember(sessions, "4", [4])
     assert recall(sessions, "4") == [4]
-    for i in range(MOST_SESSIONS - 1):
+    for i in range(MAX_SESSIONS - 1):
         assert ask(sessions, SessionAction.OPEN, f"s{i}").refused == ""
     assert "close some" in ask(sessions, SessionAction.OPEN, "one more").refused

@@ -5,18 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.step_deadline import FIRST_STEP_SECONDS, StepClock
+from scheduler.step_deadline import FIRST_STEP_SECONDS, StepDeadline
 
 steps = st.lists(st.tuples(st.integers(1, 4096), st.floats(0.0001, 5)), min_size=1, max_size=200)
 
 
 def test_the_first_steps_may_compile() -> None:
-    assert StepClock(15).allowed(1) == FIRST_STEP_SECONDS
+    assert StepDeadline(15).allowed(1) == FIRST_STEP_SECONDS
 
 
 @given(steps, st.floats(1, 60), st.integers(1, 4096))
 def test_a_step_like_those_before_is_never_late(before: list[tuple[int, float]], least: float, tokens: int) -> None:
-    clock = StepClock(least)
+    clock = StepDeadline(least)
     for count, seconds in before:
         clock.learn(count, seconds)
     recent = before[-64:]
@@ -26,7 +26,7 @@ def test_a_step_like_those_before_is_never_late(before: list[tuple[int, float]],
 
 
 def test_a_long_prefill_after_much_decoding_is_not_late() -> None:
-    clock = StepClock(15)
+    clock = StepDeadline(15)
     for _ in range(500):
         clock.learn(4, 0.03)
     assert clock.allowed(512) > 15 + 0.03 * 512 / 4
@@ -34,7 +34,7 @@ def test_a_long_prefill_after_much_decoding_is_not_late() -> None:
 
 
 def test_what_was_slow_once_is_forgotten() -> None:
-    clock = StepClock(1)
+    clock = StepDeadline(1)
     clock.learn(1, 100.0)
     for _ in range(64):
         clock.learn(1, 0.01)

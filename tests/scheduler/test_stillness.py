@@ -16,7 +16,7 @@ def look(yard: Yard, start: float, seconds: float) -> float:
     while start < end:
         start += LOOK_SECONDS
         yard.scheduler.look_for_stuck(start)
-    yard._read_news()
+    yard._read_results()
     return start
 
 
@@ -64,7 +64,7 @@ def test_what_is_paused_is_not_stuck(how: str) -> None:
         yard.scheduler.paused = False
     else:
         now += 5 * STUCK_SECONDS
-        yard.scheduler.stillness.excuse(now)
+        yard.scheduler.stuck_detector.grant_grace(now)
     look(yard, now, LOOK_SECONDS)
     yard.drain()
     assert yard.tokens[0] == naive_generate([1, 2], 0, [], 7)

@@ -12,7 +12,7 @@ from interfaces import Retire
 from interfaces.messages import EPOCHS_OF_A_SUPERVISOR
 from scheduler import loop as loop_module
 from scheduler.loop import Loop
-from scheduler.succession import MOST_SUPERVISORS, LostEpochs, of_one_supervisor
+from scheduler.succession import MAX_SUPERVISORS, FencedEpochs, same_supervisor
 from shared.endpoints import RunDirectory
 from tests.scheduler.simulated_worker import naive_generate
 from tests.scheduler.test_core import Yard
@@ -22,15 +22,15 @@ EARLIER, LATER = 7 * EPOCHS_OF_A_SUPERVISOR, 3 * EPOCHS_OF_A_SUPERVISOR
 
 
 def test_epochs_that_were_lost_stay_lost() -> None:
-    lost = LostEpochs()
+    lost = FencedEpochs()
     lost.add(0, EARLIER + 4)
     lost.add(0, EARLIER + 2)
     assert [lost.has(0, EARLIER + epoch) for epoch in (0, 4, 5)] == [True, True, False]
     assert not lost.has(0, LATER)
     assert not lost.has(1, EARLIER)
-    assert of_one_supervisor(EARLIER, EARLIER + 5)
-    assert not of_one_supervisor(EARLIER, LATER)
-    for i in range(10, 10 + MOST_SUPERVISORS):
+    assert same_supervisor(EARLIER, EARLIER + 5)
+    assert not same_supervisor(EARLIER, LATER)
+    for i in range(10, 10 + MAX_SUPERVISORS):
         lost.add(0, i * EPOCHS_OF_A_SUPERVISOR)
     assert not lost.has(0, EARLIER), "what is remembered is bounded"
 
@@ -43,9 +43,9 @@ def test_a_worker_whose_supervisor_was_started_anew_is_taken_whatever_the_number
     hello = yard.workers[1].hello
     successor = replace(hello, epoch=LATER)
     assert not yard.scheduler.worker_hello(successor), "while the other one lives it waits"
-    assert not yard.scheduler.superseded(successor), "and is not sent away"
+    assert not yard.scheduler.is_fenced(successor), "and is not sent away"
     yard.scheduler.lose_worker(1, "was silent", blamed=False)
-    assert yard.scheduler.superseded(hello)
+    assert yard.scheduler.is_fenced(hello)
     yard.start_worker(1, LATER)
     yard.drain()
     assert yard.tokens[0] == naive_generate([1, 2], 0, [], 10)

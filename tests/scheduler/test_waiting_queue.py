@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from interfaces import Finish, SamplingParams, Submit, Terms, TextContext
 from scheduler.sequence import Sequence
-from scheduler.waiting_queue import WaitingLine
+from scheduler.waiting_queue import WaitingQueue
 from tests.scheduler.simulated_worker import naive_generate
 from tests.scheduler.test_core import LIMITS, REPLICA, Yard
 
@@ -23,7 +23,7 @@ def sequence(order: int, tokens: int = 1, **terms: object) -> Sequence:
     return Sequence.of(REPLICA, Submit(order, context, Terms(**terms)), order)  # type: ignore[arg-type]
 
 
-def served(line: WaitingLine, count: int) -> list[Sequence]:
+def served(line: WaitingQueue, count: int) -> list[Sequence]:
     """Takes `count` requests, each of which is charged its prompt, as at placement."""
     taken: list[Sequence] = []
 
@@ -40,7 +40,7 @@ def served(line: WaitingLine, count: int) -> list[Sequence]:
 
 @given(st.lists(st.integers(1, 50), max_size=30))
 def test_one_tenant_is_served_in_order_of_arrival(sizes: list[int]) -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     for order, size in enumerate(sizes):
         line.add(sequence(order, size))
     assert (len(line), line.tokens) == (len(sizes), sum(sizes))
@@ -50,7 +50,7 @@ def test_one_tenant_is_served_in_order_of_arrival(sizes: list[int]) -> None:
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.sampled_from("abc")), max_size=30), st.randoms())
 def test_discarding_takes_out_exactly_that_one(given_terms: list[tuple[int, str]], rng: random.Random) -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     made = [sequence(i, i % 5 + 1, priority=p, tenant=t) for i, (p, t) in enumerate(given_terms)]
     for one in made:
         line.add(one)
@@ -65,7 +65,7 @@ def test_discarding_takes_out_exactly_that_one(given_terms: list[tuple[int, str]
 
 
 def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     for order in range(1000):
         line.add(sequence(order, 10, tenant="flood"))
     served(line, 500)
@@ -76,7 +76,7 @@ def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.lists(st.integers(1, 20), min_size=4, max_size=4))
 def test_shares_follow_the_weights_whatever_the_sizes(weights: list[int], sizes: list[int]) -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     for i, weight in enumerate(weights):
         for n in range(80):
             line.add(sequence(i * 80 + n, sizes[i], tenant=f"t{i}", weight=weight))
@@ -91,7 +91,7 @@ def test_shares_follow_the_weights_whatever_the_sizes(weights: list[int], sizes:
 
 
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     line.add(sequence(0, 1, tenant="away"))
     served(line, 1)
     for order in range(1, 300):
@@ -104,7 +104,7 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
 
 
 def test_those_that_ran_before_go_first_and_oldest_first() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     line.add(sequence(9, priority=5))
     for order in (4, 2, 3):
         back = sequence(order)
