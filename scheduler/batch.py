@@ -30,7 +30,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, pree
 
     It is done again up to `repeats` times. `preempted` gets each sequence that had to leave.
     """
-    number = worker.steps + 1
+    number = worker.in_flight.last_number + 1
     ntok: NDArray[np.int32] | None = None
     joins: list[Join] = []
     again = 0
@@ -45,7 +45,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, pree
             chosen = ntok > 0
             rows, ntok = rows[chosen], ntok[chosen]
         joins = [_join(worker, sequence) for sequence in worker.joined]
-        worker.sent(rows, ntok)
+        worker.send(rows, ntok)
     else:
         rows, again = repeated
     drop, blocks = worker.take_changes()

@@ -1,7 +1,7 @@
-"""The processes of this machine's workers: their end is noticed at once, and one that hangs is ended.
+"""The processes of this machine's workers: their end is seen at once, and one that hangs is killed.
 
-Knows pids, descriptors and stack files. What a worker was computing, and what becomes of that, is `core.py`'s matter.
-Workers of other machines are not watched here: the scheduler tells them to retire.
+Knows pids, descriptors and stack files. `health.py` decides which worker hangs. Workers of other machines are not
+watched here: the scheduler sends them `Retire`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shared.liveness import last_frame, open_pidfd
 
 log = logging.getLogger(__name__)
 
+# A stalled process has this long to write its stack.
 GRACE_SECONDS = 0.5
 
 
@@ -40,16 +41,19 @@ class _Stalled:
 
 
 class ProcessWatch:
-    """Descriptors are registered with `poller`; those that it says are ready are to be shown to `ended`."""
+    """Registers descriptors with `poller`. The caller passes those that are ready to `ended`."""
 
-    def __init__(self, poller: zmq.Poller, stack_file: Callable[[int], Path]) -> None:
+    def __init__(
+        self, poller: zmq.Poller, stack_file: Callable[[int], Path], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._poller = poller
         self._stack_file = stack_file
         self._by_sentinel: dict[int, _Process] = {}
         self._stalled: list[_Stalled] = []
+        self._clock = clock
 
     def add(self, index: int, epoch: int, pid: int) -> bool:
-        """False when the process has ended already."""
+        """Watch a process. Returns False if it has ended already."""
         try:
             sentinel = open_pidfd(pid)
         except ProcessLookupError:
@@ -62,7 +66,7 @@ class ProcessWatch:
         return True
 
     def ended(self, ready: Sequence[object]) -> list[tuple[int, int]]:
-        """Index and epoch of each process that is among `ready`; it is not watched any more."""
+        """Index and epoch of each process that is among `ready`. It is not watched any more."""
         found = [self._by_sentinel[key] for key in ready if isinstance(key, int) and key in self._by_sentinel]
         for process in found:
             self._poller.unregister(process.sentinel)
@@ -71,18 +75,19 @@ class ProcessWatch:
         return [(process.index, process.epoch) for process in found]
 
     def mark_stalled(self, index: int, epoch: int, story: str) -> None:
-        """This worker hangs. It is asked where, and ended soon, by `kill_due`; until then `story` is kept."""
+        """Ask a worker that hangs for its stack, and have `kill_due` kill it after the grace period."""
         process = next((p for p in self._by_sentinel.values() if (p.index, p.epoch) == (index, epoch)), None)
         if process is None:
             log.error("%s", story)
             return
-        # A stopped process answers once it is continued; what it computes then is ignored, it is of a lost epoch.
+        # A stopped process answers once it is continued. What it computes then is ignored: its epoch is fenced.
         for number in (signal.SIGUSR2, signal.SIGCONT):
             _signal(process, number)
-        self._stalled.append(_Stalled(process, story, time.monotonic() + GRACE_SECONDS))
+        self._stalled.append(_Stalled(process, story, self._clock() + GRACE_SECONDS))
 
-    def kill_due(self, now: float) -> list[str]:
-        """Ends those whose time is up; their stories, each with the frame in which it hung."""
+    def kill_due(self) -> list[str]:
+        """Kill the stalled workers whose grace period is over. Returns their stories, each with its last frame."""
+        now = self._clock()
         due = [one for one in self._stalled if one.due <= now]
         self._stalled = [one for one in self._stalled if one.due > now]
         stories = []
@@ -95,6 +100,6 @@ class ProcessWatch:
 
 
 def _signal(process: _Process, number: signal.Signals) -> None:
-    """To a process whose sentinel is still open, so that its pid cannot be another's."""
+    """Signal a process whose sentinel is open. While it is, the pid cannot belong to another process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process.pid, number)

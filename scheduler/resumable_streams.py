@@ -1,12 +1,14 @@
-"""Streams that outlive their connection: by the name that a client gave it, a request can be taken over by any replica.
+"""Streams that outlive their connection: a client names its request, and any replica can reattach to it by the name.
 
-The ring is bounded: what has ended, or has nobody who listens, is kept for a minute, and of the ended ones so many. A
+Memory is bounded. An ended stream and an orphaned one are kept for a minute, and of the ended ones only so many. A
 sequence holds every token it has produced, so that nothing else needs to be stored.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,62 +26,67 @@ MAX_ENDED = 512
 
 @dataclass(slots=True)
 class Stream:
-    """`left` is since when nobody listens; `finished` a code of `Finish`. `logprobs` and `reports` are what was told
-    beside the tokens, which the sequence has.
-    """
+    """A named request, and what was published about it beside the tokens."""
 
     sequence: Sequence
+    # When its client left; None while one is attached.
     orphaned_at: float | None = None
+    # A code of `Finish`.
     finished: int = Finish.ACTIVE
     error: RequestError | None = None
     logprobs: list[float] = field(default_factory=list)
     reports: list[LogprobReports] = field(default_factory=list)
 
     def has_all(self, asked: TextContext) -> bool:
-        """Whether all that this client still wants to hear is here: an earlier scheduler may have told it more tokens
-        or log-probabilities, and hidden states are not kept.
+        """Whether everything that this client still needs is here.
+
+        An earlier scheduler may have published more tokens or log-probabilities. Hidden states are not kept.
         """
-        sampling, emitted = self.sequence.sampling, self.sequence.emitted
+        sampling = self.sequence.sampling
+        emitted = self.sequence.emitted
         if asked.hidden_states or asked.tokens.generated_length > emitted:
             return False
         wanted = sampling.logprobs != LogprobMode.NONE or sampling.reports
         return not wanted or len(self.logprobs) == emitted
 
     def replay(self, outbox: Outbox, replica: int, handle: int, listener: TextContext) -> None:
-        """What was told so far and the listener does not have yet, and the end if there was one."""
+        """Publish again what `listener` does not have yet, and the end if there was one."""
         first = listener.tokens.generated_length
         tokens = np.array(self.sequence.tokens.generated[first:], np.int32)
         ends = np.zeros(len(tokens), np.int8)
         with_token = self.finished in (Finish.STOP, Finish.LENGTH) and len(tokens) > 0
         if with_token:
             ends[-1] = self.finished
-        for told in self.reports:
-            news = (told.positions < self.sequence.prompt_len) | (told.positions >= len(listener.tokens))
-            reports = told.select(news)
+        for published in self.reports:
+            positions = published.positions
+            missing = (positions < self.sequence.prompt_len) | (positions >= len(listener.tokens))
+            reports = published.select(missing)
             owners = np.full(len(reports.owners), handle, np.int32)
             outbox.reports(np.full(len(owners), replica, np.int32), replace(reports, owners=owners))
         if len(tokens):
             whole = len(self.logprobs) == self.sequence.emitted
             logprobs = np.array(self.logprobs[first:], np.float32) if whole else None
-            replicas, handles = np.full((2, len(tokens)), [[replica], [handle]], np.int32)
-            outbox.tokens(replicas, handles, tokens, ends, logprobs)
+            handles = np.full(len(tokens), handle, np.int32)
+            outbox.tokens_for(replica, handles, tokens, ends, logprobs)
         if self.finished != Finish.ACTIVE and not with_token:
             outbox.end(replica, handle, self.finished, self.error)
 
     def continues(self, submit: Submit) -> bool:
-        """Whether the request is the one that this stream answers."""
-        mine, theirs = self.sequence.context, submit.context
+        """Whether this stream answers the request of `submit`."""
+        mine = self.sequence.context
+        theirs = submit.context
         return np.array_equal(mine.tokens.prompt, theirs.tokens.prompt) and (
             mine.sampling_params == theirs.sampling_params
         )
 
 
 class ResumableStreams:
-    """Resumable requests, by tenant and name."""
+    """Named requests, by tenant and name."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._open: dict[tuple[str, str], Stream] = {}
         self._ended: OrderedDict[tuple[str, str], tuple[float, Stream]] = OrderedDict()
+        self._clock = clock
 
     def add(self, sequence: Sequence) -> None:
         if sequence.terms.resume:
@@ -92,8 +99,12 @@ class ResumableStreams:
         ended = self._ended.get(key)
         return self._open.get(key) or (ended[1] if ended else None)
 
+    def of(self, sequence: Sequence | None) -> Stream | None:
+        """The stream of an open request; None if the request has no name."""
+        return self._open.get(_key(sequence)) if sequence is not None and sequence.terms.resume else None
+
     def append_logprobs(self, table: RowTable, rows: NDArray[np.int32], logprobs: NDArray[np.float32] | None) -> None:
-        """Rows have new tokens, with these log-probabilities."""
+        """Keep the log-probabilities of the rows' new tokens."""
         if not self._open:
             return
         values = [0.0] * len(rows) if logprobs is None else logprobs.tolist()
@@ -103,28 +114,30 @@ class ResumableStreams:
                 stream.logprobs.append(logprob)
 
     def append_reports(self, table: RowTable, reports: LogprobReports) -> None:
-        """The same of what is told beside tokens; the owners are rows."""
+        """Keep reports whose owners are rows."""
         for row in np.unique(reports.owners).tolist() if self._open else ():
             stream = self.of(table.sequences[row])
             if stream is not None:
                 stream.reports.append(reports.select(reports.owners == row))
 
-    def of(self, sequence: Sequence | None) -> Stream | None:
-        """The stream of an open request, if it can be taken up again."""
-        return self._open.get(_key(sequence)) if sequence is not None and sequence.terms.resume else None
+    def orphan(self, stream: Stream) -> None:
+        """Start the time in which a client may reattach."""
+        stream.orphaned_at = self._clock()
 
-    def ended(self, sequence: Sequence, code: int, error: RequestError | None, now: float) -> None:
-        """A cancelled request leaves nothing; any other end can be heard for a while."""
+    def end(self, sequence: Sequence, code: int, error: RequestError | None) -> None:
+        """Keep the end of a request for a while. A cancelled request leaves nothing."""
         stream = self._open.pop(_key(sequence), None) if sequence.terms.resume else None
         if stream is None or code == Finish.CANCELLED:
             return
-        stream.finished, stream.error = code, error
-        self._ended[_key(sequence)] = (now, stream)
+        stream.finished = code
+        stream.error = error
+        self._ended[_key(sequence)] = (self._clock(), stream)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def orphaned(self, now: float) -> list[Sequence]:
-        """Open requests to which nobody has come back. Ended ones whose time is over are forgotten."""
+    def expired(self) -> list[Sequence]:
+        """Open requests to which no client has come back in time. Forgets ended ones whose time is over."""
+        now = self._clock()
         while self._ended and now - next(iter(self._ended.values()))[0] > SECONDS_KEPT:
             self._ended.popitem(last=False)
         streams = self._open.values()

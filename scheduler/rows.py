@@ -1,8 +1,8 @@
 """The running sequences of one worker as columns, one element a row, so that a decode step is a few numpy operations.
 
-Invariants for a row in use: `computed` tokens have their K/V computed or in flight; `known` tokens will be known to
-the worker once the steps in flight are done; those that are known here the sequence has. `computed < known` whenever
-there is something left to run.
+Invariants for a row in use: `num_computed_tokens` tokens have their K/V computed or in flight. `num_tokens` tokens will
+be known to the worker once the steps in flight are done; the sequence holds those that are known here.
+`num_computed_tokens < num_tokens` whenever there is something left to run.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from scheduler.sequence import Sequence
 
+# Fills unused places of `stop_ids`; no token has this id.
 _NO_TOKEN = -1
-"""Fills unused places of `stop_ids`; no token has this id."""
 
 
 class RowTable:
@@ -23,6 +23,7 @@ class RowTable:
 
     def __init__(self, max_rows: int) -> None:
         self.sequences: list[Sequence | None] = [None] * max_rows
+        # Changes with each owner of a row, so that results for an earlier owner can be told apart.
         self.version = np.zeros(max_rows, np.int64)
         self.in_use = np.zeros(max_rows, bool)
         self.num_computed_tokens = np.zeros(max_rows, np.int32)
@@ -32,15 +33,15 @@ class RowTable:
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.handle = np.zeros(max_rows, np.int32)
         self.replica = np.zeros(max_rows, np.int32)
+        # Rows that may report log-probabilities beyond those of their own tokens, or hidden states.
         self.reports = np.zeros(max_rows, bool)
-        """Rows that may report more log-probabilities than their tokens', or hidden states."""
+        # Number of tokens whose step still has something to report about the prompt; 0 if there is nothing.
         self.report_end = np.zeros(max_rows, np.int32)
-        """Tokens up to the last one of which, or of whose successor, there is something to report; 0 when none is."""
+        # Prompt length of deterministic rows, which are always computed in the same pieces; 0 for all others.
         self.fixed = np.zeros(max_rows, np.int32)
-        """The prompt's length of deterministic rows, which are computed in the same pieces always; else 0."""
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
+        # Counts all changes except that a row gets one token more.
         self.changes = 0
-        """How often it was changed in any way but that a row has one token more."""
         self._free = list(range(max_rows))
         self._reporting = 0
         self._constrained = 0
@@ -67,12 +68,18 @@ class RowTable:
 
     def runnable(self) -> NDArray[np.int32]:
         """Rows with tokens left to compute, ascending. A row whose last allowed token is in flight has none."""
-        return np.flatnonzero(
-            self.in_use & (self.num_computed_tokens < self.num_tokens) & (self.num_tokens < self.limit)
-        ).astype(np.int32)
+        unfinished = (self.num_computed_tokens < self.num_tokens) & (self.num_tokens < self.limit)
+        return np.flatnonzero(self.in_use & unfinished).astype(np.int32)
+
+    def sequence(self, row: int) -> Sequence:
+        """The owner of a row in use. ValueError for a free row."""
+        sequence = self.sequences[row]
+        if sequence is None:
+            raise ValueError(f"row {row} is free")
+        return sequence
 
     def take(self, sequence: Sequence, replica: int, limit: int, cached: int) -> int:
-        """Gives `sequence` the lowest free row; `cached` of its tokens need no computing."""
+        """Give `sequence` the lowest free row; `cached` of its tokens need no computing."""
         self.changes += 1
         row = heapq.heappop(self._free)
         sequence.row = row
@@ -97,10 +104,8 @@ class RowTable:
         return row
 
     def give_back(self, row: int) -> Sequence:
-        """Frees a row; results in flight for it no longer match its generation."""
-        sequence = self.sequences[row]
-        if sequence is None:
-            raise ValueError(f"row {row} is free")
+        """Free a row. Results in flight for it no longer match its version."""
+        sequence = self.sequence(row)
         self.changes += 1
         sequence.row = -1
         self._reporting -= int(self.reports[row])

@@ -1,8 +1,9 @@
-"""One request as the scheduler holds it: its context, and what scheduling adds to it."""
+"""One request as the scheduler holds it: its context, and the state that scheduling adds."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,55 +25,61 @@ from scheduler.prefix_cache import extend_hashes
 class Sequence:
     """Where the request of `context` stands and runs.
 
-    `order` is its place in the line: lower came first, and keeps it through preemptions. The context's tokens are the
-    prompt and then every token the client has been sent. `row` is -1 while it waits. `cached_tokens` and `queued_us`,
-    the microseconds it waited for its first placement (-1: not placed yet, or told), are news that the next token
-    carries. `checked` says that it fits the workers, which may not have been known when it came; `admitted` that it
-    had a place once. `chunks` counts the steps that its prompt took. `next_report` is the first position of the prompt
-    whose log-probabilities its client still waits for; the prompt's length when there is none. `next_hidden` is the
-    first token whose hidden state it waits for, if it wants them.
+    The context's tokens are the prompt, then every token that the client has been sent.
     """
 
     replica: bytes
     handle: int
+    # Position by arrival. Lower came first; a preemption does not change it.
     order: int
     context: TextContext
+    # Seconds on the scheduler's clock.
+    arrived: float
     terms: Terms = field(default_factory=Terms)
+    # -1 while the sequence waits.
     row: int = -1
     blocks: list[int] = field(default_factory=list)
+    # By block size, which workers on different devices need not share.
     hashes: dict[int, list[bytes]] = field(default_factory=dict)
-    """By block size, which workers on different devices need not share."""
+    # Prompt tokens found in the prefix cache, and microseconds until the first placement. Both are published with the
+    # first token; `queued_us` is -1 before the placement and after it was published.
     cached_tokens: int = 0
-    preemptions: int = 0
-    arrived: float = field(default_factory=time.monotonic)
     queued_us: int = -1
+    preemptions: int = 0
+    # Whether it is known to fit the workers, which may not have been known when it came.
     checked: bool = False
+    # Whether it has had a row.
     admitted: bool = False
+    # Steps that its prompt took.
     chunks: int = 0
+    # First position of the prompt whose log-probabilities the client waits for; the prompt's length if there is none.
     next_report: int = 0
+    # First token whose hidden state the client waits for, if it wants them.
     next_hidden: int = 0
 
     @classmethod
-    def of(cls, replica: bytes, submit: Submit, order: int) -> Sequence:
+    def of(cls, replica: bytes, submit: Submit, order: int, clock: Callable[[], float] = time.monotonic) -> Sequence:
         context = submit.context
-        return cls(replica, submit.handle, order, context, submit.terms, next_report=context.next_prompt_report)
+        return cls(
+            replica, submit.handle, order, context, clock(), submit.terms, next_report=context.next_prompt_report
+        )
 
     @property
     def returning(self) -> bool:
-        """Whether it ran before, here or under another scheduler: it does not stand in line again."""
+        """Whether it ran before, here or under another scheduler. It goes to the front of the queue then."""
         return self.admitted or self.emitted > 0
 
     @property
     def reports_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are still to be computed."""
+        """Whether log-probabilities of the prompt are missing."""
         return self.next_report < self.prompt_len
 
     @property
     def reusable(self) -> int:
-        """Tokens that need no computing if their K/V is there.
+        """Number of tokens that need no computing if their K/V is cached.
 
-        One token must be computed, so that there are logits to sample from; before a position that is to be reported,
-        too, and each token whose hidden state is to be told.
+        At least one token must be computed, so that there are logits to sample from. The same holds for the token
+        before a position to report, and for each token whose hidden state is wanted.
         """
         known = (self.next_report if self.reports_prompt else len(self.tokens)) - 1
         return min(known, self.next_hidden) if self.context.hidden_states else known
@@ -112,11 +119,11 @@ class Sequence:
         return max_model_len if wanted is None else min(max_model_len, wanted)
 
     def array(self) -> NDArray[np.int32]:
-        """The tokens in the workers' form: a copy that later growth does not touch."""
+        """A copy of the tokens in the workers' form. Later growth does not touch it."""
         return self.tokens.all.astype(np.int32)
 
     def prefix_hashes(self, block_size: int) -> list[bytes]:
-        """Digests of all full blocks of the tokens known so far."""
+        """Digests of all full blocks of the tokens known now."""
         hashes = self.hashes.setdefault(block_size, [])
         if len(self.tokens) // block_size > len(hashes):
             salt = self.context.cache_salt + ("\0deterministic" if self.terms.deterministic else "")

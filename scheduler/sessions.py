@@ -58,10 +58,10 @@ class Session:
 
 
 class Sessions:
-    """All open sessions, by id. `now` is the clock."""
+    """All open sessions, by id."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._open: dict[str, Session] = {}
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class Sessions:
 
     def forget_idle(self) -> None:
         """Closes the sessions whose time is over."""
-        now = self._now()
+        now = self._clock()
         for name in [name for name, each in self._open.items() if now - each.used > each.timeout]:
             del self._open[name]
 
@@ -96,7 +96,7 @@ class Sessions:
             return f"the session {order.session!r} is open already; close it first, or choose another session_id"
         if len(self._open) >= MAX_SESSIONS:
             return f"{MAX_SESSIONS} sessions are open, and more are not possible; close some"
-        self._open[order.session] = Session(order.timeout or IDLE_SECONDS, self._now())
+        self._open[order.session] = Session(order.timeout or IDLE_SECONDS, self._clock())
         return ""
 
     def _recall(self, order: SessionOrder) -> tuple[str, Turn | None]:
@@ -128,7 +128,7 @@ class Sessions:
     def _touched(self, name: str) -> Session | None:
         session = self._open.get(name)
         if session is not None:
-            session.used = self._now()
+            session.used = self._clock()
         return session
 
 

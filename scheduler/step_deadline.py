@@ -1,21 +1,21 @@
-"""How long a worker's step may take, learnt from those before it.
+"""The time that a worker's step may take, learnt from the steps before it.
 
-Knows times and token counts; who acts when a step is late is decided in `core.py`.
+Knows seconds and token counts. `health.py` decides what happens when a step is late.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
+# Allowed before anything is learnt: the first steps may compile kernels.
 FIRST_STEP_SECONDS = 180.0
-"""Before anything was learnt: the first steps may compile kernels."""
+# A step is late beyond this multiple of what the slowest recent step would have taken for its tokens.
 PATIENCE = 10.0
-"""A step is late when it takes so many times what the slowest of the recent ones would have taken for its tokens."""
 _RECENT = 64
 
 
 class StepDeadline:
-    """`least` is what a step may take in any case, in seconds."""
+    """`least` is the number of seconds that any step may take."""
 
     def __init__(self, least: float) -> None:
         self._least = least
@@ -25,8 +25,11 @@ class StepDeadline:
         self._recent.append((tokens, seconds))
 
     def allowed(self, tokens: int) -> float:
-        """Seconds for a step of so many tokens. Time is taken to grow with the tokens beyond the most seen lately, so
-        that a long prefill after much decoding is not late."""
+        """Seconds for a step of `tokens` tokens.
+
+        Beyond the largest recent step the time grows in proportion to the tokens, so that a long prefill after much
+        decoding is not late.
+        """
         if not self._recent:
             return max(self._least, FIRST_STEP_SECONDS)
         slowest = max(seconds for _, seconds in self._recent)

@@ -1,13 +1,14 @@
-"""Requests for which nothing comes although something could: the last net under those that wait.
+"""Requests that no longer progress although they could: the last resort for those that wait.
 
-Long waits are right in a long line, while a worker is restarted, and in a long prompt. As long as something is computed
-that a request depends on, it may wait; when nothing has been for `STUCK_SECONDS`, nothing will come, and it is better
-that its client is told so.
+A long wait is right in a long queue, while a worker restarts, and in a long prompt. A request may wait as long as
+something is computed that it depends on. After `STUCK_SECONDS` without that, nothing will come, and its client gets an
+error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from interfaces import ErrorCode, RequestError
 from scheduler.sequence import Sequence
@@ -15,27 +16,31 @@ from scheduler.waiting_queue import WaitingQueue
 from scheduler.workers import Worker
 
 LOOK_SECONDS = 10.0
+# Longer than any restart of a worker, which may load hundreds of gigabytes.
 STUCK_SECONDS = 1800.0
-"""More than the longest restart of a worker, which may load hundreds of gigabytes."""
 
 _Progress = tuple[int, int]
 
 
 class StuckDetector:
-    """Remembers how far each open request was, and since when."""
+    """The progress of each open request, and since when it is that."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._seen: dict[int, tuple[_Progress, float]] = {}
+        self._clock = clock
 
-    def grant_grace(self, now: float) -> None:
-        """Nothing could be computed until now: a pause, or a standstill of everything."""
+    def grant_grace(self) -> None:
+        """Count all times from now, because nothing could be computed before: a pause, or a jump of the clock."""
+        now = self._clock()
         self._seen = {order: (progress, now) for order, (progress, _) in self._seen.items()}
 
     def stuck(
-        self, sequences: Iterable[Sequence], workers: Mapping[int, Worker], now: float
+        self, sequences: Iterable[Sequence], workers: Mapping[int, Worker]
     ) -> list[tuple[Sequence, RequestError]]:
-        """Those that have waited too long, with what to tell their clients."""
-        before, self._seen = self._seen, {}
+        """Requests that have waited too long, each with the error for its client."""
+        now = self._clock()
+        before = self._seen
+        self._seen = {}
         found = []
         for sequence in sequences:
             progress = _progress(sequence, workers)
@@ -47,9 +52,9 @@ class StuckDetector:
         return found
 
 
-def misplaced(sequences: Collection[Sequence], line: WaitingQueue, workers: Mapping[int, Worker]) -> list[Sequence]:
-    """Open requests that are neither in line nor on a worker: what went wrong with them was logged at that time."""
-    waiting = {id(sequence) for sequence in line}
+def misplaced(sequences: Collection[Sequence], queue: WaitingQueue, workers: Mapping[int, Worker]) -> list[Sequence]:
+    """Open requests that neither wait nor run, as after an error in the middle of moving one."""
+    waiting = {id(sequence) for sequence in queue}
     running = {id(sequence) for worker in workers.values() for sequence in worker.rows.sequences}
     return [one for one in sequences if id(one) not in (waiting if one.waiting else running)]
 
@@ -61,15 +66,17 @@ def _worker_of(sequence: Sequence, workers: Mapping[int, Worker]) -> Worker | No
 
 
 def _progress(sequence: Sequence, workers: Mapping[int, Worker]) -> _Progress:
-    """Changes whenever something is computed that it waits for: others before it in line, or for whose blocks it waits,
-    or itself.
+    """A value that changes whenever something is computed that the sequence depends on.
+
+    That is the sequence itself, or the steps of others while it waits for a row or for blocks.
     """
     worker = _worker_of(sequence, workers)
     if worker is None:
-        return -1, sum(one.answered for one in workers.values())
-    table, row = worker.rows, sequence.row
+        return -1, sum(one.in_flight.answered for one in workers.values())
+    table = worker.rows
+    row = sequence.row
     if table.num_tokens[row] > table.num_blocks[row] * worker.block_size:
-        return -1, worker.answered
+        return -1, worker.in_flight.answered
     return int(table.num_computed_tokens[row]), 0
 
 

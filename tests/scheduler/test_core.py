@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from interfaces import Finish, RequestID, SamplingParams, Step, Submit, Terms, TextContext, decode, encode
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
-from scheduler.prefill_budget import PrefillBudget
 from scheduler.steady_batch import SteadyBatch
 from scheduler.workers import Worker
+from tests.scheduler.clock import Clock
 from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate
 
 REPLICA = b"replica"
@@ -29,9 +29,11 @@ class Yard:
     """A scheduler and its workers, with messages in flight that arrive in any order across workers."""
 
     def __init__(self, limits: Limits = LIMITS, workers: int = 1, seed: int = 0, **shape: int) -> None:
-        self.scheduler = Scheduler(limits, incarnation=1)
+        self.clock = Clock()
+        self.scheduler = Scheduler(limits, 1, self.clock)
         self.shape = {"num_blocks": 40, "block_size": 4, "max_rows": 64, "max_model_len": 80} | shape
         self.random = random.Random(seed)
+        self._seconds = random.Random(seed)
         self.workers: dict[int, SimulatedWorker] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
         self.again: dict[int, Step | None] = {}
@@ -72,6 +74,7 @@ class Yard:
             if step.repeats and self.in_flight[index] and self.random.random() < 0.3:
                 self.again[index], result = None, replace(result, last=True)
                 self.cut += 1
+            self.clock.advance(self._seconds.uniform(0.01, 0.02))
             self.scheduler.step_result(decode(encode(result)))
         self._read_results()
         self.check_blocks()
@@ -459,8 +462,6 @@ def test_steps_that_repeat_the_last_one_are_those_that_would_be_found_anew(
 ) -> None:
     def told(found_anew: bool) -> tuple[list[bytes], dict[int, list[int]], dict[int, int], int]:
         with monkeypatch.context() as patched:
-            # How long steps take here is chance, and would decide what the next ones hold.
-            patched.setattr(PrefillBudget, "prompt_tokens", lambda *_: None)
             if found_anew:
                 patched.setattr(SteadyBatch, "of", lambda *_: None)
             yard, repeated = Yard(seed=seed, num_blocks=30), 0

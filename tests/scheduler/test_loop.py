@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 
 from interfaces import Step
 from scheduler import loop as loop_module
-from scheduler.loop import CLOCK_JUMP_SECONDS, Loop
+from scheduler.health import CLOCK_JUMP_SECONDS, REPLICA_SILENCE_SECONDS
+from scheduler.loop import Loop
 from shared.endpoints import RunDirectory
 from tests.scheduler.test_core import REPLICA, Yard
 
@@ -38,27 +38,27 @@ def test_one_turn_sends_all_steps_that_a_worker_may_have(tmp_path: Path, monkeyp
         loop._context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("standstill", [True, False])
-def test_a_standstill_of_everything_is_nobodys_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, standstill: bool
+@pytest.mark.parametrize("jump", [True, False])
+def test_a_jump_of_the_clock_is_held_against_no_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: bool
 ) -> None:
-    """A machine that was suspended for an hour goes on where it was; one replica that is silent so long is gone."""
+    """A machine that was suspended for an hour goes on where it was; silence of the same length is an end."""
     monkeypatch.setattr(loop_module, "send_to", lambda *_: True)
     yard = Yard()
     yard.submit(0, [1, 2, 3], 20, [])
     loop = Loop(yard.scheduler, RunDirectory(tmp_path))
     try:
         loop._worker_identity[0] = b"worker"
-        loop._last_heard[REPLICA] = loop._worker_heard[0] = time.monotonic()
+        loop.health.replica_heard(REPLICA)
+        loop.health.worker_heard(0)
         loop._send_steps()
-        real = time.monotonic
-        monkeypatch.setattr(time, "monotonic", lambda: real() + 3600)
-        if not standstill:
-            loop._last_look = time.monotonic() - CLOCK_JUMP_SECONDS / 2
-        for _ in range(2):
-            loop._next_status = 0.0
-            loop._keep_time()
-        assert (REPLICA in yard.scheduler.replicas) == standstill
-        assert (0 in yard.scheduler.workers) == standstill
+        step = 3600.0 if jump else CLOCK_JUMP_SECONDS / 2
+        for _ in range(round(3600 / step)):
+            yard.clock.advance(step)
+            loop._check_health()
+        yard.clock.advance(REPLICA_SILENCE_SECONDS / 2)
+        loop._check_health()
+        assert (REPLICA in yard.scheduler.replicas) == jump
+        assert (0 in yard.scheduler.workers) == jump
     finally:
         loop._context.destroy(linger=0)

@@ -14,6 +14,8 @@ import pytest
 import zmq
 
 from scheduler.process_watch import GRACE_SECONDS, ProcessWatch
+from shared.liveness import last_frame
+from tests.scheduler.clock import Clock
 
 STUCK = """
 import sys, time
@@ -30,7 +32,8 @@ the_place_where_it_hangs()
 class Watched:
     def __init__(self, folder: Path) -> None:
         self.poller = zmq.Poller()
-        self.watch = ProcessWatch(self.poller, lambda index: folder / f"{index}.stack")
+        self.clock = Clock()
+        self.watch = ProcessWatch(self.poller, lambda index: folder / f"{index}.stack", self.clock)
 
     def ended(self, seconds: float = 0.0) -> list[tuple[int, int]]:
         return self.watch.ended([one for one, _ in self.poller.poll(int(seconds * 1000))])
@@ -65,9 +68,11 @@ def test_one_that_hangs_says_where_and_is_killed(tmp_path: Path, stopped: bool) 
         if stopped:
             process.send_signal(signal.SIGSTOP)
         watched.watch.mark_stalled(0, 1, "worker 0 stalled")
-        assert watched.watch.kill_due(time.monotonic()) == [], "it has a moment for its last words"
-        time.sleep(GRACE_SECONDS)
-        [story] = watched.watch.kill_due(time.monotonic())
+        while not last_frame(tmp_path / "0.stack"):
+            time.sleep(0.01)
+        assert watched.watch.kill_due() == [], "it has a moment to write its stack"
+        watched.clock.advance(GRACE_SECONDS)
+        [story] = watched.watch.kill_due()
         assert story.startswith("worker 0 stalled; last Python frame: File ")
         assert "the_place_where_it_hangs" in story
         assert watched.ended(10) == [(0, 1)]
@@ -77,7 +82,8 @@ def test_one_that_hangs_says_where_and_is_killed(tmp_path: Path, stopped: bool) 
 def test_a_worker_elsewhere_is_only_told_of(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     watched.watch.mark_stalled(5, 0, "worker 5 stalled")
-    assert watched.watch.kill_due(time.monotonic() + 10) == []
+    watched.clock.advance(10)
+    assert watched.watch.kill_due() == []
 
 
 def test_a_process_that_is_gone_already_is_no_problem(tmp_path: Path) -> None:

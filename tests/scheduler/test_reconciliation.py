@@ -117,7 +117,7 @@ class Wire:
     def drop(self) -> None:
         """The scheduler gives the replica up; another one goes on being there."""
         self.loop.scheduler.replicas.register(OTHER)
-        self.loop._drop_replica(self.identity, "was silent")
+        self.loop.health.drop_replica(self.identity, "was silent")
 
     def refuse_one(self) -> None:
         """The replica's queue is full at the next results."""
@@ -127,7 +127,9 @@ class Wire:
 
     def restart(self) -> None:
         """The scheduler dies; what was on its way to it waits, what it had sent is lost from some point on."""
-        self.loop.scheduler = Scheduler(LIMITS, self.loop.scheduler.incarnation + 1)
+        scheduler = Scheduler(LIMITS, self.loop.scheduler.incarnation + 1)
+        self.loop.scheduler = scheduler
+        self.loop.health.scheduler = scheduler
         self._start_worker()
 
     def settle(self) -> None:

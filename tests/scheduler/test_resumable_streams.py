@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from interfaces import ErrorCode, Finish, SamplingParams, Submit, Terms, TextContext
 from scheduler.core import Scheduler
 from scheduler.resumable_streams import MAX_ENDED, SECONDS_KEPT
+from tests.scheduler.clock import Clock
 from tests.scheduler.simulated_worker import SimulatedWorker, naive_generate
 from tests.scheduler.test_core import LIMITS
 
@@ -21,7 +21,8 @@ class Ear:
     """One worker, and what each (replica, handle) has heard."""
 
     def __init__(self) -> None:
-        self.scheduler = Scheduler(replace(LIMITS, steps_in_flight=2), incarnation=1)
+        self.clock = Clock()
+        self.scheduler = Scheduler(replace(LIMITS, steps_in_flight=2), 1, self.clock)
         self.worker = SimulatedWorker(0, 0, num_blocks=64, block_size=4, max_rows=8, max_model_len=80)
         self.scheduler.worker_hello(self.worker.hello)
         self.heard: dict[tuple[bytes, int], list[int]] = {}
@@ -92,10 +93,12 @@ def test_nobody_comes_back() -> None:
     ear.submit(b"a", 1)
     ear.turn(3)
     ear.scheduler.detach(b"a", [1])
-    ear.scheduler.expire(time.monotonic() + SECONDS_KEPT - 1)
+    ear.clock.advance(SECONDS_KEPT - 1)
+    ear.scheduler.expire()
     ear.turn()
     assert ear.scheduler.running == 1
-    ear.scheduler.expire(time.monotonic() + SECONDS_KEPT + 1)
+    ear.clock.advance(2)
+    ear.scheduler.expire()
     assert ear.scheduler.running == 0
     assert ear.scheduler.workers[0].pool.used == 0
 
@@ -126,6 +129,7 @@ def test_what_has_ended_is_kept_for_a_while_and_bounded() -> None:
         ear.submit(b"a", i, name=str(i))
         ear.turn(30)
     assert len(ear.scheduler.streams._ended) == MAX_ENDED
-    ear.scheduler.expire(time.monotonic() + SECONDS_KEPT + 1)
+    ear.clock.advance(SECONDS_KEPT + 1)
+    ear.scheduler.expire()
     assert not ear.scheduler.streams._ended
     assert not ear.scheduler.streams._open

@@ -9,15 +9,7 @@ import numpy as np
 
 from interfaces import SessionAction, SessionAnswer, SessionOrder, decode, encode
 from scheduler.sessions import IDLE_SECONDS, MAX_SESSIONS, MAX_TOKENS, Sessions
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.scheduler.clock import Clock
 
 
 def ask(sessions: Sessions, action: int, session: str = "s", **fields: Any) -> SessionAnswer:
@@ -77,15 +69,15 @@ def test_sessions_end_when_nobody_uses_them() -> None:
     sessions = Sessions(clock)
     ask(sessions, SessionAction.OPEN, "short", timeout=10.0)
     ask(sessions, SessionAction.OPEN, "usual")
-    clock.now += 9
+    clock.advance(9)
     ask(sessions, SessionAction.RECALL, "short")
-    clock.now += 9
+    clock.advance(9)
     sessions.forget_idle()
     assert len(sessions) == 2
-    clock.now += 2
+    clock.advance(2)
     sessions.forget_idle()
     assert len(sessions) == 1
-    clock.now += IDLE_SECONDS
+    clock.advance(IDLE_SECONDS)
     sessions.forget_idle()
     assert len(sessions) == 0
 

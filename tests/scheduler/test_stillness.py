@@ -10,22 +10,21 @@ from tests.scheduler.simulated_worker import naive_generate
 from tests.scheduler.test_core import Yard
 
 
-def look(yard: Yard, start: float, seconds: float) -> float:
-    """Looks as often as the loop does; the time afterwards."""
-    end = start + seconds
-    while start < end:
-        start += LOOK_SECONDS
-        yard.scheduler.look_for_stuck(start)
+def look(yard: Yard, seconds: float) -> None:
+    """Let the time pass, and look as often as the loop does."""
+    end = yard.clock.now + seconds
+    while yard.clock.now < end:
+        yard.clock.advance(LOOK_SECONDS)
+        yard.scheduler.look_for_stuck()
     yard._read_results()
-    return start
 
 
 def test_without_a_worker_a_request_waits_long_but_not_for_ever() -> None:
     yard = Yard(workers=0)
     yard.submit(0, [1, 2], 5, [])
-    now = look(yard, 0.0, STUCK_SECONDS)
+    look(yard, STUCK_SECONDS)
     assert not yard.finished, "a worker may take long to come back"
-    look(yard, now, 3 * LOOK_SECONDS)
+    look(yard, 3 * LOOK_SECONDS)
     assert yard.finished == {0: Finish.FAILED}
     assert "no model worker is here" in yard.errors[0]
 
@@ -34,7 +33,7 @@ def test_a_request_that_is_computed_by_nobody_fails_and_the_worker_is_named() ->
     yard = Yard()
     yard.submit(0, [1, 2], 5, [])
     yard.scheduler.next_steps()
-    look(yard, 0.0, STUCK_SECONDS + 3 * LOOK_SECONDS)
+    look(yard, STUCK_SECONDS + 3 * LOOK_SECONDS)
     assert yard.finished == {0: Finish.FAILED}
     assert "worker 0 (test, epoch 0) in step" in yard.errors[0]
     assert yard.scheduler.workers[0].pool.used == 0
@@ -45,9 +44,8 @@ def test_a_long_line_and_a_long_prompt_are_no_standstill() -> None:
     yard = Yard(max_rows=2, num_blocks=200)
     for handle, prompt in enumerate(([1], list(range(60)), [3])):
         yard.submit(handle, prompt, 10, [])
-    now = 0.0
     while yard.turn():
-        now = look(yard, now, STUCK_SECONDS / 2)
+        look(yard, STUCK_SECONDS / 2)
     for handle, prompt in enumerate(([1], list(range(60)), [3])):
         assert yard.tokens[handle] == naive_generate(prompt, handle, [], len(prompt) + 10)
 
@@ -57,15 +55,15 @@ def test_what_is_paused_is_not_stuck(how: str) -> None:
     yard = Yard()
     yard.submit(0, [1, 2], 5, [])
     yard.turn()
-    now = look(yard, 0.0, STUCK_SECONDS / 2)
+    look(yard, STUCK_SECONDS / 2)
     if how == "pause":
         yard.scheduler.paused = True
-        now = look(yard, now, 5 * STUCK_SECONDS)
+        look(yard, 5 * STUCK_SECONDS)
         yard.scheduler.paused = False
     else:
-        now += 5 * STUCK_SECONDS
-        yard.scheduler.stuck_detector.grant_grace(now)
-    look(yard, now, LOOK_SECONDS)
+        yard.clock.advance(5 * STUCK_SECONDS)
+        yard.scheduler.stuck_detector.grant_grace()
+    look(yard, LOOK_SECONDS)
     yard.drain()
     assert yard.tokens[0] == naive_generate([1, 2], 0, [], 7)
 
@@ -86,7 +84,7 @@ def test_a_request_that_is_nowhere_is_found(running: bool, caplog: pytest.LogCap
         sequence.row = 3
     yard.drain()
     assert not yard.finished
-    look(yard, 0.0, LOOK_SECONDS)
+    look(yard, LOOK_SECONDS)
     assert "neither in line nor on a worker" in caplog.text
     yard.drain()
     assert yard.tokens[0] == naive_generate([1, 2, 3], 0, [], 9)

@@ -70,8 +70,8 @@ def test_two_workers_under_one_index_do_not_take_turns(
             loop._from_worker(b"remote:1:b", replace(first, epoch=LATER))
         assert yard.scheduler.workers[1].hello.epoch == EARLIER
         assert caplog.text.count("another worker 1 is here already") == 1
-        assert 1 not in loop._worker_heard, "the one that waits does not speak for the other"
-        loop._lose(1, EARLIER, "was silent")
+        assert 1 not in loop.health._worker_heard, "the one that waits does not speak for the other"
+        loop.health.lose_worker(1, EARLIER, "was silent")
         loop._from_worker(b"remote:1:b", replace(first, epoch=LATER))
         loop._from_worker(b"remote:1:a", first)
         assert yard.scheduler.workers[1].hello.epoch == LATER

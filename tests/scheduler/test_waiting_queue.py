@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from dataclasses import replace
 
@@ -147,11 +146,12 @@ def test_a_request_whose_time_is_up_fails_and_frees_all(limit: str) -> None:
     yard = Yard(workers=0)
     submit(yard, 0, **{limit: 5.0})
     submit(yard, 1)
-    now = time.monotonic()
-    yard.scheduler.expire(now + 4)
+    yard.clock.advance(4)
+    yard.scheduler.expire()
     yard.drain()
     assert yard.finished == {}
-    yard.scheduler.expire(now + 6)
+    yard.clock.advance(2)
+    yard.scheduler.expire()
     yard.drain()
     assert yard.finished == {0: Finish.FAILED}
     assert "time limit of 5 s" in yard.errors[0]
@@ -166,7 +166,8 @@ def test_a_running_request_only_has_its_total_limit() -> None:
     submit(yard, 1, total_seconds=5.0)
     for _ in range(5):
         yard.turn()
-    yard.scheduler.expire(time.monotonic() + 6)
+    yard.clock.advance(6)
+    yard.scheduler.expire()
     yard.drain()
     assert yard.finished[0] == Finish.LENGTH
     assert yard.finished[1] == Finish.FAILED

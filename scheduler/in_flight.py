@@ -1,0 +1,223 @@
+"""The steps that a worker was sent: which result answers which step, whose tokens it holds, and when a step is late.
+
+Rows and blocks of a step in flight may be given to others at once: a worker runs its steps in order, so the new owner
+writes later. Only the results need care. The version of a row says whether its owner is still the one that the step
+was computed for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import StepResult
+from interfaces.messages.forced_tokens import ForcedTokens
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
+from scheduler.rows import RowTable
+from scheduler.sequence import Sequence
+from scheduler.steady_batch import SteadyBatch
+from scheduler.step_deadline import StepDeadline
+
+R = TypeVar("R", LogprobReports, HiddenStates)
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A step that was sent, and the versions that its rows had then."""
+
+    # Number of the next result.
+    number: int
+    # Rows that sample a token.
+    sampling: NDArray[np.int32]
+    sampling_versions: NDArray[np.int64]
+    # Versions of the rows that may report log-probabilities or hidden states.
+    reporting: dict[int, int]
+    # Tokens that the step computes; `decoding` of them belong to rows that have just one.
+    tokens: int
+    decoding: int
+    # All rows of the step.
+    rows: NDArray[np.int32]
+    versions: NDArray[np.int64]
+    # Seconds on the scheduler's clock.
+    sent: float
+    # Results that follow the next one.
+    repeats: int = 0
+    # Whether the step's own result is here. The worker skips what is left if another step reaches it first.
+    repeating: bool = False
+
+
+@dataclass(slots=True)
+class NewTokens:
+    """The result of one step for the rows that still have the owner it was computed for."""
+
+    rows: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32] | None
+    # The batch that `rows` are, if they are one.
+    steady: SteadyBatch | None = None
+    reports: LogprobReports | None = None
+    hidden: HiddenStates | None = None
+    # Tokens that follow the sampled one of a row, because its grammar allows no others.
+    forced: dict[int, NDArray[np.int32]] = field(default_factory=dict)
+    # Why single rows failed.
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+class StepsInFlight:
+    """The steps without all of their results, oldest first."""
+
+    def __init__(self, table: RowTable, deadline: StepDeadline, clock: Callable[[], float] = time.monotonic) -> None:
+        self.steps: deque[StepInFlight] = deque()
+        # The batch of the last step, if the next one may repeat it.
+        self.steady: SteadyBatch | None = None
+        # Number of the last result that the steps sent so far may have.
+        self.last_number = 0
+        # Results received. Repetitions that the worker skipped have none.
+        self.answered = 0
+        self.last_result = clock()
+        self._table = table
+        self._deadline = deadline
+        self._clock = clock
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def has_room(self, most: int) -> bool:
+        """Whether the worker may get one more step, of which `most` may be in flight.
+
+        While it repeats the right step, it needs no other.
+        """
+        steps = self.steps
+        steady = self.steady
+        if steps and steps[-1].repeats and steady is not None and steady.changes == self._table.changes:
+            return False
+        return len(steps) < most
+
+    def add(
+        self,
+        sampling: NDArray[np.int32],
+        sampling_versions: NDArray[np.int64],
+        reporting: dict[int, int],
+        tokens: int,
+        decoding: int,
+        rows: NDArray[np.int32],
+        versions: NDArray[np.int64],
+        repeats: int = 0,
+    ) -> None:
+        number = self.last_number + 1
+        self.last_number = number + repeats
+        now = self._clock()
+        self.steps.append(
+            StepInFlight(number, sampling, sampling_versions, reporting, tokens, decoding, rows, versions, now, repeats)
+        )
+
+    def take(self, result: StepResult) -> tuple[StepInFlight, float]:
+        """The step that has this result, and the seconds it took. ValueError if no step in flight has it."""
+        step = self._answered(result)
+        begun = max(step.sent, self.last_result)
+        self.last_result = self._clock()
+        seconds = self.last_result - begun
+        if result.device_us:  # otherwise the result before took the time of both
+            self._deadline.learn(step.tokens, seconds)
+        return step, seconds
+
+    def match(self, result: StepResult, step: StepInFlight) -> NewTokens:
+        """The result of `step` without rows that have ended or belong to others now. ValueError for broken columns."""
+        reports = None if result.reports is None else self._of_owners(result.reports, step)
+        hidden = None if result.hidden is None else self._of_owners(result.hidden, step)
+        rows, tokens, logprobs = result.rows, result.tokens, result.logprobs
+        steady = self.steady
+        if steady is None or step.sampling_versions is not steady.versions or not steady.holds(self._table, rows):
+            steady = None
+            versions = step.sampling_versions
+            if len(rows) != len(step.sampling):
+                versions = versions[np.isin(step.sampling, rows)]
+            current = self._table.version[rows] == versions
+            if not current.all():
+                rows = rows[current]
+                tokens = tokens[current]
+                logprobs = None if logprobs is None else logprobs[current]
+        forced = {} if result.forced is None else self._fast_forward(result.forced, rows)
+        failed = self._failed(result, step) if result.errors else {}
+        return NewTokens(rows, tokens, logprobs, steady, reports, hidden, forced, failed)
+
+    def computing(self) -> list[Sequence]:
+        """The sequences in the steps in flight. If the worker dies, one of them may be the reason."""
+        version = self._table.version
+        rows = [step.rows[version[step.rows] == step.versions] for step in self.steps]
+        return [self._table.sequence(row) for row in np.unique(np.concatenate(rows)).tolist()] if rows else []
+
+    def lateness(self) -> tuple[float, float] | None:
+        """Seconds that the oldest step has taken, and seconds it was allowed; None while it is not late."""
+        if not self.steps:
+            return None
+        taken = self._clock() - max(self.steps[0].sent, self.last_result)
+        allowed = self._deadline.allowed(self.steps[0].tokens)
+        return (taken, allowed) if taken > allowed else None
+
+    def grant_grace(self) -> None:
+        """Count the time of the oldest step from now."""
+        self.last_result = self._clock()
+
+    def _answered(self, result: StepResult) -> StepInFlight:
+        """Find the step that `result` answers, and drop the steps that have all their results."""
+        steps = self.steps
+        if len(steps) > 1 and steps[0].repeating and steps[1].number == result.step:
+            self._roll_back(steps.popleft())
+        if not steps or steps[0].number != result.step:
+            raise ValueError(f"result of step {result.step} answers no step in flight")
+        step = steps[0]
+        self.answered += 1
+        if step.repeats:
+            step.number += 1
+            step.repeats -= 1
+            step.repeating = True
+            if result.last:
+                self._roll_back(steps.popleft())
+        else:
+            steps.popleft()
+        return step
+
+    def _roll_back(self, step: StepInFlight) -> None:
+        """Undo the bookkeeping of the repetitions that the worker skipped."""
+        table = self._table
+        rows = step.sampling[table.version[step.sampling] == step.sampling_versions]
+        table.num_computed_tokens[rows] -= step.repeats + 1
+        table.num_tokens[rows] -= step.repeats + 1
+        if self.steady is None or not np.isin(rows, self.steady.rows).all():
+            table.changes += 1  # one of these rows may have seemed to be at its limit
+
+    def _of_owners(self, reports: R, step: StepInFlight) -> R | None:
+        """Entries of rows that still have their owner; None if there are none. ValueError for broken columns."""
+        if not reports.consistent:
+            raise ValueError(f"the reports of step {step.number} do not fit together")
+        versions = [step.reporting.get(row, -1) for row in reports.owners.tolist()]
+        kept = self._table.version[reports.owners] == np.array(versions, np.int64)
+        return reports.select(kept) if kept.any() else None
+
+    def _fast_forward(self, forced: ForcedTokens, rows: NDArray[np.int32]) -> dict[int, NDArray[np.int32]]:
+        """Update the columns for tokens that follow the sampled ones. ValueError for broken columns.
+
+        A step in flight that was to sample for such a row computes one of these tokens instead.
+        """
+        if not forced.consistent:
+            raise ValueError("the forced tokens of a step do not fit together")
+        table = self._table
+        runs = {row: run for row, run in forced.runs().items() if row in rows}
+        for row, run in runs.items():
+            expected = [step.sampling[step.sampling_versions == table.version[step.sampling]] for step in self.steps]
+            table.changes += 1
+            table.num_tokens[row] += max(0, len(run) - sum(row in sampling for sampling in expected))
+        return runs
+
+    def _failed(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
+        """Errors of the rows that still have their owner."""
+        versions = dict(zip(step.sampling.tolist(), step.sampling_versions.tolist(), strict=True))
+        return {row: text for row, text in result.errors.items() if versions.get(row) == self._table.version[row]}

@@ -1,0 +1,143 @@
+"""The requests that have not ended: where each of them is, and everything that is freed and published when one ends."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from interfaces import Finish, RequestError
+from scheduler.outbox import Outbox
+from scheduler.quarantine import Quarantine
+from scheduler.replicas import Replicas
+from scheduler.request_deadlines import RequestDeadlines
+from scheduler.request_log import RequestLog
+from scheduler.resumable_streams import ResumableStreams
+from scheduler.sequence import Sequence
+from scheduler.waiting_queue import WaitingQueue
+from scheduler.workers import Worker
+
+log = logging.getLogger(__name__)
+
+
+class OpenRequests:
+    """The state that all parts of the scheduler share: workers, replicas, the queue, results to send, and the log."""
+
+    def __init__(self, incarnation: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.workers: dict[int, Worker] = {}
+        self.replicas = Replicas()
+        self.waiting = WaitingQueue()
+        self.outbox = Outbox(incarnation)
+        self.streams = ResumableStreams(clock)
+        self.deadlines = RequestDeadlines(clock)
+        self.quarantine = Quarantine()
+        self.request_log = RequestLog()
+        self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
+        self._open: Counter[str] = Counter()
+
+    @property
+    def running(self) -> int:
+        return sum(worker.rows.running for worker in self.workers.values())
+
+    def open_of(self, tenant: str) -> int:
+        """Number of open requests of a tenant."""
+        return self._open[tenant]
+
+    def worker_of(self, sequence: Sequence) -> Worker:
+        """The worker on which a sequence runs."""
+        return next(worker for worker in self.workers.values() if worker.rows.sequences[sequence.row] is sequence)
+
+    def record(self, sequence: Sequence, text: str) -> None:
+        """Write a decision about a request into the request log."""
+        self.request_log.record(sequence.context.request_id, text)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new request into the queue."""
+        self.replicas.register(sequence.replica).sequences[sequence.handle] = sequence
+        again = f", {sequence.emitted} of them generated before" if sequence.emitted else ""
+        self.record(sequence, f"queued with {len(sequence.tokens)} tokens{again}; {len(self.waiting)} wait before it")
+        self.waiting.add(sequence)
+        self._open[sequence.terms.tenant] += 1
+        self.deadlines.watch(sequence)
+        self.streams.add(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Put a sequence that has lost its row back into the queue."""
+        self.counters["preemptions"] += 1
+        self.record(sequence, f"preempted: its blocks were wanted; it goes on later from {len(sequence.tokens)} tokens")
+        self.waiting.add(sequence)
+
+    def change_listener(self, sequence: Sequence, replica: bytes, handle: int) -> bool:
+        """Publish a sequence to another replica from now on. Returns whether it had a listener before."""
+        had_listener = self.replicas.release(sequence)
+        sequence.replica = replica
+        sequence.handle = handle
+        if not sequence.waiting:
+            table = self.worker_of(sequence).rows
+            table.replica[sequence.row] = self.replicas.number_of(sequence)
+            table.handle[sequence.row] = handle
+            table.changes += 1
+        return had_listener
+
+    def publish_placement(self, sequence: Sequence, replica: int) -> None:
+        """Publish how long a sequence waited for its row, and how much of its prompt was cached. Happens once."""
+        parts = f"its prompt took {sequence.chunks or 1} steps"
+        self.record(sequence, f"first token; it waited {sequence.queued_us / 1e3:.1f} ms for its place, and {parts}")
+        self.outbox.placed(replica, sequence.handle, sequence.cached_tokens, sequence.queued_us)
+        sequence.cached_tokens = 0
+        sequence.queued_us = -1
+
+    # Ends
+
+    def finish(self, sequence: Sequence, code: int) -> None:
+        """End a sequence whose last token is published."""
+        self.record(sequence, f"finished with {sequence.emitted} tokens")
+        self.forget(sequence, code)
+        self.counters["finished"] += 1
+
+    def cancel(self, sequence: Sequence, why: str) -> None:
+        """End a sequence without publishing it."""
+        self.record(sequence, why)
+        self.forget(sequence)
+        self.counters["cancelled"] += 1
+
+    def fail(self, sequence: Sequence, error: RequestError) -> None:
+        """End a sequence, wherever it is, and publish the error."""
+        log.warning("request %s failed: %s", sequence.context.request_id, error.message)
+        self.record(sequence, f"failed: {error.message}")
+        self.counters["failed"] += 1
+        self.outbox.fail(self.replicas.number_of(sequence), sequence.handle, error)
+        self.forget(sequence, Finish.FAILED, error)
+
+    def refuse_queued(self, sequence: Sequence, error: RequestError) -> None:
+        """End a sequence that the queue is offering now, and will drop itself."""
+        self.counters["failed"] += 1
+        self.record(sequence, f"refused: {error.message}")
+        self.outbox.fail(self.replicas.number_of(sequence), sequence.handle, error)
+        self._close(sequence, Finish.FAILED, error)
+
+    def end_queued(self, sequence: Sequence, code: int) -> None:
+        """End such a sequence because nothing is left to compute."""
+        self.outbox.end(self.replicas.number_of(sequence), sequence.handle, code)
+        self._close(sequence, code)
+        self.counters["finished"] += 1
+
+    def forget(self, sequence: Sequence, code: int = Finish.CANCELLED, error: RequestError | None = None) -> None:
+        """Free everything that a sequence holds, wherever it is."""
+        if sequence.waiting:
+            self.waiting.discard(sequence)
+        else:
+            self.worker_of(sequence).remove(sequence.row)
+        self._close(sequence, code, error)
+
+    def _close(self, sequence: Sequence, code: int, error: RequestError | None = None) -> None:
+        self.replicas.release(sequence)
+        self.streams.end(sequence, code, error)
+        self.quarantine.forget(sequence)
+        self.deadlines.forget(sequence)
+        self.waiting.charge(sequence, sequence.emitted)
+        tenant = sequence.terms.tenant
+        self._open[tenant] -= 1
+        if not self._open[tenant]:
+            del self._open[tenant]
