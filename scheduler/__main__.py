@@ -17,9 +17,9 @@ from shared.endpoints import RunDirectory
 from shared.liveness import become, give_way
 from shared.settings import Settings, SettingsError
 
+# Steps of decode rows that a worker repeats by itself, so that the scheduler need not build, encode and send them.
+# A new request waits no longer for it, because the next message ends the repetitions. A pause takes hold after them.
 REPEATS = 8
-"""Steps of decode rows that a worker does on its own: the scheduler need not build, encode and send them. Whoever comes
-meanwhile waits no longer, because the next message ends them; a pause takes hold when they are done."""
 
 
 def limits_of(settings: Settings) -> Limits:
@@ -53,7 +53,7 @@ def main() -> None:
         sys.exit(str(error))
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
-    # What start-up has made lives as long as the process: the collector need not look at it again.
+    # Objects made at start-up live as long as the process, so the collector need not visit them.
     gc.collect()
     gc.freeze()
     phases.ready()

@@ -1,9 +1,8 @@
 """Which rows run in a worker's next step, and how many tokens of each.
 
-Every sequence in decode gets its token in every step; what is left of the token budget goes to prompts, oldest first,
-in chunks, and beside rows in decode no more than `prefill_budget.py` allows. When blocks run out, the youngest make
-room for older ones and start again later from the tokens they have (preemption by recompute), so the oldest can always
-finish.
+Every sequence in decode gets its token in every step. The rest of the token budget goes to prompts in chunks, oldest
+first; beside rows in decode `prefill_budget.py` limits it. When blocks run out, the youngest sequences make room for
+older ones and start again later from the tokens they have (preemption by recompute), so the oldest can always finish.
 """
 
 from __future__ import annotations
@@ -17,37 +16,39 @@ from interfaces import Join, RowGrammar, Step
 from scheduler.sequence import Sequence
 from scheduler.workers import Worker
 
+# Tokens of prompts whose log-probabilities or hidden states one step reports. Each costs a row of logits.
 REPORTED_TOKENS = 256
-"""Tokens of prompts whose log-probabilities or hidden states one step tells: each costs a row of logits."""
 
-_NO_BLOCKS, _NO_ROWS = np.empty((0, 3), np.int32), np.empty(0, np.int32)
+_NO_BLOCKS = np.empty((0, 3), np.int32)
+_NO_ROWS = np.empty(0, np.int32)
 
 Preempted = Callable[[Sequence], None]
 
 
 def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, preempted: Preempted) -> Step | None:
-    """The next step for `worker`, booked as sent; None when nothing can run.
+    """Build the next step for `worker` and count it as sent; None when nothing can run.
 
-    It is done again up to `repeats` times. `preempted` gets each sequence that had to leave.
+    The worker repeats the step by itself, up to `repeats` times. `preempted` gets each sequence that had to leave.
     """
     number = worker.in_flight.last_number + 1
     ntok: NDArray[np.int32] | None = None
     joins: list[Join] = []
-    again = 0
-    # Not in the first step after a change: requests often come together, and the next ones would wait for more.
+    own_repeats = 0
     repeated = worker.repeat(repeats)
     if repeated is None:
+        # Without repetitions: requests often come together, and the next one would wait longer.
         rows = _with_blocks(worker, preempted)
         if not len(rows):
             return None
         ntok = _chunks(worker, rows, max(budget, worker.rows.running))
         if ntok is not None:
             chosen = ntok > 0
-            rows, ntok = rows[chosen], ntok[chosen]
+            rows = rows[chosen]
+            ntok = ntok[chosen]
         joins = [_join(worker, sequence) for sequence in worker.joined]
         worker.send(rows, ntok)
     else:
-        rows, again = repeated
+        rows, own_repeats = repeated
     drop, blocks = worker.take_changes()
     return Step(
         incarnation=incarnation,
@@ -58,12 +59,12 @@ def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, pree
         new_blocks=np.array(blocks, np.int32) if blocks else _NO_BLOCKS,
         drop=np.array(drop, np.int32) if drop else _NO_ROWS,
         joins=joins,
-        repeats=again,
+        repeats=own_repeats,
     )
 
 
 def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
-    """Runnable rows whose known tokens have blocks to go to, after giving those that lack some new ones."""
+    """Give runnable rows the blocks that they lack. Returns the rows that have blocks for all their tokens."""
     table = worker.rows
     rows = table.runnable()
     crossing = rows[table.num_tokens[rows] > table.num_blocks[rows] * worker.block_size]
@@ -79,7 +80,7 @@ def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
 
 
 def _grow(worker: Worker, row: int, preempted: Preempted) -> bool:
-    """Gives `row` blocks, at the cost of younger rows if need be; False when only older ones could pay."""
+    """Give `row` the blocks it lacks, from younger rows if there are no others. False if all are of older rows."""
     table = worker.rows
     while table.num_tokens[row] > table.num_blocks[row] * worker.block_size:
         while worker.pool.available == 0:
@@ -95,9 +96,9 @@ def _grow(worker: Worker, row: int, preempted: Preempted) -> bool:
 
 
 def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.int32] | None:
-    """Tokens each row computes in this step, within the budget: one for rows in decode, the rest for prompts by age.
+    """Tokens that each row computes in this step: one for rows in decode, the rest of `budget` for prompts by age.
 
-    None when no row has more than its one to compute.
+    None if every row computes one.
     """
     table = worker.rows
     todo = table.num_tokens[rows] - table.num_computed_tokens[rows]
@@ -106,12 +107,12 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
     ntok: NDArray[np.int32] = np.minimum(todo, 1)
     left = budget - len(rows)
     prefill = np.flatnonzero(todo > 1)
-    # A prompt that gets no more than its one guaranteed token would only waste a row of the forward.
+    # A prompt is guaranteed no token: a single one would waste a row of the forward.
     ntok[prefill] = 0
     left += len(prefill)
     decoding = len(rows) - len(prefill)
-    paced = worker.prefill_budget.prompt_tokens(decoding, todo[prefill].tolist(), budget) if decoding else None
-    left = left if paced is None else min(left, paced)
+    beside = worker.prefill_budget.prompt_tokens(decoding, todo[prefill].tolist(), budget) if decoding else None
+    left = left if beside is None else min(left, beside)
     reportable = REPORTED_TOKENS
     for i in prefill[np.argsort(table.order[rows[prefill]])].tolist():
         reports = table.num_computed_tokens[rows[i]] < table.report_end[rows[i]]
@@ -120,7 +121,7 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
         if table.fixed[rows[i]]:
             share = _piece(worker, int(rows[i]))
             if share > most and ntok[prefill].any():
-                continue  # its turn comes: it may be more than the budget when nothing else is computed
+                continue  # a later step has room: a piece may exceed the budget when nothing else is computed
         ntok[i] = share
         left -= share
         reportable -= share if reports else 0
@@ -130,8 +131,9 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
 
 
 def _piece(worker: Worker, row: int) -> int:
-    """Tokens that a deterministic row computes next: a fixed piece of its prompt, or one, also in a replay."""
-    computed, prompt = int(worker.rows.num_computed_tokens[row]), int(worker.rows.fixed[row])
+    """Tokens that a deterministic row computes next: a fixed piece of its prompt, or one token of its answer."""
+    computed = int(worker.rows.num_computed_tokens[row])
+    prompt = int(worker.rows.fixed[row])
     return min(worker.fixed_tokens - computed % worker.fixed_tokens, prompt - computed) if computed < prompt else 1
 
 

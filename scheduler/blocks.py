@@ -1,8 +1,8 @@
 """The KV blocks of one worker: who owns them, which are free, and which still hold a prefix worth keeping.
 
-A block is free, owned (by one sequence or shared by several with the same prefix), or cached: owned by nobody, but its
-content is registered under a hash and can be taken again until it is evicted, least recently used first. It knows
-block numbers and hashes, never tokens or tensors.
+A block is free, owned or cached. Several sequences with the same prefix may own it together. A cached block has no
+owner, but its content is registered under a hash and can be taken again until it is evicted, least recently used first.
+Knows block numbers and hashes, never tokens or tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Blocks nobody owns that still hold a registered prefix."""
+        """Blocks without an owner that still hold a registered prefix."""
         return len(self._cached)
 
     @property
@@ -38,7 +38,7 @@ class BlockPool:
         return self.num_blocks - self.available
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks that hold the longest registered prefix of `hashes`; nothing changes hands."""
+        """Blocks that hold the longest registered prefix of `hashes`. They get no owner by this."""
         found: list[int] = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -48,17 +48,17 @@ class BlockPool:
         return found
 
     def unowned(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` are cached, that is, would leave `available` when shared."""
+        """How many of `blocks` are cached. Sharing these lowers `available`."""
         return sum(self._owners[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more owner for blocks that `match` returned."""
+        """Add an owner to blocks that `match` returned."""
         for block in blocks:
             self._owners[block] += 1
             self._cached.pop(block, None)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one owner each and no content. ValueError when fewer are available."""
+        """Take `count` blocks, with one owner each and no content. ValueError when fewer are available."""
         if count > self.available:
             raise ValueError(f"{count} blocks asked for, {self.available} available")
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
@@ -67,7 +67,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One owner less. The end of a prefix is evicted before its beginning, without which it could not be found."""
+        """Remove an owner. The end of a prefix is evicted before its beginning, by which it is found."""
         for block in reversed(blocks):
             if self._owners[block] <= 0:
                 raise ValueError(f"block {block} has no owner")
@@ -79,7 +79,7 @@ class BlockPool:
                     self._free.append(block)
 
     def register(self, block: int, digest: bytes) -> None:
-        """`block` now holds the content named `digest`.
+        """Name the content of `block`, which others can match from now on.
 
         The first block registered under a digest stays the one that matches.
         """
@@ -88,7 +88,7 @@ class BlockPool:
             self._hash_of[block] = digest
 
     def forget_cached(self) -> None:
-        """Drops every cached prefix that nobody owns."""
+        """Drop every cached prefix that has no owner."""
         while self._cached:
             self._free.append(self._evict())
 

@@ -1,4 +1,4 @@
-"""What the operator allows, and what is refused because it would be more."""
+"""The operator's limits, and the refusal of requests beyond them."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from scheduler.waiting_queue import WaitingQueue
 
 @dataclass(frozen=True)
 class Limits:
-    """What the operator allows; None leaves `max_model_len` to the workers."""
+    """The operator's limits."""
 
     max_running: int
     max_batch_tokens: int
     max_queued: int
+    # None leaves the length to the workers.
     max_model_len: int | None
     steps_in_flight: int
     prefix_cache: bool
+    # Steps that a worker may repeat by itself after a step of decode rows.
     repeats: int = 0
-    """How often a worker may do a step of decode rows again before it needs another message."""
     max_queued_tokens: int = 2**62
     max_open_per_tenant: int = 2**62
+    # Seconds that any step may take. More is learnt from the steps before.
     stall_seconds: float = 15.0
-    """What a step may take in any case; more is learnt from the steps that were."""
 
     def refusal(self, waiting: WaitingQueue, context: TextContext, open_of_tenant: int) -> str | None:
-        """Why one more request is too many, or None. Its tenant has so many open ones."""
+        """Why one more request is too many, or None. Its tenant has `open_of_tenant` open requests."""
         if len(waiting) >= self.max_queued:
             return f"{len(waiting)} requests wait already; retry when some have finished"
         if len(waiting) and waiting.tokens + len(context.tokens) > self.max_queued_tokens:

@@ -1,4 +1,4 @@
-"""News for the API replicas, gathered over one turn of the loop, so that each replica gets one message a step."""
+"""Results for the API replicas, gathered over one iteration of the loop: each replica gets one message a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_TOKEN = np.array([-1], np.int32)
 
 
 class _Part(NamedTuple):
-    """Tokens of some requests, one each."""
+    """One token for each of several requests."""
 
     handles: NDArray[np.int32]
     tokens: NDArray[np.int32]
@@ -25,12 +25,12 @@ class _Part(NamedTuple):
 
 
 # A message may carry reports alone.
-_NOTHING = _Part(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int8), None)
+_EMPTY = _Part(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int8), None)
 
 
 @dataclass(slots=True)
 class _Extras:
-    """What few steps have to tell beside tokens."""
+    """What few steps publish beside tokens."""
 
     reports: list[LogprobReports] = field(default_factory=list)
     hidden: list[HiddenStates] = field(default_factory=list)
@@ -40,7 +40,7 @@ class _Extras:
 
 
 class Outbox:
-    """News by replica number."""
+    """Unsent results by replica number."""
 
     def __init__(self, incarnation: int) -> None:
         self._incarnation = incarnation
@@ -55,7 +55,7 @@ class Outbox:
         finished: NDArray[np.int8],
         logprobs: NDArray[np.float32] | None,
     ) -> None:
-        """One token for each handle."""
+        """Publish one token for each handle."""
         first = int(replicas[0])
         if (replicas == first).all():
             self.tokens_for(first, handles, tokens, finished, logprobs)
@@ -73,23 +73,23 @@ class Outbox:
         finished: NDArray[np.int8],
         logprobs: NDArray[np.float32] | None,
     ) -> None:
-        """The same where all of them are this replica's."""
+        """Publish one token for each handle of the same replica."""
         self._add(replica, _Part(handles, tokens, finished, logprobs))
 
     def reports(self, replicas: NDArray[np.int32], reports: LogprobReports) -> None:
-        """Log-probabilities of tokens, by handle; `replicas[i]` wants entry i."""
+        """Publish log-probabilities of tokens, by handle. Entry i goes to `replicas[i]`."""
         for replica in np.unique(replicas).tolist():
             self._extras_of(replica).reports.append(reports.select(replicas == replica))
 
     def hidden(self, replicas: NDArray[np.int32], hidden: HiddenStates) -> None:
-        """Hidden states of tokens, by handle; `replicas[i]` wants entry i."""
+        """Publish hidden states of tokens, by handle. Entry i goes to `replicas[i]`."""
         for replica in np.unique(replicas).tolist():
             self._extras_of(replica).hidden.append(hidden.select(replicas == replica))
 
     def placed(self, replica: int, handle: int, cached: int, queued_us: int) -> None:
-        """Tells with a request's first token how many prompt tokens came from the prefix cache, and how long it waited.
+        """Publish how many prompt tokens of a request were cached, and how long it waited.
 
-        Comes before the token itself.
+        Comes before the request's first token, in the same message.
         """
         extras = self._extras_of(replica)
         extras.queued[handle] = queued_us
@@ -97,24 +97,25 @@ class Outbox:
             extras.cached[handle] = cached
 
     def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
-        """A request ends without a token."""
+        """Publish the end of a request without a token."""
         self._add(replica, _Part(np.array([handle], np.int32), _NO_TOKEN, np.array([code], np.int8), None))
         if error is not None:
             self._extras_of(replica).errors[handle] = error
 
     def fail(self, replica: int, handle: int, error: RequestError) -> None:
-        """A request fails for a reason of its own."""
+        """Publish the failure of a request."""
         self.end(replica, handle, Finish.FAILED, error)
 
     def take(self) -> list[tuple[int, Results]]:
-        """What is to be sent now, by replica number; the outbox is empty afterwards."""
+        """The messages to send now, by replica number. Empties the outbox."""
         ready = [(replica, self._results(replica, parts)) for replica, parts in self._parts.items()]
         self._parts.clear()
         self._extras.clear()
         return ready
 
     def _results(self, replica: int, parts: list[_Part]) -> Results:
-        columns, extras = _joined(parts), self._extras.get(replica)
+        columns = _joined(parts)
+        extras = self._extras.get(replica)
         if extras is None:
             return Results(self._incarnation, *columns)
         return Results(
@@ -135,16 +136,16 @@ class Outbox:
             parts.append(part)
 
     def _extras_of(self, replica: int) -> _Extras:
-        self._parts.setdefault(replica, [])  # extras may be all that there is to tell
+        self._parts.setdefault(replica, [])  # a message may have extras alone
         return self._extras.setdefault(replica, _Extras())
 
 
 def _joined(parts: list[_Part]) -> _Part:
-    """One of all; log-probabilities are zero for entries that have none."""
+    """All parts as one. Log-probabilities are zero for entries that have none."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return _NOTHING
+        return _EMPTY
     handles, tokens, finished, logprobs = zip(*parts, strict=True)
     joined = np.concatenate(handles), np.concatenate(tokens), np.concatenate(finished)
     if all(part is None for part in logprobs):

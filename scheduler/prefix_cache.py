@@ -1,8 +1,8 @@
-"""Names for the content of KV blocks: a chain of hashes, so that equal names mean equal tokens from the sequence's
-start.
+"""Names for the content of KV blocks: a chain of hashes. Equal names mean equal tokens from the sequence's start.
 
-The content of a block depends on every token before it and on what else shapes the hidden states: images, whose tokens
-are all alike, by their own hashes; the rest (adapter) by the salt. vLLM's prefix caching introduced the scheme.
+The content of a block depends on every token before it, and on whatever else shapes the hidden states. Images, whose
+tokens are all alike, enter by their own hashes; everything else (an adapter) enters by the salt. The scheme is that of
+vLLM's prefix caching.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIGEST_BYTES = 16
 def extend_hashes(
     hashes: list[bytes], tokens: NDArray[np.int64], block_size: int, salt: str, images: Sequence[ImageMetadata] = ()
 ) -> None:
-    """Appends the digests of the full blocks of `tokens` that `hashes` does not have yet."""
+    """Append the digests of the full blocks of `tokens` that `hashes` does not have yet."""
     parent = hashes[-1] if hashes else blake2b(salt.encode(), digest_size=_DIGEST_BYTES).digest()
     for start in range(len(hashes) * block_size, len(tokens) - block_size + 1, block_size):
         end = start + block_size
@@ -35,6 +35,6 @@ def extend_hashes(
 
 
 def _name(image: ImageMetadata) -> bytes:
-    """What the image is and where; nothing equals one whose content has no name."""
+    """The image's content and position. An image whose content has no hash equals no other."""
     content = os.urandom(_DIGEST_BYTES) if image.image_hash is None else str(image.image_hash).encode()
     return b"image %s %d" % (content, image.start_idx)

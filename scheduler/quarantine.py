@@ -1,6 +1,6 @@
-"""Which sequences were being computed when a worker crashed: one of them may be why.
+"""Which sequences were being computed when a worker crashed: one of them may be the reason.
 
-After two crashes a sequence runs alone, so that nobody else is charged for it, and if that crashes too, it is poison.
+After two crashes a sequence runs isolated, so that a third crash hits no other. If it crashes then, too, it is poison.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ CRASHES_BEFORE_ISOLATION = 2
 
 
 class Quarantine:
-    """Crashes of open sequences."""
+    """Counts the crashes of open sequences."""
 
     def __init__(self) -> None:
         self._crashes: Counter[int] = Counter()
 
     def record_crash(self, sequence: Sequence) -> None:
-        """A worker has crashed while it computed this."""
+        """Count a crash of a worker that was computing this sequence."""
         self._crashes[sequence.order] += 1
 
     def crashes(self, sequence: Sequence) -> int:
@@ -33,9 +33,9 @@ class Quarantine:
         return self.crashes(sequence) >= CRASHES_BEFORE_ISOLATION
 
     def any_isolated(self, sequences: Iterable[Sequence | None]) -> bool:
-        """Whether one of them must be alone."""
+        """Whether one of these sequences must run isolated."""
         return bool(self._crashes) and any(one is not None and self.is_isolated(one) for one in sequences)
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Drop the count of a sequence that has ended."""
         self._crashes.pop(sequence.order, None)

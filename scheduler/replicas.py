@@ -1,4 +1,4 @@
-"""The API processes that are connected, and which request each of them calls by which handle."""
+"""The connected API processes, and the handle by which each of them calls a request."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from dataclasses import dataclass, field
 from interfaces.messages import REGISTRATION_SIZE, Results
 from scheduler.sequence import Sequence
 
+# Identity and number of the replica of a request that keeps running without a listener.
 NO_REPLICA = b""
 _NO_REPLICA_NUMBER = -1
 
 
 @dataclass(slots=True)
 class Replica:
-    """An API process and its requests by handle. `number` is its name in columns; `told` counts its results."""
+    """An API process and its requests by handle."""
 
+    # Its name in columns.
     number: int
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    published: int = field(init=False)
+    # Number of its next results.
+    next_results: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.published = self.number * REGISTRATION_SIZE
+        self.next_results = self.number * REGISTRATION_SIZE
 
 
 class Replicas:
-    """By identity. A sequence of `NO_REPLICA` goes on while nobody listens: its news are for no replica."""
+    """Replicas by identity. Results of a sequence of `NO_REPLICA` are dropped."""
 
     def __init__(self) -> None:
         self._by_identity: dict[bytes, Replica] = {}
@@ -46,7 +49,7 @@ class Replicas:
         return self._by_identity.get(identity)
 
     def register(self, identity: bytes) -> Replica:
-        """The replica of that identity, known from now on."""
+        """The replica of that identity, which is registered if it is new."""
         if identity not in self._by_identity:
             number = next(self._numbers)
             self._by_identity[identity] = Replica(number)
@@ -64,12 +67,12 @@ class Replicas:
         return [sequence for replica in self._by_identity.values() for sequence in replica.sequences.values()]
 
     def address(self, number: int, results: Results) -> bytes | None:
-        """Numbers what is sent to a replica, and says where it goes; None when the replica is not there any more."""
+        """Number the results for a replica. Returns its identity, or None if it is no longer connected."""
         identity = self._identity_of.get(number)
         if identity is not None:
             replica = self._by_identity[identity]
-            results.number = replica.published
-            replica.published += 1
+            results.number = replica.next_results
+            replica.next_results += 1
         return identity
 
     def number_of(self, sequence: Sequence) -> int:
@@ -77,7 +80,7 @@ class Replicas:
         return _NO_REPLICA_NUMBER if replica is None else replica.number
 
     def release(self, sequence: Sequence) -> bool:
-        """Its replica does not know it any more; whether one did."""
+        """Unregister the sequence from its replica. Returns False if it was not registered."""
         if self.sequence(sequence.replica, sequence.handle) is not sequence:
             return False
         del self._by_identity[sequence.replica].sequences[sequence.handle]

@@ -1,6 +1,6 @@
-"""What was decided about requests and what happened to workers: a bounded log in memory, for `tokenyard why`.
+"""Decisions about requests and events of workers: a bounded log in memory, for `tokenyard why`.
 
-Knows request ids and sentences. Costs nothing per token: only what changes a request's fate is written down.
+Knows request ids and sentences. Costs nothing per token: only what changes a request's fate is recorded.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from collections import OrderedDict, deque
 from shared.logs import utc
 
 MAX_REQUESTS = 4096
+# For each request. The first and the latest are kept; those between them are counted.
 MAX_ENTRIES = 64
-"""Of one request: its beginning and its latest; what was between them is counted."""
 MAX_EVENTS = 50
 
+# Unix time and a sentence. The time is formatted when the log is read, which is seldom.
 _Entry = tuple[float, str]
-"""Unix time and a sentence. The time is put into words when somebody reads it, which is seldom."""
 
 
 class RequestLog:
-    """The oldest request is forgotten first."""
+    """Entries by request, and events. The oldest request is forgotten first."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, _Entries] = OrderedDict()
         self._events: deque[_Entry] = deque(maxlen=MAX_EVENTS)
 
     def record(self, request_id: str, text: str) -> None:
+        """Add an entry to a request."""
         entries = self._requests.get(request_id)
         if entries is None:
             entries = self._requests[request_id] = _Entries()
@@ -35,11 +36,11 @@ class RequestLog:
         entries.add((time.time(), text))
 
     def record_event(self, text: str) -> None:
-        """A worker or replica came or went."""
+        """Add an event: a worker or replica came or went."""
         self._events.append((time.time(), text))
 
     def of(self, request_id: str) -> list[str]:
-        """Everything known of requests whose id begins so, oldest first; nothing when there is none."""
+        """All lines about requests whose id begins with `request_id`, oldest first."""
         return [
             f"{name}: {line}"
             for name, entries in self._requests.items()

@@ -1,7 +1,7 @@
-"""Sessions: token sequences of earlier requests that later ones go on from, kept for a time and within bounds.
+"""Sessions: token sequences of earlier requests that later ones continue, kept for a time and within bounds.
 
-They live in the scheduler because API processes hold nothing between requests and any of them may get the next turn.
-A restarted scheduler has none. Knows tokens and names; that equal beginnings need no computing is the prefix cache's.
+Sessions live in the scheduler because API processes hold nothing between requests, and any of them may get the next
+turn. A restarted scheduler has no sessions. Knows tokens and names. K and V of equal beginnings are the prefix cache's.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from interfaces import SessionAction, SessionAnswer, SessionOrder
 
 MAX_SESSIONS = 1024
+# In all turns of one session together. Beyond, its oldest turns are forgotten.
 MAX_TOKENS = 1 << 18
-"""In the turns of one session together; beyond, its oldest turns are forgotten."""
+# An unused session is closed after this time, unless it was opened with another.
 IDLE_SECONDS = 3600.0
-"""A session that nobody has used for so long is closed, unless it was opened with another time."""
 
 _NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A request that has ended: its tokens, of which the first `prompt_len` were its prompt."""
+    """An ended request: its tokens, of which the first `prompt_len` were its prompt."""
 
     parent: str
     tokens: NDArray[np.int32]
@@ -36,12 +36,13 @@ class Turn:
 @dataclass
 class Session:
     timeout: float
+    # When it was last used, on the scheduler's clock.
     used: float
+    # By request id, oldest first.
     turns: dict[str, Turn] = field(default_factory=dict)
-    """By request id, oldest first."""
 
     def keep(self, name: str, turn: Turn) -> None:
-        """Remembers a turn, at the cost of the oldest ones if need be."""
+        """Keep a turn, and forget the oldest ones if there are too many tokens."""
         self.turns.pop(name, None)
         self.turns[name] = turn
         size = sum(len(each.tokens) for each in self.turns.values())
@@ -51,7 +52,7 @@ class Session:
             size -= len(self.turns.pop(oldest).tokens)
 
     def drop_after(self, name: str) -> None:
-        """Forgets the turns that went on from `name`, and those after them."""
+        """Forget the turns that continued `name`, and those after them."""
         for child in [child for child, turn in self.turns.items() if turn.parent == name]:
             if self.turns.pop(child, None) is not None:
                 self.drop_after(child)
@@ -68,8 +69,9 @@ class Sessions:
         return len(self._open)
 
     def obey(self, order: SessionOrder, incarnation: int) -> SessionAnswer:
-        """Carries an order out; the answer says why not, if so."""
-        refused, turn = "", None
+        """Carry an order out. The answer says why it was refused, if it was."""
+        refused = ""
+        turn: Turn | None = None
         match order.action:
             case SessionAction.OPEN:
                 refused = self._start(order)
@@ -85,7 +87,7 @@ class Sessions:
         return SessionAnswer(incarnation, order.number, refused, tokens, prompt_len)
 
     def forget_idle(self) -> None:
-        """Closes the sessions whose time is over."""
+        """Close the sessions whose time is over."""
         now = self._clock()
         for name in [name for name, each in self._open.items() if now - each.used > each.timeout]:
             del self._open[name]

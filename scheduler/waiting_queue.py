@@ -1,9 +1,9 @@
-"""Who may wait, in which order, and what is refused at the door.
+"""The requests that wait, their order, and the refusal of those that can never run.
 
-Requests that ran already (preempted, or their worker was lost) go first, oldest first. The others are taken by
-priority, and within one priority their tenants (API keys) take turns by weighted deficit round robin over tokens: each
-time the one that was served the fewest tokens, divided by its weight, is next, and those of one tenant come in the
-order of their arrival. A tenant that comes back after a pause starts level with the others: it has saved nothing up.
+Requests that ran already (preempted, or their worker was lost) go first, oldest first. The others go by priority.
+Within one priority tenants (API keys) share by weighted deficit round robin over tokens: the tenant that was served the
+fewest tokens, divided by its weight, is next. The requests of one tenant keep the order of their arrival. A tenant that
+comes back after a pause starts level with the others: the pause earns it nothing.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class _Tenant:
-    """`served` are its tokens so far divided by its weight; `lines` its waiting requests by priority, oldest first."""
-
+    # Its tokens so far, divided by its weight.
     served: float = 0.0
+    # Its waiting requests by priority, oldest first.
     lines: dict[int, list[Sequence]] = field(default_factory=dict)
 
 
 class WaitingQueue:
-    """Waiting sequences, and whose turn it is."""
+    """The waiting sequences, in the order in which they are placed."""
 
     def __init__(self) -> None:
         self._returning: list[Sequence] = []
         self._tenants: dict[str, _Tenant] = {}
         self._level = 0.0
         self._count = 0
+        # Tokens of all waiting sequences.
         self.tokens = 0
-        """Of all that wait, as they came."""
 
     def __len__(self) -> int:
         return self._count
@@ -55,17 +55,17 @@ class WaitingQueue:
         self.tokens += len(sequence.tokens)
 
     def discard(self, sequence: Sequence) -> None:
-        """Takes a sequence out; nothing happens when it does not wait."""
+        """Take a sequence out. Nothing happens if it does not wait."""
         line = self._line_of(sequence)
         i = bisect.bisect_left(line, sequence.order, key=_order) if line else 0
         if line and i < len(line) and line[i] is sequence:
             self._take(line, i)
 
     def take_while(self, placed: Callable[[Sequence], bool]) -> None:
-        """Offers the next to `placed` until it says False: nobody overtakes, so nobody starves."""
+        """Offer the next sequence to `placed` until it returns False. No sequence overtakes, so none starves."""
         while (line := self._next_line()) is not None:
             sequence = line[0]
-            # Whether it ran before is about to change, and with it the line in which it is looked for.
+            # `placed` may change `returning`, by which a sequence's line is found. The line is therefore kept here.
             if not placed(sequence):
                 return
             if line is not self._returning:
@@ -73,7 +73,7 @@ class WaitingQueue:
             self._take(line, 0)
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
-        """`sequence` has been served so many tokens, of its prompt or its answer."""
+        """Count tokens of a prompt or an answer that the tenant of `sequence` was served."""
         tenant = self._tenants.get(sequence.terms.tenant)
         if tenant is not None:
             tenant.served += tokens / sequence.terms.weight
@@ -86,7 +86,8 @@ class WaitingQueue:
         for tenant in self._tenants.values():
             for priority, line in tenant.lines.items():
                 if line and (best is None or (-priority, tenant.served, line[0].order) < best):
-                    best, chosen = (-priority, tenant.served, line[0].order), line
+                    best = (-priority, tenant.served, line[0].order)
+                    chosen = line
         return chosen
 
     def _line_of(self, sequence: Sequence) -> list[Sequence] | None:
@@ -110,11 +111,12 @@ class WaitingQueue:
 
 
 def refusal(context: TextContext, max_model_len: int, vocab_size: int, hidden_size: int) -> RequestError | None:
-    """Why a request can never run, or None. The API checks the same before it submits.
+    """Why a request can never run, or None.
 
-    A stranger's message may not have.
+    The API checks the same before it submits. Another sender of messages may not have checked.
     """
-    tokens, prompt = context.tokens.all, context.prompt_length
+    tokens = context.tokens.all
+    prompt = context.prompt_length
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         return RequestError(ErrorCode.INVALID, f"token ids must be between 0 and {vocab_size - 1}")
     if prompt >= max_model_len:

@@ -1,4 +1,4 @@
-"""Prompts beside rows in decode: nobody's rhythm is broken, and every prompt comes to its end."""
+"""Prompts beside rows in decode: no row's rhythm is broken, and every prompt comes to its end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ machines = st.tuples(st.floats(1e-3, 0.05), st.floats(1e-5, 5e-3), st.floats(1e-
 
 
 class Machine:
-    """Steps take so many seconds, and so many more for each row in decode and each token of a prompt."""
+    """A device whose steps take `step` seconds, `row` more for each row in decode, `token` for each of a prompt."""
 
     def __init__(self, step: float, row: float, token: float, seed: int) -> None:
-        self._costs, self._random = (step, row, token), random.Random(seed)
+        self._costs = (step, row, token)
+        self._random = random.Random(seed)
 
     def seconds(self, decoding: int, prompt_tokens: int) -> float:
         step, row, token = self._costs
@@ -29,22 +30,25 @@ class Machine:
 def test_a_long_prompt_costs_others_no_more_than_half_their_speed(
     costs: tuple[float, float, float, int], decoding: int
 ) -> None:
-    machine, pace = Machine(*costs), PrefillBudget()
-    pace.learn(0, 512, machine.seconds(0, 512))
+    machine = Machine(*costs)
+    budget = PrefillBudget()
+    budget.learn(0, 512, machine.seconds(0, 512))
     for _ in range(50):
-        pace.learn(decoding, 0, machine.seconds(decoding, 0))
-    left, steps = 4096, 0
+        budget.learn(decoding, 0, machine.seconds(decoding, 0))
+    left = 4096
+    steps = 0
     undisturbed = machine.seconds(decoding, 0)
     while left > 0:
-        allowed = pace.prompt_tokens(decoding, [left], 512)
+        allowed = budget.prompt_tokens(decoding, [left], 512)
         assert allowed is not None
         taken = min(left, allowed)
         seconds = machine.seconds(decoding, taken)
         if taken > MIN_PREFILL_TOKENS:
             # A first estimate counts the step's own overhead among the prompt's tokens, so it errs on the short side.
             assert seconds < 2 * undisturbed
-        pace.learn(decoding, taken, seconds)
-        left, steps = left - taken, steps + 1
+        budget.learn(decoding, taken, seconds)
+        left -= taken
+        steps += 1
     with_prompt = 4096 // MIN_PREFILL_TOKENS
     assert steps <= with_prompt + with_prompt // STEPS_BETWEEN_MEASUREMENTS + 1
 
@@ -53,82 +57,84 @@ def test_a_long_prompt_costs_others_no_more_than_half_their_speed(
 def test_what_rows_in_decode_took_with_other_contexts_does_not_hold_a_prompt_back(
     costs: tuple[float, float, float, int], decoding: int, wrong: float, mixed: int
 ) -> None:
-    machine, pace = Machine(*costs), PrefillBudget()
-    pace.learn(0, 512, machine.seconds(0, 512))
+    machine = Machine(*costs)
+    budget = PrefillBudget()
+    budget.learn(0, 512, machine.seconds(0, 512))
     alone = machine.seconds(decoding, 0)
     for _ in range(20):
-        pace.learn(decoding, 0, wrong * alone)
+        budget.learn(decoding, 0, wrong * alone)
     for _ in range(mixed):
-        pace.learn(decoding, 512 - decoding, machine.seconds(decoding, 512 - decoding))
+        budget.learn(decoding, 512 - decoding, machine.seconds(decoding, 512 - decoding))
     for _ in range(10 * STEPS_BETWEEN_MEASUREMENTS):
-        allowed = pace.prompt_tokens(decoding, [4096], 512)
+        allowed = budget.prompt_tokens(decoding, [4096], 512)
         assert allowed is not None
-        pace.learn(decoding, allowed, machine.seconds(decoding, allowed))
-    allowed = pace.prompt_tokens(decoding, [4096], 512) or pace.prompt_tokens(decoding, [4096], 512)
+        budget.learn(decoding, allowed, machine.seconds(decoding, allowed))
+    allowed = budget.prompt_tokens(decoding, [4096], 512) or budget.prompt_tokens(decoding, [4096], 512)
     assert allowed is not None
-    # Of a step of 512 tokens nobody can tell what the step itself takes, so a token may be thought dearer than it is.
-    assert allowed >= 0.6 * PREFILL_SHARE * alone / (machine.seconds(0, 512) / 512)
+    # The time of a step of 512 tokens includes the step itself, so a token may seem dearer. Times vary by 5 %.
+    assert allowed >= 0.55 * PREFILL_SHARE * alone / (machine.seconds(0, 512) / 512)
     assert allowed <= max(1.2 * alone / costs[2], MIN_PREFILL_TOKENS)
 
 
 def test_rows_in_decode_are_measured_alone_once_when_it_is_time() -> None:
-    pace = PrefillBudget()
-    pace.learn(0, 512, 0.512)
-    pace.learn(4, 0, 0.1)
+    budget = PrefillBudget()
+    budget.learn(0, 512, 0.512)
+    budget.learn(4, 0, 0.1)
     for _ in range(STEPS_BETWEEN_MEASUREMENTS):
-        assert pace.prompt_tokens(4, [4096], 512) == 60
-        pace.learn(4, 60, 0.16)
+        assert budget.prompt_tokens(4, [4096], 512) == 60
+        budget.learn(4, 60, 0.16)
     # Results come a step or two later than the next ones are asked for.
-    assert pace.prompt_tokens(4, [4096], 512) == 0
-    assert pace.prompt_tokens(4, [4096], 512) == 60
-    pace.learn(4, 0, 0.15)
-    assert pace.prompt_tokens(4, [4096], 512) == 72
+    assert budget.prompt_tokens(4, [4096], 512) == 0
+    assert budget.prompt_tokens(4, [4096], 512) == 60
+    budget.learn(4, 0, 0.15)
+    assert budget.prompt_tokens(4, [4096], 512) == 72
 
 
 @given(machines, st.integers(1, 64), st.lists(st.integers(2, 5000), min_size=2, max_size=64))
 def test_several_short_prompts_are_not_held_back(
     costs: tuple[float, float, float, int], decoding: int, left: list[int]
 ) -> None:
-    machine, pace = Machine(*costs), PrefillBudget()
-    pace.learn(0, 512, machine.seconds(0, 512))
-    pace.learn(decoding, 0, machine.seconds(decoding, 0))
-    free = pace.prompt_tokens(decoding, left, 512) is None
+    machine = Machine(*costs)
+    budget = PrefillBudget()
+    budget.learn(0, 512, machine.seconds(0, 512))
+    budget.learn(decoding, 0, machine.seconds(decoding, 0))
+    free = budget.prompt_tokens(decoding, left, 512) is None
     assert free == (sum(left) <= 512 * len(left))
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_each_of_many_long_prompts_counts_as_four_rows(decoding: int, prompts: int) -> None:
-    pace = PrefillBudget()
-    pace.learn(0, 512, 0.512)
-    pace.learn(decoding, 0, 0.1)
-    allowed = pace.prompt_tokens(decoding, [4096] * prompts, 512)
+    budget = PrefillBudget()
+    budget.learn(0, 512, 0.512)
+    budget.learn(decoding, 0, 0.1)
+    allowed = budget.prompt_tokens(decoding, [4096] * prompts, 512)
     assert allowed is not None
     exact = 60 if prompts == 1 or 4 * prompts <= decoding else 60 * 4 * prompts / decoding
     assert exact - 1.001 <= allowed <= exact + 0.001
 
 
 def test_what_is_not_known_limits_nothing() -> None:
-    pace = PrefillBudget()
-    assert pace.prompt_tokens(4, [900], 512) is None
-    pace.learn(4, 0, 0.01)
-    assert pace.prompt_tokens(4, [900], 512) is None
-    pace.learn(0, 100, 0.1)
-    assert pace.prompt_tokens(4, [900], 512) is not None
+    budget = PrefillBudget()
+    assert budget.prompt_tokens(4, [900], 512) is None
+    budget.learn(4, 0, 0.01)
+    assert budget.prompt_tokens(4, [900], 512) is None
+    budget.learn(0, 100, 0.1)
+    assert budget.prompt_tokens(4, [900], 512) is not None
 
 
 def test_one_slow_step_does_not_count_for_more_than_it_may() -> None:
-    pace = PrefillBudget()
-    pace.learn(0, 100, 0.1)
+    budget = PrefillBudget()
+    budget.learn(0, 100, 0.1)
     for _ in range(20):
-        pace.learn(4, 0, 0.1)
-    pace.learn(4, 0, 100.0)
-    allowed = pace.prompt_tokens(4, [900], 512)
+        budget.learn(4, 0, 0.1)
+    budget.learn(4, 0, 100.0)
+    allowed = budget.prompt_tokens(4, [900], 512)
     assert allowed is not None
     assert 60 <= allowed <= 72
 
 
-class Deaf(PrefillBudget):
-    """Keeps to what it was told: the clock of a test says nothing about made-up costs."""
+class Fixed(PrefillBudget):
+    """Learns nothing after it was made: the test's clock does not know its costs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,9 +145,9 @@ class Deaf(PrefillBudget):
         pass
 
 
-def test_steps_follow_the_pace_beside_decode_only() -> None:
+def test_steps_keep_the_budget_beside_decode_only() -> None:
     yard = Yard(replace(LIMITS, max_batch_tokens=64), num_blocks=400, max_model_len=400)
-    yard.scheduler.workers[0].prefill_budget = Deaf()
+    yard.scheduler.workers[0].prefill_budget = Fixed()
     for handle in (1, 3):
         yard.submit(handle, [handle] * 3, 60, [])
     while not (yard.tokens[1] and yard.tokens[3]):
