@@ -1,0 +1,303 @@
+"""Steps in flight: results reach their owners, skipped repetitions leave no trace, and a late step is late."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from interfaces import SamplingParams, Step, StepResult, Submit, TextContext
+from interfaces.messages.forced_tokens import ForcedTokens
+from interfaces.messages.logprob_reports import LogprobReports
+from scheduler.batch import build_step
+from scheduler.in_flight import NewTokens
+from scheduler.sequence import Sequence
+from scheduler.step_deadline import FIRST_STEP_SECONDS, PATIENCE
+from scheduler.workers import Worker
+from tests.scheduler.clock import Clock
+from tests.scheduler.simulated_worker import SimulatedWorker
+
+LEAST = 15.0
+TOKEN = 7
+
+
+class Bench:
+    """A worker. Every prompt is one token, so that every step samples for all its rows."""
+
+    def __init__(self, rows: int = 4, blocks: int = 400) -> None:
+        self.clock = Clock()
+        device = SimulatedWorker(0, 0, num_blocks=blocks, block_size=4, max_rows=rows, max_model_len=10_000)
+        self.worker = Worker(device.hello, rows, prefix_cache=False, stall_seconds=LEAST, clock=self.clock)
+        self.table = self.worker.rows
+        self.steps = self.worker.in_flight
+        self.received: Counter[int] = Counter()
+        self._joined = 0
+
+    def join(self, limit: int = 10_000, **params: int) -> int | None:
+        """Places a new sequence; its row, or None when all rows are taken."""
+        context = TextContext.from_prompt([1], SamplingParams(**params))  # type: ignore[arg-type]
+        sequence = Sequence.of(b"replica", Submit(self._joined, context), self._joined, self.clock)
+        self._joined += 1
+        return sequence.row if self.worker.place(sequence, 0, limit, spare=0) else None
+
+    def send(self, repeats: int = 0) -> Step:
+        step = build_step(self.worker, 1, 10_000, repeats, lambda _: pytest.fail("blocks are plenty"))
+        assert step is not None
+        return step
+
+    def result(self, step: Step, **fields: object) -> NewTokens:
+        """The result of `step` comes, and its tokens are appended."""
+        tokens = np.full(len(step.rows), TOKEN, np.int32)
+        made = StepResult(1, 0, 0, step.step, step.rows, tokens, None, {}, device_us=1)
+        new = self.worker.receive(replace(made, **fields))  # type: ignore[arg-type]
+        for row in new.rows.tolist():
+            self.owner(row).context.tokens.advance_with_token(TOKEN)
+        return new
+
+    def owner(self, row: int) -> Sequence:
+        return self.table.sequence(row)
+
+    def promised(self, row: int) -> int:
+        """Results still to come that hold a token of the row's owner."""
+        version = self.table.version[row]
+        return sum(
+            step.repeats + 1
+            for step in self.steps.steps
+            if version in step.sampling_versions[step.sampling == row].tolist()
+        )
+
+    def check(self) -> None:
+        for row in self.table.occupied().tolist():
+            known = len(self.owner(row).tokens) + self.promised(row)
+            assert self.table.num_tokens[row] == known
+            assert self.table.num_computed_tokens[row] == known - 1
+
+
+class Device:
+    """Does the steps of a bench in their order, and skips repetitions when another step is there."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.sent: deque[Step] = deque()
+        self.again: Step | None = None
+        self.owners: dict[int, list[Sequence]] = {}
+
+    def send(self, repeats: int) -> None:
+        step = self.bench.send(repeats)
+        for number in range(step.step, step.step + step.repeats + 1):
+            assert number not in self.owners, "two results have one number"
+            self.owners[number] = [self.bench.owner(row) for row in step.rows.tolist()]
+        self.sent.append(step)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.sent) or self.again is not None
+
+    def answer(self, repeat: bool, announce: bool) -> None:
+        """The next result: of a repetition if `repeat`, else of the next step. `announce` says what it skips."""
+        step = self.again if self.again is not None and (repeat or not self.sent) else self.sent.popleft()
+        self.again = step.after(1)
+        last = announce and self.again is not None and bool(self.sent)
+        if last:
+            self.again = None
+        owners = self.owners[step.step]
+        table = self.bench.table
+        wanted = [row for row, owner in zip(step.rows.tolist(), owners, strict=True) if table.sequences[row] is owner]
+        assert self.bench.result(step, last=last).rows.tolist() == wanted
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_results_reach_their_owners_and_skipped_repetitions_leave_no_trace(data: st.DataObject) -> None:
+    bench = Bench()
+    device = Device(bench)
+    bench.join()
+    for _ in range(data.draw(st.integers(1, 40))):
+        match data.draw(st.sampled_from(["send", "answer", "answer", "join", "leave"])):
+            case "send" if bench.table.running and len(device.sent) < 3:
+                device.send(data.draw(st.integers(0, 6)))
+            case "answer" if device.busy:
+                device.answer(data.draw(st.booleans()), data.draw(st.booleans()))
+            case "join":
+                bench.join()
+            case "leave" if bench.table.running:
+                bench.worker.remove(data.draw(st.sampled_from(bench.table.occupied().tolist())))
+        bench.check()
+    while device.busy:
+        device.answer(data.draw(st.booleans()), data.draw(st.booleans()))
+        bench.check()
+    assert not bench.steps.steps
+    assert all(bench.promised(row) == 0 for row in bench.table.occupied().tolist())
+
+
+def repeating(bench: Bench, repeats: int) -> Step:
+    """A step that the worker repeats, after the step in which its rows join."""
+    bench.result(bench.send())
+    step = bench.send(repeats)
+    assert step.repeats == repeats
+    return step
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+@pytest.mark.parametrize("announced", [True, False])
+def test_repetitions_that_another_step_took_the_place_of_are_rolled_back(done: int, announced: bool) -> None:
+    bench = Bench()
+    row = bench.join()
+    assert row is not None
+    step = repeating(bench, 3)
+    bench.join()  # the next step is another, so the worker leaves the repetitions when it comes
+    other = bench.send()
+    assert other.step == step.step + 4
+    for i in range(done):
+        repetition = step.after(i)
+        assert repetition is not None
+        bench.result(repetition, last=announced and i == done - 1)
+    assert len(bench.steps) == (1 if announced else 2)
+    bench.result(other)
+    assert not bench.steps.steps
+    assert bench.steps.answered == 1 + done + 1
+    assert bench.table.num_tokens[row] == len(bench.owner(row).tokens) == 1 + 1 + done + 1
+    skipped = step.after(3)
+    assert skipped is not None
+    with pytest.raises(ValueError, match=f"result of step {skipped.step} answers no step in flight"):
+        bench.result(skipped)
+
+
+def test_a_worker_that_repeats_the_right_step_needs_no_other() -> None:
+    bench = Bench()
+    bench.join()
+    assert bench.steps.has_room(2)
+    repeating(bench, 3)
+    assert not bench.steps.has_room(2)
+    bench.join()
+    assert bench.steps.has_room(2), "the next step is another"
+    bench.send()
+    assert not bench.steps.has_room(2)
+    assert bench.steps.has_room(3)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_results_come_in_the_order_of_their_steps(wrong: int) -> None:
+    bench = Bench()
+    bench.join()
+    bench.result(bench.send())
+    step = bench.send()
+    bench.send()
+    with pytest.raises(ValueError, match="answers no step in flight"):
+        bench.result(replace(step, step=step.step + wrong))
+    bench.result(step)
+
+
+def test_reports_and_errors_of_an_earlier_owner_are_left_out() -> None:
+    bench = Bench(rows=2)
+    rows = [bench.join(top_logprobs=1), bench.join(top_logprobs=1)]
+    assert rows == [0, 1]
+    step = bench.send()
+    bench.worker.remove(0)
+    assert bench.join(top_logprobs=1) == 0
+    column = np.array([0, 1], np.int32)
+    ones = np.ones(2, np.int32)
+    values = np.zeros(2, np.float32)
+    reports = LogprobReports(column, column, values, ones, ones, column, values)
+    new = bench.result(step, reports=reports, errors={0: "broken", 1: "broken, too"})
+    assert new.rows.tolist() == [1]
+    assert new.reports is not None
+    assert new.reports.owners.tolist() == [1]
+    assert new.failed == {1: "broken, too"}
+
+
+def test_broken_columns_are_an_error() -> None:
+    bench = Bench()
+    bench.join(top_logprobs=1)
+    column = np.zeros(1, np.int32)
+    values = np.zeros(1, np.float32)
+    with pytest.raises(ValueError, match="the reports of step 1 do not fit together"):
+        bench.result(bench.send(), reports=LogprobReports(column, column, values, column, column, column, values))
+    forced = ForcedTokens(column, np.array([2], np.int32), column)
+    with pytest.raises(ValueError, match="the forced tokens of a step do not fit together"):
+        bench.result(bench.send(), forced=forced)
+
+
+@given(st.integers(1, 6), st.integers(0, 3))
+def test_forced_tokens_take_the_place_of_those_that_steps_in_flight_would_sample(run: int, further: int) -> None:
+    bench = Bench()
+    row, other = bench.join(), bench.join()
+    assert row is not None
+    assert other is not None
+    step = bench.send()
+    for _ in range(further):
+        bench.send()
+    before = bench.table.num_tokens.copy()
+    new = bench.result(step, forced=ForcedTokens.of({row: [3] * run}))
+    assert [tokens.tolist() for tokens in new.forced.values()] == [[3] * run]
+    assert bench.table.num_tokens[row] == before[row] + max(0, run - further)
+    assert bench.table.num_tokens[other] == before[other]
+
+
+def test_forced_tokens_of_a_row_that_has_ended_are_left_out() -> None:
+    bench = Bench()
+    row = bench.join()
+    assert row is not None
+    step = bench.send()
+    bench.worker.remove(row)
+    assert bench.result(step, forced=ForcedTokens.of({row: [3, 3]})).forced == {}
+
+
+def test_those_computed_now_are_the_current_owners_of_rows_in_flight() -> None:
+    bench = Bench(rows=2)
+    bench.join()
+    bench.join()
+    step = bench.send()
+    bench.send()
+    bench.worker.remove(0)
+    bench.join()
+    assert bench.steps.computing() == [bench.owner(1)]
+    bench.result(step)
+    assert bench.steps.computing() == [bench.owner(1)]
+
+
+@given(st.floats(0.01, 20.0), st.floats(0.0, 400.0))
+def test_a_step_is_late_when_it_takes_much_longer_than_those_before(usual: float, waited: float) -> None:
+    bench = Bench()
+    bench.join()
+    assert bench.steps.lateness() is None, "an idle worker is never late"
+    first = bench.send()
+    bench.clock.advance(FIRST_STEP_SECONDS - 1)
+    assert bench.steps.lateness() is None, "the first step may compile"
+    bench.clock.advance(usual + 1 - FIRST_STEP_SECONDS)
+    bench.result(first)
+    bench.send()
+    bench.clock.advance(waited)
+    allowed = LEAST + PATIENCE * (usual + 1e-4)
+    if waited < allowed - 0.1:
+        assert bench.steps.lateness() is None
+    elif waited > allowed + 0.1:
+        late = bench.steps.lateness()
+        assert late is not None
+        assert late == pytest.approx((waited, allowed), abs=0.01)
+        bench.steps.grant_grace()
+        assert bench.steps.lateness() is None, "the time counts from now"
+
+
+def test_the_time_of_a_step_begins_with_the_result_before_it() -> None:
+    bench = Bench()
+    bench.join()
+    first = bench.send()
+    second = bench.send()
+    third = bench.send()
+    bench.clock.advance(5.0)
+    bench.result(first)
+    bench.clock.advance(1.0)
+    bench.result(second)
+    bench.clock.advance(LEAST + PATIENCE * 5.0 - 0.1)
+    assert bench.steps.lateness() is None
+    bench.clock.advance(0.2)
+    assert bench.steps.lateness() is not None
+    bench.result(third, device_us=0)
+    bench.send()
+    bench.clock.advance(LEAST + PATIENCE * 5.0 + 0.1)
+    assert bench.steps.lateness() is not None, "a result that came with the one before it says nothing about time"
