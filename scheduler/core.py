@@ -187,8 +187,8 @@ class Scheduler:
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
             if worker.in_flight.has_room(limits.steps_in_flight):
-                budget, repeats = limits.max_batch_tokens, limits.repeats
-                step = build_step(worker, self.incarnation, budget, repeats, self.requests.preempt)
+                budget = limits.max_batch_tokens
+                step = build_step(worker, self.incarnation, budget, limits.repeats, self.requests.preempt)
                 if step is not None:
                     steps.append((index, step))
         return steps

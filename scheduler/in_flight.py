@@ -45,7 +45,7 @@ class StepInFlight:
     # All rows of the step.
     rows: NDArray[np.int32]
     versions: NDArray[np.int64]
-    # Seconds on the scheduler's clock.
+    # Time of sending on the scheduler's clock.
     sent: float
     # Results that follow the next one.
     repeats: int = 0
@@ -132,7 +132,9 @@ class StepsInFlight:
         """The result of `step` without rows that have ended or belong to others now. ValueError for broken columns."""
         reports = None if result.reports is None else self._of_owners(result.reports, step)
         hidden = None if result.hidden is None else self._of_owners(result.hidden, step)
-        rows, tokens, logprobs = result.rows, result.tokens, result.logprobs
+        rows = result.rows
+        tokens = result.tokens
+        logprobs = result.logprobs
         steady = self.steady
         if steady is None or step.sampling_versions is not steady.versions or not steady.holds(self._table, rows):
             steady = None

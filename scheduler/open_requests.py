@@ -69,7 +69,7 @@ class OpenRequests:
         self.waiting.add(sequence)
 
     def change_listener(self, sequence: Sequence, replica: bytes, handle: int) -> bool:
-        """Publish a sequence to another replica from now on. Returns whether it had a listener before."""
+        """Publish a sequence to another replica. Returns whether it had a listener before."""
         had_listener = self.replicas.release(sequence)
         sequence.replica = replica
         sequence.handle = handle

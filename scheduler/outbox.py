@@ -30,7 +30,7 @@ _EMPTY = _Part(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int8
 
 @dataclass(slots=True)
 class _Extras:
-    """What few steps publish beside tokens."""
+    """Everything beside tokens, which few steps publish."""
 
     reports: list[LogprobReports] = field(default_factory=list)
     hidden: list[HiddenStates] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a step's result changes: tokens are appended and published, and sequences at their end are ended."""
+"""The update from a step's result: tokens are appended and published, and sequences at their end are ended."""
 
 from __future__ import annotations
 

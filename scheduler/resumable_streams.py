@@ -1,6 +1,6 @@
 """Streams that outlive their connection: a client names its request, and any replica can reattach to it by the name.
 
-Memory is bounded. An ended stream and an orphaned one are kept for a minute, and of the ended ones only so many. A
+Memory is bounded. Ended and orphaned streams are kept for a minute, and the number of ended ones has a limit. A
 sequence holds every token it has produced, so that nothing else needs to be stored.
 """
 

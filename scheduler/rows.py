@@ -23,7 +23,7 @@ class RowTable:
 
     def __init__(self, max_rows: int) -> None:
         self.sequences: list[Sequence | None] = [None] * max_rows
-        # Changes with each owner of a row, so that results for an earlier owner can be told apart.
+        # Changes with each owner of a row, so that results for an earlier owner can be distinguished.
         self.version = np.zeros(max_rows, np.int64)
         self.in_use = np.zeros(max_rows, bool)
         self.num_computed_tokens = np.zeros(max_rows, np.int32)

@@ -33,7 +33,7 @@ class Sequence:
     # Position by arrival. Lower came first; a preemption does not change it.
     order: int
     context: TextContext
-    # Seconds on the scheduler's clock.
+    # Time of arrival on the scheduler's clock.
     arrived: float
     terms: Terms = field(default_factory=Terms)
     # -1 while the sequence waits.

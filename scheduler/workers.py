@@ -139,9 +139,11 @@ class Worker:
 
     def take_changes(self) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Rows to drop and new blocks since the last step, for the step that is sent now."""
-        dropped, blocks = self.dropped, self.new_blocks
-        self.dropped, self.joined, self.new_blocks = [], [], []
-        return dropped, blocks
+        changes = self.dropped, self.new_blocks
+        self.dropped = []
+        self.joined = []
+        self.new_blocks = []
+        return changes
 
     def receive(self, result: StepResult) -> NewTokens:
         """Match a result with its step and learn from the time it took.

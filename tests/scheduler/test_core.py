@@ -103,7 +103,7 @@ class Yard:
             assert identity == REPLICA
             columns = (results.handles.tolist(), results.tokens.tolist(), results.finished.tolist())
             for handle, token, finished in zip(*columns, strict=True):
-                assert handle not in self.finished, "news after the end"
+                assert handle not in self.finished, "results after the end"
                 if token >= 0:
                     self.tokens[handle].append(token)
                 if finished:
@@ -215,10 +215,10 @@ def test_blocks_of_an_answer_are_cached_only_as_far_as_they_were_computed() -> N
         for _ in range(turns):
             yard.turn()
         yard.cancel(0)
-        told = [1, 2, 3, *yard.tokens[0]]
-        yard.submit(1, [*told, 5], 5, [])
+        had = [1, 2, 3, *yard.tokens[0]]
+        yard.submit(1, [*had, 5], 5, [])
         yard.drain()
-        assert yard.tokens[1] == naive_generate([*told, 5], 1, [], min(len(told) + 6, 80))
+        assert yard.tokens[1] == naive_generate([*had, 5], 1, [], min(len(had) + 6, 80))
 
 
 def crash_in_a_step(yard: Yard, epoch: int) -> None:
@@ -297,7 +297,7 @@ def test_the_line_is_bounded() -> None:
 
 
 def test_without_workers_requests_wait_for_one() -> None:
-    """A worker that is restarted loses nobody; what does not fit it is refused when it is there."""
+    """A restart of a worker loses no request; one that does not fit the worker is refused when it is there."""
     yard = Yard(workers=0)
     yard.submit(0, [1], 5, [])
     yard.submit(1, [VOCAB], 5, [])
@@ -329,7 +329,7 @@ def test_a_request_that_crashes_its_worker_every_time_fails_alone() -> None:
         assert yard.tokens[handle] == naive_generate([handle + 1], handle, [], 21)
 
 
-def test_nobody_is_blamed_for_a_crash_between_steps_or_an_orderly_end() -> None:
+def test_no_request_is_blamed_for_a_crash_between_steps_or_an_orderly_end() -> None:
     yard = Yard()
     yard.submit(0, [1], 40, [])
     for epoch in range(1, 8):
@@ -359,7 +359,7 @@ def test_a_worker_that_was_given_up_is_not_taken_back() -> None:
     assert yard.tokens[0] == naive_generate([1, 2], 0, [], 12)
 
 
-def test_the_journal_tells_a_requests_whole_story() -> None:
+def test_the_log_has_a_requests_whole_story() -> None:
     yard = Yard(replace(LIMITS, max_batch_tokens=8))
     params = SamplingParams(seed=0, max_new_tokens=12)
     for handle, name in enumerate(("first", "second")):
@@ -372,7 +372,7 @@ def test_the_journal_tells_a_requests_whole_story() -> None:
     yard.turn()
     crash_in_a_step(yard, 1)
     yard.drain()
-    told = "\n".join(yard.scheduler.request_log.of("second"))
+    story = "\n".join(yard.scheduler.request_log.of("second"))
     for event in (
         "queued with 20 tokens",
         "admitted to worker 0 (epoch 0)",
@@ -383,7 +383,7 @@ def test_the_journal_tells_a_requests_whole_story() -> None:
         "finished with 12 tokens",
         "preempted",
     ):
-        assert event in told, told
+        assert event in story, story
     assert any("was followed by its next epoch" in line for line in yard.scheduler.request_log.events)
 
 
@@ -460,7 +460,7 @@ def test_a_deterministic_request_waits_for_no_kernels() -> None:
 def test_steps_that_repeat_the_last_one_are_those_that_would_be_found_anew(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(found_anew: bool) -> tuple[list[bytes], dict[int, list[int]], dict[int, int], int]:
+    def run(found_anew: bool) -> tuple[list[bytes], dict[int, list[int]], dict[int, int], int]:
         with monkeypatch.context() as patched:
             if found_anew:
                 patched.setattr(SteadyBatch, "of", lambda *_: None)
@@ -493,7 +493,8 @@ def test_steps_that_repeat_the_last_one_are_those_that_would_be_found_anew(
             yard.drain()
             return steps, dict(yard.tokens), yard.finished, repeated
 
-    anew, again = told(True), told(False)
+    anew = run(True)
+    again = run(False)
     assert again[:3] == anew[:3]
     assert anew[3] == 0
     assert again[3] > len(again[0]) // 4

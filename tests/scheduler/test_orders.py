@@ -56,11 +56,11 @@ def test_abort_ends_by_prefix_of_the_id_and_over_replicas() -> None:
     assert before > 0
     assert yard.scheduler.abort(["job_"]) == 4
     assert yard.scheduler.abort(["job_"]) == yard.scheduler.abort([]) == 0
-    news = dict(yard.scheduler.take_results())
-    assert news[b"another"].finished.tolist() == [Finish.CANCELLED]
-    ended = dict(zip(news[REPLICA].handles.tolist(), news[REPLICA].finished.tolist(), strict=True))
+    sent = dict(yard.scheduler.take_results())
+    assert sent[b"another"].finished.tolist() == [Finish.CANCELLED]
+    ended = dict(zip(sent[REPLICA].handles.tolist(), sent[REPLICA].finished.tolist(), strict=True))
     assert ended == {0: Finish.CANCELLED, 2: Finish.CANCELLED, 3: Finish.CANCELLED}
-    assert not news[REPLICA].queued, "these had been told of their placement, or were never placed"
+    assert not sent[REPLICA].queued, "their placement was published before, or they were never placed"
     yard.drain()
     assert yard.finished == {1: Finish.LENGTH}
     assert len(yard.tokens[0]) == before
@@ -113,11 +113,11 @@ def test_a_pause_changes_no_token(retract: bool, steps_in_flight: int) -> None:
     assert yard.tokens[8] == naive_generate([5, 6, 7], 8, [], 6)
 
 
-def test_the_first_token_tells_the_wait_once() -> None:
+def test_the_first_token_has_the_wait_and_no_later_one() -> None:
     yard = Yard(max_rows=1)
     submit(yard, 0, "first")
     submit(yard, 1, "second")
-    told: dict[int, int] = {}
+    waited: dict[int, int] = {}
     started = yard.clock.now
     for _ in range(200):
         for index, step in yard.scheduler.next_steps():
@@ -126,12 +126,12 @@ def test_the_first_token_tells_the_wait_once() -> None:
             break
         yard.scheduler.step_result(yard.workers[0].run(yard.in_flight[0].popleft()))
         for _, results in yard.scheduler.take_results():
-            assert not told.keys() & results.queued.keys()
+            assert not waited.keys() & results.queued.keys()
             assert results.queued.keys() <= set(results.handles.tolist())
-            told |= results.queued
+            waited |= results.queued
             if results.queued.keys() == {0}:
                 yard.clock.advance(0.05)
-    assert 0 <= told[0] < 50_000 <= told[1] <= (yard.clock.now - started) * 1e6
+    assert 0 <= waited[0] < 50_000 <= waited[1] <= (yard.clock.now - started) * 1e6
 
 
 @pytest.fixture

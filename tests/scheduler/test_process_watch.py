@@ -79,7 +79,7 @@ def test_one_that_hangs_says_where_and_is_killed(tmp_path: Path, stopped: bool) 
         assert process.wait(10) == -signal.SIGKILL
 
 
-def test_a_worker_elsewhere_is_only_told_of(tmp_path: Path) -> None:
+def test_a_worker_elsewhere_is_not_killed(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     watched.watch.mark_stalled(5, 0, "worker 5 stalled")
     watched.clock.advance(10)

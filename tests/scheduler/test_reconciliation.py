@@ -55,8 +55,8 @@ class Wire:
         self.client = Client()
         self.identity = self.client.replica.encode()
         self.answers: deque[bytes] = deque()
+        # While set, the client takes nothing: the scheduler finds its queue full.
         self.full = False
-        """While set, the client takes nothing: the scheduler finds its queue full."""
         monkeypatch.setattr(loop_module, "send_to", self._send_to)
         self.loop = Loop(Scheduler(LIMITS, incarnation=1), RunDirectory(folder))
         self._start_worker()
@@ -202,7 +202,7 @@ async def test_whatever_is_lost_every_request_gets_its_tokens_once(story: list[s
             assert all(worker.pool.used == 0 for worker in scheduler.workers.values())
 
 
-async def test_a_replica_that_was_dropped_is_told_so_and_goes_on_where_it_was() -> None:
+async def test_a_replica_that_was_dropped_submits_again_and_goes_on_where_it_was() -> None:
     with pytest.MonkeyPatch.context() as patch, wire(patch) as running:
         running.submit()
         running.up()
@@ -213,7 +213,7 @@ async def test_a_replica_that_was_dropped_is_told_so_and_goes_on_where_it_was() 
         running.drop()
         for _ in range(4):
             running.step()
-        assert not running.answers, "what was dropped has no news"
+        assert not running.answers, "a dropped request has no results"
         running.hello()
         running.up()
         running.down()
@@ -278,10 +278,10 @@ async def test_a_request_that_is_lost_again_and_again_fails_with_its_own_error()
                 running.down()
         found = running.submissions[1].inbox.taken()
         assert found is not None
-        _, news = found
-        assert news.error is not None
-        assert news.error.code == ErrorCode.FAILED
-        assert f"lost this request {engine_client.MOST_LOSSES} times" in news.error.message
+        _, taken = found
+        assert taken.error is not None
+        assert taken.error.code == ErrorCode.FAILED
+        assert f"lost this request {engine_client.MOST_LOSSES} times" in taken.error.message
         running.settle()
         assert running.outcome(0) == (expected(0), GenerationStatus.MAXIMUM_LENGTH)
 
@@ -303,8 +303,8 @@ async def test_a_request_that_stood_in_line_is_not_refused_for_its_length() -> N
         assert {number: running.outcome(number)[0] for number in range(4)} == {n: expected(n) for n in range(4)}
 
 
-async def test_a_stream_that_can_be_taken_up_is_told_from_where_its_replica_stood() -> None:
-    """It went on while its replica was thought dead: nothing is computed twice, nothing is told twice."""
+async def test_a_resumable_stream_is_replayed_from_where_its_replica_stood() -> None:
+    """It went on while its replica was thought dead: no token is computed or published twice."""
     with pytest.MonkeyPatch.context() as patch, wire(patch) as running:
         running.submit(resumable=True)
         running.up()

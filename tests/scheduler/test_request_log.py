@@ -19,11 +19,11 @@ def test_a_long_story_keeps_its_beginning_and_its_end() -> None:
     request_log = RequestLog()
     for i in range(1000):
         request_log.record("a", f"event {i}.")
-    told = request_log.of("a")
-    assert len(told) == MAX_ENTRIES + 1
-    assert told[0].endswith("event 0.")
-    assert told[-1].endswith("event 999.")
-    assert told[MAX_ENTRIES // 2].endswith(f"... {1000 - MAX_ENTRIES} more")
+    lines = request_log.of("a")
+    assert len(lines) == MAX_ENTRIES + 1
+    assert lines[0].endswith("event 0.")
+    assert lines[-1].endswith("event 999.")
+    assert lines[MAX_ENTRIES // 2].endswith(f"... {1000 - MAX_ENTRIES} more")
 
 
 def test_the_oldest_requests_and_incidents_are_forgotten() -> None:

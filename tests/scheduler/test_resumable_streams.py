@@ -1,4 +1,4 @@
-"""Streams that are taken up again: every token once more, and then on, whoever asks and whenever."""
+"""Resumable streams: any replica gets every token from the start, then all further ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WHOLE = naive_generate(PROMPT, 1, [], len(PROMPT) + LENGTH)
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from(["leave", "replica dies", "stay"])), max_size=5))
-def test_whoever_comes_back_hears_everything_from_the_start(story: list[tuple[int, str]]) -> None:
+def test_a_client_that_comes_back_gets_everything_from_the_start(story: list[tuple[int, str]]) -> None:
     ear = Ear()
     for i, (turns, event) in enumerate(story):
         replica = b"replica %d" % i
@@ -78,7 +78,7 @@ def test_whoever_comes_back_hears_everything_from_the_start(story: list[tuple[in
     assert ear.scheduler.counters["finished"] == 1, "it was computed once"
 
 
-def test_the_one_before_is_told_that_it_was_replaced() -> None:
+def test_the_listener_before_is_cancelled() -> None:
     ear = Ear()
     ear.submit(b"a", 1)
     ear.turn(5)
@@ -88,7 +88,7 @@ def test_the_one_before_is_told_that_it_was_replaced() -> None:
     assert ear.heard[b"b", 1] == WHOLE
 
 
-def test_nobody_comes_back() -> None:
+def test_a_stream_without_a_client_is_cancelled_in_the_end() -> None:
     ear = Ear()
     ear.submit(b"a", 1)
     ear.turn(3)

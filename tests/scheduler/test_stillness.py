@@ -1,4 +1,4 @@
-"""No request waits for ever: it is computed, or somebody says that it will not be."""
+"""No request waits for ever: it is computed, or it fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_without_a_worker_a_request_waits_long_but_not_for_ever() -> None:
     assert "no model worker is here" in yard.errors[0]
 
 
-def test_a_request_that_is_computed_by_nobody_fails_and_the_worker_is_named() -> None:
+def test_a_request_that_no_worker_computes_fails_and_its_worker_is_named() -> None:
     yard = Yard()
     yard.submit(0, [1, 2], 5, [])
     yard.scheduler.next_steps()
@@ -50,7 +50,7 @@ def test_a_long_line_and_a_long_prompt_are_no_standstill() -> None:
         assert yard.tokens[handle] == naive_generate(prompt, handle, [], len(prompt) + 10)
 
 
-@pytest.mark.parametrize("how", ["pause", "standstill"])
+@pytest.mark.parametrize("how", ["pause", "jump"])
 def test_what_is_paused_is_not_stuck(how: str) -> None:
     yard = Yard()
     yard.submit(0, [1, 2], 5, [])
@@ -70,7 +70,7 @@ def test_what_is_paused_is_not_stuck(how: str) -> None:
 
 @pytest.mark.parametrize("running", [True, False])
 def test_a_request_that_is_nowhere_is_found(running: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """As after an error of ours in the middle of moving it."""
+    """An error in the middle of moving it leaves such a request."""
     yard = Yard()
     yard.submit(0, [1, 2, 3], 6, [])
     if running:

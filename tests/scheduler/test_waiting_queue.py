@@ -1,4 +1,4 @@
-"""Whose turn it is: priorities, fair shares by tokens, and nobody who ran before stands in line again."""
+"""The order of the queue: first those that ran before, then priorities, then fair shares by tokens."""
 
 from __future__ import annotations
 
