@@ -23,7 +23,7 @@ class _Tenant:
     # Its tokens so far, divided by its weight.
     served: float = 0.0
     # Its waiting requests by priority, oldest first.
-    lines: dict[int, list[Sequence]] = field(default_factory=dict)
+    queues: dict[int, list[Sequence]] = field(default_factory=dict)
 
 
 class WaitingQueue:
@@ -43,34 +43,34 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._returning
         for tenant in self._tenants.values():
-            for line in tenant.lines.values():
-                yield from line
+            for queue in tenant.queues.values():
+                yield from queue
 
     def add(self, sequence: Sequence) -> None:
-        line = self._line_of(sequence)
-        if line is None:
-            line = self._open_line(sequence)
-        bisect.insort(line, sequence, key=_order)
+        queue = self._queue_of(sequence)
+        if queue is None:
+            queue = self._open_queue(sequence)
+        bisect.insort(queue, sequence, key=_order)
         self._count += 1
         self.tokens += len(sequence.tokens)
 
     def discard(self, sequence: Sequence) -> None:
         """Take a sequence out. Nothing happens if it does not wait."""
-        line = self._line_of(sequence)
-        i = bisect.bisect_left(line, sequence.order, key=_order) if line else 0
-        if line and i < len(line) and line[i] is sequence:
-            self._take(line, i)
+        queue = self._queue_of(sequence)
+        i = bisect.bisect_left(queue, sequence.order, key=_order) if queue else 0
+        if queue and i < len(queue) and queue[i] is sequence:
+            self._take(queue, i)
 
     def take_while(self, placed: Callable[[Sequence], bool]) -> None:
         """Offer the next sequence to `placed` until it returns False. No sequence overtakes, so none starves."""
-        while (line := self._next_line()) is not None:
-            sequence = line[0]
-            # `placed` may change `returning`, by which a sequence's line is found. The line is therefore kept here.
+        while (queue := self._next_queue()) is not None:
+            sequence = queue[0]
+            # `placed` may change `returning`, by which a sequence's queue is found. The queue is therefore kept here.
             if not placed(sequence):
                 return
-            if line is not self._returning:
+            if queue is not self._returning:
                 self._level = self._tenants[sequence.terms.tenant].served
-            self._take(line, 0)
+            self._take(queue, 0)
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
         """Count tokens of a prompt or an answer that the tenant of `sequence` was served."""
@@ -78,36 +78,36 @@ class WaitingQueue:
         if tenant is not None:
             tenant.served += tokens / sequence.terms.weight
 
-    def _next_line(self) -> list[Sequence] | None:
+    def _next_queue(self) -> list[Sequence] | None:
         if self._returning:
             return self._returning
         best: tuple[int, float, int] | None = None
         chosen = None
         for tenant in self._tenants.values():
-            for priority, line in tenant.lines.items():
-                if line and (best is None or (-priority, tenant.served, line[0].order) < best):
-                    best = (-priority, tenant.served, line[0].order)
-                    chosen = line
+            for priority, queue in tenant.queues.items():
+                if queue and (best is None or (-priority, tenant.served, queue[0].order) < best):
+                    best = (-priority, tenant.served, queue[0].order)
+                    chosen = queue
         return chosen
 
-    def _line_of(self, sequence: Sequence) -> list[Sequence] | None:
+    def _queue_of(self, sequence: Sequence) -> list[Sequence] | None:
         if sequence.returning:
             return self._returning
         tenant = self._tenants.get(sequence.terms.tenant)
-        return tenant.lines.get(sequence.terms.priority) if tenant else None
+        return tenant.queues.get(sequence.terms.priority) if tenant else None
 
-    def _open_line(self, sequence: Sequence) -> list[Sequence]:
+    def _open_queue(self, sequence: Sequence) -> list[Sequence]:
         tenant = self._tenants.setdefault(sequence.terms.tenant, _Tenant())
-        if not tenant.lines:
+        if not tenant.queues:
             tenant.served = max(tenant.served, self._level)
-        return tenant.lines.setdefault(sequence.terms.priority, [])
+        return tenant.queues.setdefault(sequence.terms.priority, [])
 
-    def _take(self, line: list[Sequence], i: int) -> None:
-        sequence = line.pop(i)
+    def _take(self, queue: list[Sequence], i: int) -> None:
+        sequence = queue.pop(i)
         self._count -= 1
         self.tokens -= len(sequence.tokens)
-        if not line and line is not self._returning:
-            del self._tenants[sequence.terms.tenant].lines[sequence.terms.priority]
+        if not queue and queue is not self._returning:
+            del self._tenants[sequence.terms.tenant].queues[sequence.terms.priority]
 
 
 def refusal(context: TextContext, max_model_len: int, vocab_size: int, hidden_size: int) -> RequestError | None:

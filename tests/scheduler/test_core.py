@@ -286,7 +286,7 @@ def test_what_can_never_run_is_refused_with_a_reason(prompt: list[int], reason: 
     assert reason in yard.errors[0]
 
 
-def test_the_line_is_bounded() -> None:
+def test_the_queue_is_bounded() -> None:
     yard = Yard(replace(LIMITS, max_queued=2))
     for handle in range(3):
         yard.submit(handle, [1], 1, [])

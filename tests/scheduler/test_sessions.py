@@ -64,7 +64,7 @@ def test_a_turn_that_is_its_own_parent_ends_no_process() -> None:
     assert recall(sessions, "a", replace=True) == [1]
 
 
-def test_sessions_end_when_nobody_uses_them() -> None:
+def test_unused_sessions_end() -> None:
     clock = Clock()
     sessions = Sessions(clock)
     ask(sessions, SessionAction.OPEN, "short", timeout=10.0)

@@ -22,67 +22,67 @@ def sequence(order: int, tokens: int = 1, **terms: object) -> Sequence:
     return Sequence.of(REPLICA, Submit(order, context, Terms(**terms)), order)  # type: ignore[arg-type]
 
 
-def served(line: WaitingQueue, count: int) -> list[Sequence]:
+def served(queue: WaitingQueue, count: int) -> list[Sequence]:
     """Takes `count` requests, each of which is charged its prompt, as at placement."""
     taken: list[Sequence] = []
 
     def place(one: Sequence) -> bool:
         if len(taken) == count:
             return False
-        line.charge(one, len(one.tokens))
+        queue.charge(one, len(one.tokens))
         taken.append(one)
         return True
 
-    line.take_while(place)
+    queue.take_while(place)
     return taken
 
 
 @given(st.lists(st.integers(1, 50), max_size=30))
 def test_one_tenant_is_served_in_order_of_arrival(sizes: list[int]) -> None:
-    line = WaitingQueue()
+    queue = WaitingQueue()
     for order, size in enumerate(sizes):
-        line.add(sequence(order, size))
-    assert (len(line), line.tokens) == (len(sizes), sum(sizes))
-    assert [one.order for one in served(line, len(sizes))] == list(range(len(sizes)))
-    assert (len(line), line.tokens) == (0, 0)
+        queue.add(sequence(order, size))
+    assert (len(queue), queue.tokens) == (len(sizes), sum(sizes))
+    assert [one.order for one in served(queue, len(sizes))] == list(range(len(sizes)))
+    assert (len(queue), queue.tokens) == (0, 0)
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.sampled_from("abc")), max_size=30), st.randoms())
 def test_discarding_takes_out_exactly_that_one(given_terms: list[tuple[int, str]], rng: random.Random) -> None:
-    line = WaitingQueue()
+    queue = WaitingQueue()
     made = [sequence(i, i % 5 + 1, priority=p, tenant=t) for i, (p, t) in enumerate(given_terms)]
     for one in made:
-        line.add(one)
+        queue.add(one)
     gone = [one for one in made if rng.random() < 0.5]
     for one in [*gone, *gone]:
-        line.discard(one)
-    left = served(line, len(made))
+        queue.discard(one)
+    left = served(queue, len(made))
     assert {one.order for one in left} == {one.order for one in made} - {one.order for one in gone}
     priorities = [one.terms.priority for one in left]
     assert priorities == sorted(priorities, reverse=True)
-    assert line.tokens == 0
+    assert queue.tokens == 0
 
 
 def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
-    line = WaitingQueue()
+    queue = WaitingQueue()
     for order in range(1000):
-        line.add(sequence(order, 10, tenant="flood"))
-    served(line, 500)
-    line.add(sequence(1000, 10, tenant="quiet"))
-    assert 1000 in [one.order for one in served(line, 2)]
+        queue.add(sequence(order, 10, tenant="flood"))
+    served(queue, 500)
+    queue.add(sequence(1000, 10, tenant="quiet"))
+    assert 1000 in [one.order for one in served(queue, 2)]
 
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.lists(st.integers(1, 20), min_size=4, max_size=4))
 def test_shares_follow_the_weights_whatever_the_sizes(weights: list[int], sizes: list[int]) -> None:
-    line = WaitingQueue()
+    queue = WaitingQueue()
     for i, weight in enumerate(weights):
         for n in range(80):
-            line.add(sequence(i * 80 + n, sizes[i], tenant=f"t{i}", weight=weight))
+            queue.add(sequence(i * 80 + n, sizes[i], tenant=f"t{i}", weight=weight))
     got: Counter[str] = Counter()
     left = Counter({f"t{i}": 80 for i in range(len(weights))})
     while min(left.values()) > 0:
-        for one in served(line, 1):
+        for one in served(queue, 1):
             got[one.terms.tenant] += len(one.tokens)
             left[one.terms.tenant] -= 1
     shares = [got[f"t{i}"] / weight for i, weight in enumerate(weights)]
@@ -90,26 +90,26 @@ def test_shares_follow_the_weights_whatever_the_sizes(weights: list[int], sizes:
 
 
 def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
-    line = WaitingQueue()
-    line.add(sequence(0, 1, tenant="away"))
-    served(line, 1)
+    queue = WaitingQueue()
+    queue.add(sequence(0, 1, tenant="away"))
+    served(queue, 1)
     for order in range(1, 300):
-        line.add(sequence(order, 10, tenant="busy"))
-    served(line, 100)
+        queue.add(sequence(order, 10, tenant="busy"))
+    served(queue, 100)
     for order in range(300, 400):
-        line.add(sequence(order, 10, tenant="away"))
-    turns = Counter(one.terms.tenant for one in served(line, 100))
+        queue.add(sequence(order, 10, tenant="away"))
+    turns = Counter(one.terms.tenant for one in served(queue, 100))
     assert 45 <= turns["away"] <= 55
 
 
 def test_those_that_ran_before_go_first_and_oldest_first() -> None:
-    line = WaitingQueue()
-    line.add(sequence(9, priority=5))
+    queue = WaitingQueue()
+    queue.add(sequence(9, priority=5))
     for order in (4, 2, 3):
         back = sequence(order)
         back.admitted = True
-        line.add(back)
-    assert [one.order for one in served(line, 4)] == [2, 3, 4, 9]
+        queue.add(back)
+    assert [one.order for one in served(queue, 4)] == [2, 3, 4, 9]
 
 
 def submit(yard: Yard, handle: int, **terms: object) -> None:
@@ -132,7 +132,7 @@ def test_a_key_has_its_limit_and_others_are_not_touched() -> None:
     assert yard.finished[5] == Finish.LENGTH
 
 
-def test_the_line_is_bounded_by_tokens() -> None:
+def test_the_queue_is_bounded_by_tokens() -> None:
     yard = Yard(replace(LIMITS, max_queued_tokens=12))
     for handle in range(3):
         submit(yard, handle)

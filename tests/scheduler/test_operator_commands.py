@@ -1,4 +1,4 @@
-"""Operators' orders: flush the cache, abort, pause, retract; and how long requests have waited."""
+"""Commands of operators: flush the cache, abort, pause, retract; and how long requests have waited."""
 
 from __future__ import annotations
 
