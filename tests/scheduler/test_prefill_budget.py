@@ -71,8 +71,8 @@ def test_what_rows_in_decode_took_with_other_contexts_does_not_hold_a_prompt_bac
         budget.learn(decoding, allowed, machine.seconds(decoding, allowed))
     allowed = budget.prompt_tokens(decoding, [4096], 512) or budget.prompt_tokens(decoding, [4096], 512)
     assert allowed is not None
-    # The time of a step of 512 tokens includes the step itself, so a token may seem dearer. Times vary by 5 %, and what a
-    # step's many rows vary by is much beside a cheap token: of 12,000 machines the slowest got 0.31 of this.
+    # The time of a step of 512 tokens includes the step itself, so a token may seem dearer. Times vary by 5 %, which is
+    # much beside a cheap token when there are many rows. The worst of 12,000 random machines got 0.31 of this.
     assert allowed >= 0.25 * PREFILL_SHARE * alone / (machine.seconds(0, 512) / 512)
     assert allowed <= max(1.2 * alone / costs[2], MIN_PREFILL_TOKENS)
 
