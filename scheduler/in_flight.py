@@ -119,8 +119,25 @@ class StepsInFlight:
         )
 
     def take(self, result: StepResult) -> tuple[StepInFlight, float]:
-        """The step that has this result, and the seconds it took. ValueError if no step in flight has it."""
-        step = self._answered(result)
+        """The step that has this result, and the seconds it took. ValueError if no step in flight has it.
+
+        Drops the steps that have all their results.
+        """
+        steps = self.steps
+        if len(steps) > 1 and steps[0].repeating and steps[1].number == result.step:
+            self._roll_back(steps.popleft())
+        if not steps or steps[0].number != result.step:
+            raise ValueError(f"result of step {result.step} answers no step in flight")
+        step = steps[0]
+        self.answered += 1
+        if step.repeats:
+            step.number += 1
+            step.repeats -= 1
+            step.repeating = True
+            if result.last:
+                self._roll_back(steps.popleft())
+        else:
+            steps.popleft()
         begun = max(step.sent, self.last_result)
         self.last_result = self._clock()
         seconds = self.last_result - begun
@@ -167,25 +184,6 @@ class StepsInFlight:
     def grant_grace(self) -> None:
         """Count the time of the oldest step from now."""
         self.last_result = self._clock()
-
-    def _answered(self, result: StepResult) -> StepInFlight:
-        """Find the step that `result` answers, and drop the steps that have all their results."""
-        steps = self.steps
-        if len(steps) > 1 and steps[0].repeating and steps[1].number == result.step:
-            self._roll_back(steps.popleft())
-        if not steps or steps[0].number != result.step:
-            raise ValueError(f"result of step {result.step} answers no step in flight")
-        step = steps[0]
-        self.answered += 1
-        if step.repeats:
-            step.number += 1
-            step.repeats -= 1
-            step.repeating = True
-            if result.last:
-                self._roll_back(steps.popleft())
-        else:
-            steps.popleft()
-        return step
 
     def _roll_back(self, step: StepInFlight) -> None:
         """Undo the bookkeeping of the repetitions that the worker skipped."""

@@ -92,10 +92,12 @@ class SteadyBatch:
         one block of `pool`. A repetition never reaches the limit of a row: the step that ends the repetitions must find
         something left to compute.
         """
-        if self.changes != table.changes or self.steps < 1 or not self._make_room(table, 0, pool, grow):
+        if self.changes != table.changes or self.steps < 1:
+            return None
+        if self.room < 0 and not self._make_room(table, 0, pool, grow):
             return None
         repeats = min(most, (self.steps - 1) // 2, self.block_size) if self.free else 0
-        if repeats and not self._make_room(table, repeats, pool, grow):
+        if repeats > self.room and not self._make_room(table, repeats, pool, grow):
             repeats = 0
         steps = 1 + repeats
         known = table.num_tokens[self.rows] + steps
@@ -110,8 +112,6 @@ class SteadyBatch:
 
         The rows get their blocks in the order of arrival.
         """
-        if further <= self.room:
-            return True
         known = table.num_tokens[self.rows]
         crossing = np.flatnonzero(known + further > self.capacity)
         if len(crossing) > pool.available:
