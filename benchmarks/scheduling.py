@@ -102,6 +102,8 @@ class Stage:
             "none", 0, 0, 0, blocks, BLOCK_SIZE, rows, MAX_MODEL_LEN, 1000, "none", "none", "none"
         )
         self._left: dict[int, int] = {}
+        # Requests submitted so far.
+        self._handles = np.empty(0, np.int32)
         self._weights = np.ones(COLD_BYTES // 8 if cold else 0)
         self._context: zmq.Context[Any] = zmq.Context()
         self._worker = connect_dealer(self._context, run_directory.worker_endpoint, b"worker")
@@ -113,7 +115,7 @@ class Stage:
         try:
             self._start()
             busy = self._least(pid, steps, one_by_one=False)
-            while self._replica.poll(SETTLED_MS):  # or the news of these steps would pass for those of the next
+            while self._replica.poll(SETTLED_MS):  # or results of these steps would pass for those of the next
                 self._replica.recv()
             return busy, self._least(pid, steps, one_by_one=True)
         finally:
@@ -139,6 +141,7 @@ class Stage:
             prompt = np.random.default_rng(handle).integers(0, 1000, PROMPT_TOKENS)
             sampling = SamplingParams(max_new_tokens=MAX_MODEL_LEN // 2)
             self._replica.send(encode(Submit(handle, TextContext.from_prompt(prompt, sampling))))
+        self._handles = np.arange(self._rows, dtype=np.int32)
         answered: set[int] = set()
         while len(answered) < self._rows:
             self._answer(one_by_one=False)
@@ -153,9 +156,9 @@ class Stage:
                 self._replica.recv()
 
     def _say_hello(self) -> None:
-        """A replica that is silent for long counts as dead."""
+        """Keep the replica and its requests: the scheduler gives up a silent one, and requests that it does not name."""
         if time.monotonic() >= self._next_hello:
-            self._replica.send(encode(Hello("replica")))
+            self._replica.send(encode(Hello("replica", self._handles)))
             self._next_hello = time.monotonic() + 1.0
 
     def _answer(self, one_by_one: bool) -> None:
