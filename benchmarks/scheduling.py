@@ -156,7 +156,7 @@ class Stage:
                 self._replica.recv()
 
     def _say_hello(self) -> None:
-        """Keep the replica and its requests: the scheduler gives up a silent one, and requests that it does not name."""
+        """Keep the replica and its requests: the scheduler gives up silent replicas, and requests not named here."""
         if time.monotonic() >= self._next_hello:
             self._replica.send(encode(Hello("replica", self._handles)))
             self._next_hello = time.monotonic() + 1.0

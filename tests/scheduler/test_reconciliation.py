@@ -140,7 +140,7 @@ class Wire:
                 self.up()
             for _ in range(LENGTH + 10):
                 self.step()
-            self.client.take(encode(self.loop.scheduler.status()))
+            self.answers.append(encode(self.loop.scheduler.status()))
             while self.answers:
                 self.down()
 
