@@ -30,7 +30,7 @@ from api_server.constraints.compiler import ConstraintCompiler
 from api_server.text.tokenizer import Tokenizer, hide_torch
 from benchmarks import server
 from deploy import embedded_model
-from interfaces.request.constraint import Constraint, ConstraintKind
+from interfaces import Constraint, ConstraintKind
 
 SCHEMAS = 50
 WORDS = [

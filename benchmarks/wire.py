@@ -32,8 +32,9 @@ from interfaces import (
     WireError,
     decode,
     encode,
+    msgpack_numpy_decoder,
+    msgpack_numpy_encoder,
 )
-from interfaces.wire.codec import msgpack_numpy_decoder, msgpack_numpy_encoder
 from interfaces.wire.shared_memory import DIRECTORY, MESSAGE_THRESHOLD, PREFIX, Segments, sweep_segments
 
 ROWS = 256

@@ -16,10 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import StepResult
-from interfaces.messages.forced_tokens import ForcedTokens
-from interfaces.messages.hidden_states import HiddenStates
-from interfaces.messages.logprob_reports import LogprobReports
+from interfaces import ForcedTokens, HiddenStates, LogprobReports, StepResult
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
 from scheduler.steady_batch import SteadyBatch

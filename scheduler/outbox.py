@@ -8,9 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Finish, RequestError, Results
-from interfaces.messages.hidden_states import HiddenStates
-from interfaces.messages.logprob_reports import LogprobReports
+from interfaces import Finish, HiddenStates, LogprobReports, RequestError, Results
 
 _NO_TOKEN = np.array([-1], np.int32)
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from interfaces.messages import REGISTRATION_SIZE, Results
+from interfaces import REGISTRATION_SIZE, Results
 from scheduler.sequence import Sequence
 
 # Identity and number of the replica of a request that keeps running without a listener.

@@ -7,9 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import ErrorCode, Finish, RequestError
-from interfaces.messages.hidden_states import HiddenStates
-from interfaces.messages.logprob_reports import LogprobReports
+from interfaces import ErrorCode, Finish, HiddenStates, LogprobReports, RequestError
 from scheduler.in_flight import NewTokens
 from scheduler.open_requests import OpenRequests
 from scheduler.workers import Worker

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Finish, LogprobMode, RequestError, Submit, TextContext
-from interfaces.messages.logprob_reports import LogprobReports
+from interfaces import Finish, LogprobMode, LogprobReports, RequestError, Submit, TextContext
 from scheduler.outbox import Outbox
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence

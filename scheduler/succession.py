@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 
-from interfaces.messages import EPOCHS_OF_A_SUPERVISOR
+from interfaces import EPOCHS_OF_A_SUPERVISOR
 
 # Supervisors remembered for each index.
 MAX_SUPERVISORS = 64
