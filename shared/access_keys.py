@@ -24,7 +24,7 @@ _KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]+")
 
 @dataclass(frozen=True)
 class Caller:
-    """Who makes a request: `name` tells keys apart in logs and queues, and lets nobody in. Empty without keys."""
+    """The author of a request. `name` separates keys in logs and queues and grants no access. Empty without keys."""
 
     name: str = ""
     admin: bool = False
@@ -33,7 +33,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class AccessKeys:
-    """The digests of the keys that open this server; without any, everybody may use it."""
+    """The digests of the keys that open this server; without any, access is open."""
 
     users: tuple[str, ...] = ()
     admins: tuple[str, ...] = ()
@@ -46,19 +46,20 @@ class AccessKeys:
     def caller(self, given: str | None) -> Caller | None:
         """Who presents the key `given`; None when it opens nothing. Takes as long for every wrong key."""
         digest = "" if given is None else digest_of(given)
-        admin, user = _found(self.admins, digest), _found(self.users, digest)
+        admin = _found(self.admins, digest)
+        user = _found(self.users, digest)
         if admin or user:
             return Caller(f"key-{digest.removeprefix(_PREFIX)[:8]}", admin > 0, max(admin, user))
         return None if self.users else Caller()
 
 
 def digest_of(key: str) -> str:
-    """The form in which a key is kept."""
+    """Return the digest under which a key is kept."""
     return _PREFIX + sha256(key.encode()).hexdigest()
 
 
 def with_digests(settings: Settings) -> Settings:
-    """The same settings without a key in plain. SettingsError for a key or a file that cannot be used."""
+    """Replace keys in plain by their digests. SettingsError for a key or a file that cannot be used."""
     keys = AccessKeys.of(settings)
     return dataclasses.replace(
         settings, api_key=",".join(keys.users), api_key_file="", admin_api_key=",".join(keys.admins)
@@ -66,7 +67,7 @@ def with_digests(settings: Settings) -> Settings:
 
 
 def _found(kept: Sequence[str], digest: str) -> int:
-    """The weight of the key, 0 when it is not there."""
+    """Return the weight of the key, 0 when it is not there."""
     # All are compared, each in constant time: how long it takes says nothing about a key.
     return sum([hmac.compare_digest(known.partition("*")[0], digest) * _weight(known) for known in kept])
 
@@ -80,7 +81,7 @@ def _listed(text: str, name: str) -> list[str]:
 
 
 def _in_file(path: str) -> list[str]:
-    """One key a line; empty lines and those that start with # are left out."""
+    """Read the keys of a file, one a line; empty lines and those that start with # are left out."""
     if not path:
         return []
     try:
@@ -104,7 +105,7 @@ def _line(line: str, where: str) -> str:
 
 
 def _kept(key: str, where: str) -> str:
-    """The digest of a key. An error never repeats the key."""
+    """Return the digest of a key. An error never repeats the key."""
     if key.startswith(_PREFIX):
         if not _DIGEST.fullmatch(key):
             raise SettingsError(

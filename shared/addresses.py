@@ -1,16 +1,17 @@
-"""What an address is, in one form for all who judge by it."""
+"""IP addresses in one canonical form, and the test for loopback."""
 
 from __future__ import annotations
 
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from socket import SOCK_STREAM, gaierror, getaddrinfo
 
+# Every form that a connection from this host can show, for libraries that compare as written.
 LOOPBACK_NETWORKS = ("127.0.0.0/8", "::1", "::ffff:127.0.0.0/104")
-"""Every form that a connection from this host can show, for libraries that compare as written."""
 
 
 def canonical(address: str) -> IPv4Address | IPv6Address | None:
-    """IPv4 in IPv6's form, as a socket on `::` shows it, is IPv4; a zone is left out. None for what is no address."""
+    """Parse an address; None if it is none. IPv4 in IPv6's form (from a socket on `::`) becomes IPv4, a zone is
+    dropped."""
     try:
         found = ip_address(address.partition("%")[0])
     except ValueError:
@@ -19,7 +20,7 @@ def canonical(address: str) -> IPv4Address | IPv6Address | None:
 
 
 def is_loopback(address: str) -> bool:
-    """What is no address is not local."""
+    """Whether a host is a loopback address. False for text that is no address."""
     found = canonical(address)
     return found is not None and found.is_loopback
 

@@ -2,7 +2,7 @@
 
 A folder of keys, made by `tokenyard keys`, has on the serving side `server.key_secret` and `peers/NAME.key` for each
 peer that may come, and on a peer's side `peer.key_secret` and `server.key`. The files are pyzmq's certificates. A
-stranger does not get past the handshake: no byte of it reaches a process, and it is told nothing.
+stranger does not get past the handshake: no byte of it reaches a process, and it gets no answer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from shared.settings import SettingsError
 
-SERVER, PEER, PEERS = "server", "peer", "peers"
+SERVER = "server"
+PEER = "peer"
+PEERS = "peers"
 _DOMAIN = "tokenyard"
 
 
 def make_server_keys(folder: Path) -> None:
-    """SettingsError when the folder has keys already: a new pair would lock every peer out."""
+    """Make the server's keys. SettingsError when the folder has keys already: a new pair would lock every peer out."""
     if (folder / f"{SERVER}.key_secret").exists():
         raise SettingsError(f"{folder} has server keys already; name another folder, or add a peer with --peer NAME")
     (folder / PEERS).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -31,8 +33,9 @@ def make_server_keys(folder: Path) -> None:
 
 
 def make_peer_keys(folder: Path, name: str) -> Path:
-    """Puts a peer on the allow-list; the folder to be carried to its machine."""
-    carried, listed = folder / name, folder / PEERS / f"{name}.key"
+    """Put a peer on the allow-list. Returns the folder to be carried to its machine."""
+    carried = folder / name
+    listed = folder / PEERS / f"{name}.key"
     if not (folder / f"{SERVER}.key").exists():
         raise SettingsError(f"{folder} has no server keys; make them first: tokenyard keys {folder}")
     if not name.replace("-", "").replace("_", "").isalnum() or name == PEERS or carried.exists() or listed.exists():
@@ -57,7 +60,7 @@ def bind_secure(router: zmq.Socket[bytes], endpoint: str, folder: Path) -> Threa
     router.setsockopt(zmq.CURVE_PUBLICKEY, public)
     router.setsockopt(zmq.CURVE_SECRETKEY, secret)
     router.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
-    # Without this, libzmq lets everybody with the server's public key in when nobody answers for the allow-list.
+    # Without this, libzmq lets every peer with the server's public key in when no authenticator answers.
     router.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     try:
         router.bind(endpoint)
@@ -68,7 +71,7 @@ def bind_secure(router: zmq.Socket[bytes], endpoint: str, folder: Path) -> Threa
 
 
 def secure_connection(dealer: Any, folder: Path) -> None:
-    """Makes the next `connect` of this socket a peer's."""
+    """Set the CURVE options of a socket, so that its next `connect` is a peer's."""
     public, secret = _pair(folder / f"{PEER}.key_secret")
     server, _ = _load(folder / f"{SERVER}.key")
     dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
@@ -77,16 +80,16 @@ def secure_connection(dealer: Any, folder: Path) -> None:
 
 
 def check_server_keys(folder: Path) -> None:
-    """SettingsError says what is missing from the serving side's folder, or that others can read it."""
+    """Check the serving side's folder. SettingsError names what is missing, or what others can read."""
     _pair(folder / f"{SERVER}.key_secret")
     if not any((folder / PEERS).glob("*.key")):
         raise SettingsError(
-            f"{folder} lists no peer, so nobody could connect; add one: tokenyard keys {folder} --peer NAME"
+            f"{folder} lists no peer, so no worker could connect; add one: tokenyard keys {folder} --peer NAME"
         )
 
 
 def check_peer_keys(folder: Path) -> None:
-    """The same for a peer's folder."""
+    """Check a peer's folder. SettingsError names what is missing, or what others can read."""
     _pair(folder / f"{PEER}.key_secret")
     _load(folder / f"{SERVER}.key")
 

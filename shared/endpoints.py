@@ -37,12 +37,12 @@ class RunDirectory:
 
     @property
     def api_endpoint(self) -> str:
-        """Bound by the scheduler, for API replicas."""
+        """The endpoint for API replicas, bound by the scheduler."""
         return f"ipc://{self.path}/api.sock"
 
     @property
     def worker_endpoint(self) -> str:
-        """Bound by the scheduler, for workers."""
+        """The endpoint for workers, bound by the scheduler."""
         return f"ipc://{self.path}/workers.sock"
 
     @property
@@ -51,19 +51,19 @@ class RunDirectory:
 
     @property
     def deaths_file(self) -> Path:
-        """Why processes of this server ended, newest last; the supervisor writes it."""
+        """The log of process deaths, newest last, with their causes; the supervisor writes it."""
         return self.path / "deaths.log"
 
     def stack_file(self, name: str) -> Path:
-        """Where a process that seems stuck writes what it is doing; `name` is the supervisor's for it."""
+        """The file into which a stuck process writes its stack; `name` is the supervisor's for it."""
         return self.path / f"{name.replace(':', '-')}.stack"
 
     @property
     def processes_file(self) -> Path:
-        """Which processes of this server are silent; the supervisor writes it (shared/process_table.py)."""
+        """The table of silent processes; the supervisor writes it (shared/process_table.py)."""
         return self.path / "processes.json"
 
     @property
     def metrics_directory(self) -> Path:
-        """Where API replicas keep their counters (prometheus_client's multiprocess files)."""
+        """The folder in which API replicas keep their counters (prometheus_client's multiprocess files)."""
         return self.path / "metrics"

@@ -1,6 +1,6 @@
 """Which hosts an operator has opened for fetching URLs, and which addresses a fetch may connect to.
 
-Knows names and addresses. It resolves nothing, knows no URL and connects to nobody.
+Knows names and addresses. Resolves nothing, knows no URL and opens no connection.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 Address = IPv4Address | IPv6Address
 
 _NAME = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))*", re.ASCII)
+# A last label that resolvers read as (a part of) an IPv4 address.
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*", re.ASCII)
-"""A last label that resolvers read as (a part of) an IPv4 address."""
 
+# The range that the Internet uses. Outside of it are the forms that carry an IPv4 address (mapped, NAT64).
 _UNICAST_V6 = IPv6Network("2000::/3")
-"""All that the Internet uses. Outside of it are the forms that carry an IPv4 address (mapped, NAT64)."""
 _NOT_PUBLIC: tuple[IPv4Network | IPv6Network, ...] = (
     IPv4Network("192.0.0.0/24"),  # protocol assignments, of which older Pythons know a part
     IPv4Network("192.88.99.0/24"),  # 6to4 relays
@@ -29,17 +29,19 @@ _NOT_PUBLIC: tuple[IPv4Network | IPv6Network, ...] = (
 
 @dataclass(frozen=True)
 class FetchHosts:
-    """What `--fetch-hosts` lists; empty: nothing may be fetched."""
+    """The hosts of `--fetch-hosts`; empty: nothing may be fetched."""
 
     names: frozenset[str] = frozenset()
+    # Domain suffixes, each with its leading dot.
     suffixes: tuple[str, ...] = ()
-    """Each with its leading dot."""
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> FetchHosts:
-        """Raises ValueError that names the entry."""
-        names, suffixes, networks = set(), [], []
+        """Parse the setting. ValueError names the entry."""
+        names = set()
+        suffixes = []
+        networks = []
         for entry in filter(None, (part.strip().lower() for part in text.split(","))):
             name = entry.removeprefix("*.")
             if _is_name(name):

@@ -1,8 +1,8 @@
-"""The library that enforces grammars, behind one small face: a tokenizer for it, and matchers with limits.
+"""The library that enforces grammars, behind one small interface: a tokenizer for it, and matchers with limits.
 
 The API process's compiler uses it to find out whether a grammar can be enforced, a worker's mask process to enforce it.
-Knows llguidance; knows no request. Whoever calls it runs where a crash harms nobody: a matcher may take any time and
-memory, because not everything that it does is under its limits.
+Knows llguidance; knows no request. Call it only in a process that may crash: a matcher may take any time and memory,
+because the limits do not cover all that it does.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
+# Limits of one grammar: fewer lexer states than the library's own limit, since they have up to 2 kB each, and more
+# items in a row, since an object has some for each property that may come next.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbose_errors=False)
-"""What one grammar may take: fewer lexer states than the library's own limit, since they have up to 2 kB each, and more
-items in a row, since an object has some for each property that may come next."""
 
 WORD_BITS = 32
 
 # The library looks at no more tokens than these when it leaves off the end of a forced text, which the next may change.
 _TOKENS_LEFT_OFF = 4
 # Of forced texts it is kept how they are read, if they have at most so many bytes.
-_TEXTS_KEPT, _LONGEST_KEPT = 4096, 256
+_TEXTS_KEPT = 4096
+_LONGEST_KEPT = 256
 
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be enforced, or not any further; the text says why, in the library's words."""
+    """A grammar that cannot be enforced, or not any further; the text gives the library's reason."""
 
 
 class Reading(IntEnum):
-    """What a tokenizer makes of a text."""
+    """How a tokenizer reads a text."""
 
     SAME = auto()
     ANOTHER = auto()
@@ -44,14 +45,15 @@ class Reading(IntEnum):
 
 
 class _Reader:
-    """Says how forced texts are read. Most are short and come again with every object of a schema."""
+    """Classifies how forced texts are read, with a cache: most are short and come again with every object of a
+    schema."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
         self._known = lru_cache(_TEXTS_KEPT)(self._read)
 
     def read(self, text: bytes, before: int | None) -> Reading:
-        """The library reads it with the token before it, or by itself."""
+        """Return the reading of a text. The library reads it with the token before it, or by itself."""
         return self._known(text, before) if len(text) <= _LONGEST_KEPT else self._read(text, before)
 
     def _read(self, text: bytes, before: int | None) -> Reading:
@@ -73,11 +75,11 @@ class Vocabulary:
     def __init__(self, tokenizer_json: str, eos: Sequence[int] = ()) -> None:
         self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos) or None)
         self._reader = _Reader(self._tokenizer)
+        # The length of a mask in words.
         self.words = -(-self._tokenizer.vocab_size // WORD_BITS)
-        """Length of a mask."""
 
     def matcher(self, grammar: str) -> Matcher:
-        """Raises GrammarError."""
+        """Make a matcher at the start of a grammar. Raises GrammarError."""
         made = self._made(grammar)
         return Matcher(made, self._tokenizer, self._reader, lambda: self._made(_without_forcing(grammar)))
 
@@ -95,12 +97,12 @@ class Vocabulary:
 
 
 class Matcher:
-    """Where one answer stands in its grammar. The end of the text is not a token of it.
+    """The position of one answer in its grammar. The end of the text is not a token of it.
 
     The library cuts text that a grammar forces with the model's tokenizer, which may rewrite it (NFC) or read the name
     of a control token in it. Such a cut is no use: where one comes, a second matcher that forces nothing says which
-    tokens spell the text. It does so, too, where the library leaves off all tokens of a text that is rewritten: it
-    takes their length for that of the text, and its mask is of other tokens.
+    tokens spell the text. It also does so where the library leaves off all tokens of a text that is rewritten: the
+    library takes their length for that of the text, and its mask is of other tokens.
     """
 
     def __init__(
@@ -117,20 +119,20 @@ class Matcher:
         self._cut: tuple[list[int], bool] | None = None
 
     def copy(self) -> Matcher:
-        """One that goes on from here by itself."""
+        """Return an independent matcher at the same position."""
         copied = Matcher(self._matcher.deep_copy(), self._tokenizer, self._reader, self._make_unforced)
         copied._consumed = list(self._consumed)
         return copied
 
     def consume(self, token: int) -> None:
-        """Raises GrammarError if the grammar has no place for it."""
+        """Advance by one token. Raises GrammarError if the grammar does not allow it."""
         self._cut = None
         self._matcher.consume_token(token)
         _check(self._matcher)
         self._consumed.append(token)
 
     def forced(self, ends: Sequence[int]) -> list[int]:
-        """The tokens that follow without a choice, as the tokenizer cuts their text; none of `ends` or behind it.
+        """Return the jump-forward tokens, as the tokenizer cuts their text; none of `ends` or behind it.
 
         Where the grammar allows one text only, other tokens could write it too: these are the ones that the model has
         read in its training. Raises GrammarError.
@@ -140,7 +142,8 @@ class Matcher:
         return tokens[: stops[0]] if stops else tokens
 
     def fill(self, mask: NDArray[np.int32], ends: Sequence[int]) -> None:
-        """Sets the bits of the tokens that may follow; those of `ends` where the text may end. Raises GrammarError."""
+        """Set the mask bits of the tokens that may follow, and of `ends` where the text may end. Raises
+        GrammarError."""
         tokens, miscut = self._forced_tokens()
         matcher = self._caught_up() if miscut and not tokens else self._matcher
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -153,7 +156,7 @@ class Matcher:
             raise GrammarError("no token can follow: the grammar has no way on from here, nor an end")
 
     def _forced_tokens(self) -> tuple[list[int], bool]:
-        """The library's forced tokens as far as they spell what is forced, and whether that was not all of them."""
+        """Return the library's forced tokens as far as they spell the forced text, and whether some were left out."""
         if self._cut is None:
             text: bytes = self._matcher.compute_ff_bytes()
             _check(self._matcher)
@@ -172,7 +175,7 @@ class Matcher:
         return tokens[:spelling], spelling < len(tokens)
 
     def _spelling(self, tokens: Sequence[int], text: bytes) -> int:
-        """How many of the tokens, from the first on, spell the beginning of the text."""
+        """Count the leading tokens that spell the beginning of the text."""
         at = 0
         for count, token in enumerate(tokens):
             # A grammar that means a special token, and not its name, has its number.
@@ -184,9 +187,10 @@ class Matcher:
         return len(tokens)
 
     def _caught_up(self) -> LLMatcher:
-        """The matcher that forces nothing, at the place of this one."""
+        """Return the matcher that forces nothing, advanced to this one's position."""
         if self._unforced is None:
-            self._unforced, self._unforced_consumed = self._make_unforced(), 0
+            self._unforced = self._make_unforced()
+            self._unforced_consumed = 0
         self._unforced.consume_tokens(self._consumed[self._unforced_consumed :])
         self._unforced_consumed = len(self._consumed)
         _check(self._unforced)
@@ -194,7 +198,7 @@ class Matcher:
 
 
 def _without_forcing(grammar: str) -> str:
-    """The same grammar, in Lark or in the library's JSON, with its option that forces no token."""
+    """Add the option that forces no token to a grammar, in Lark or in the library's JSON."""
     if not grammar.lstrip().startswith("{"):
         return f"{_NO_FORCING}{grammar}"
     whole = json.loads(grammar)
@@ -209,7 +213,7 @@ def has_bit(mask: NDArray[np.int32], token: int) -> bool:
 
 
 def set_bits(mask: NDArray[np.int32], tokens: Sequence[int], value: bool) -> None:
-    """Tokens that the mask has no bit for are left out."""
+    """Set the bits of `tokens`. Tokens beyond the mask are left out."""
     words = mask.view(np.uint32)
     for token in tokens:
         if 0 <= token < len(words) * WORD_BITS:

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 
+# Source states whose kernels are kept; the least recently made folders go first.
 KEPT = 4
-"""States of the sources whose kernels are kept; the least recently made folders go first."""
 
 
 def kernel_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """NUMBA_CACHE_DIR where the operator has set it, else a folder in the user's cache for the present sources."""
+    """Return NUMBA_CACHE_DIR where the operator has set it, else a folder in the user's cache for the present
+    sources."""
     if environ.get("NUMBA_CACHE_DIR"):
         return Path(environ["NUMBA_CACHE_DIR"])
     base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -26,7 +27,7 @@ def kernel_cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def forget_old_kernels(directory: Path) -> None:
-    """Removes all but the newest folders beside `directory`, when that is one of ours."""
+    """Remove all but the newest folders beside `directory`, when that is one of ours."""
     if directory.name != _state_of_sources():
         return
     states = sorted(

@@ -1,4 +1,4 @@
-"""Ties a child process to the supervisor that started it, and names it for `ps`."""
+"""The life of a child process: tied to the supervisor that started it, named for `ps`, bounded in memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import os
 import re
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -17,8 +18,8 @@ _PR_SET_PDEATHSIG = 1
 _SYS_PIDFD_OPEN = 434
 _FRAME = re.compile(r'  (File ".*", line \d+ in .*)')
 
+# Environment variable by which a supervisor names itself; absent for a process that was started by hand.
 SUPERVISOR_PID = "TOKENYARD_SUPERVISOR_PID"
-"""Environment variable by which a supervisor names itself; absent for a process that was started by hand."""
 
 # Python takes any -X option and ignores what it does not know.
 _ROLE_OPTION = "tokenyard="
@@ -32,11 +33,11 @@ def role_option(role: str) -> list[str]:
 
 
 def become(role: str, stack_file: Path | None = None) -> None:
-    """Takes the title `tokenyard: ROLE`, keeping the module's name visible, and dies with the supervisor.
+    """Take the title `tokenyard: ROLE`, keeping the module's name visible, and die with the supervisor.
 
     The kernel sends SIGTERM when the parent ends for whatever reason (prctl(2), PR_SET_PDEATHSIG), so that a killed
     supervisor leaves no orphans. SIGUSR1 prints every thread's stack, for a process that seems stuck; SIGUSR2 writes
-    them to `stack_file`. Descriptors that it has inherited go to none of its own children.
+    them to `stack_file`. Inherited descriptors go to none of this process's own children.
     """
     _take_title(role)
     faulthandler.enable()
@@ -64,9 +65,10 @@ def _take_title(role: str) -> None:
 
 
 def _keep_descriptors() -> None:
-    """A listening socket is closed only when every process has closed it, and a pipe ends only then.
+    """Make inherited descriptors non-inheritable.
 
-    subprocess closes what it is not asked to pass on; uvloop's subprocesses get all that is inheritable.
+    A listening socket is closed only when every process has closed it, and a pipe ends only then. subprocess closes
+    what it is not asked to pass on; uvloop's subprocesses get all that is inheritable.
     """
     with contextlib.suppress(OSError):  # a system without /dev/fd
         for descriptor in map(int, os.listdir("/dev/fd")):
@@ -75,17 +77,26 @@ def _keep_descriptors() -> None:
                     os.set_inheritable(descriptor, False)
 
 
+def limit_memory(more: int) -> None:
+    """Limit this process and its children to `more` bytes beyond what it has now, and to no core file."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
 def end_with_parent(number: signal.Signals) -> None:
-    """The kernel sends this process the signal when the thread that made it ends."""
+    """Have the kernel send this process the signal when the thread that made it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def give_way() -> None:
-    """This process, and the threads it starts from now on, take a core when one is free, not from who computes on it.
+    """Lower the scheduling priority of this process and its later threads: they take a core only when one is free.
 
-    A worker's cores wait for each other hundreds of times a step. Whoever takes one of them in between holds up all,
-    and between two steps there is a while when they are free. (SCHED_BATCH of sched(7): the share of time is equal.)
+    A worker's cores wait for each other hundreds of times a step, so a thread that takes one of them in between delays
+    them all; between two steps there is a while when they are free. (SCHED_BATCH of sched(7): the share of time is
+    equal.)
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it, and nothing depends on it
@@ -93,7 +104,7 @@ def give_way() -> None:
 
 
 def open_pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends. OSError when there is no such process.
+    """Open a descriptor that becomes readable when the process ends. OSError when there is no such process.
 
     Some Python builds (conda's) were made with headers too old for os.pidfd_open although the kernel has the call; its
     number is the same on every architecture.
@@ -107,9 +118,9 @@ def open_pidfd(pid: int) -> int:
 
 
 def nudge(pid: int, group: int, has_stack_file: bool) -> None:
-    """Has a process that seems stuck go on if it was stopped, and write its stack file if it has one.
+    """Continue a process that seems stuck if it was stopped, and have it write its stack file if it has one.
 
-    Nothing happens when it is not of that group: its id has become another's.
+    Nothing happens when the process is not of that group: its id has become another's.
     """
     for number in (signal.SIGUSR2, signal.SIGCONT) if has_stack_file else (signal.SIGCONT,):
         with contextlib.suppress(OSError):
@@ -123,7 +134,7 @@ def orphaned() -> bool:
 
 
 def last_frame(stack_file: Path) -> str:
-    """The innermost Python frame of what `become` has written there at the last SIGUSR2; nothing when it has not."""
+    """Return the innermost Python frame that the last SIGUSR2 wrote to the stack file; empty when there is none."""
     try:
         dump = stack_file.read_text(errors="replace")
     except OSError:

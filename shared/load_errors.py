@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Errors of the machine: the same call may work later.
 _PASSING = frozenset(
     (errno.EIO, errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENODEV, errno.ESTALE)
 )
-"""Errors of the machine: the same call may work later."""
+# Names of the exceptions by which HTTP clients and huggingface_hub report that a host cannot be reached.
 _NETWORK = frozenset(("TransportError", "ConnectionError", "LocalEntryNotFoundError", "TimeoutError"))
-"""Names of the exceptions by which HTTP clients and huggingface_hub say that a host cannot be reached."""
 
 
 def may_pass(error: BaseException) -> bool:
@@ -36,7 +36,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def broken_file(model: str) -> str:
-    """The first file of a model's folder that cannot be read, and why; nothing when all can, or for a hub name."""
+    """Name the first file of a model's folder that cannot be read, and the reason; empty when all can, or for a hub
+    name."""
     folder = Path(model)
     if not folder.is_dir():
         return ""
@@ -55,7 +56,8 @@ def _check_json(path: Path) -> None:
 
 
 def _check_weights(path: Path) -> None:
-    """Whether the file is as long as its header says (the safetensors format; the numbers themselves are not read)."""
+    """Check that the file is as long as its header says (the safetensors format; the numbers themselves are not
+    read)."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size

@@ -19,15 +19,15 @@ FORMATS = ("text", "json")
 _ROUTINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (DEBUG|INFO|WARNING) ")
 _TROUBLE = ("error", "critical")
 
+# Facts of the request that is being served: request_id, and trace_id where the client has one.
 of_request: ContextVar[Mapping[str, str] | None] = ContextVar("of_request", default=None)
-"""Facts of the request that is being served: request_id, and trace_id where the client has one."""
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
 _CHATTY = ("httpx", "httpx2", "httpcore2", "numba", "urllib3", "filelock", "huggingface_hub")
 
 
 def configure(role: str, level: str, form: str = "text") -> logging.Logger:
-    """Sets up the root logger of this process; `role` (api_server:0, scheduler, model_worker:cpu) is in every line."""
+    """Set up the root logger of this process; `role` (api_server:0, scheduler, model_worker:cpu) is in every line."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(role, form))
     root = logging.getLogger()
@@ -39,13 +39,13 @@ def configure(role: str, level: str, form: str = "text") -> logging.Logger:
 
 
 def utc(seconds: float) -> str:
-    """Unix time as RFC 3339 with milliseconds."""
+    """Format Unix time as RFC 3339 with milliseconds."""
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{int(seconds * 1000) % 1000:03d}Z"
 
 
 def line(form: str, seconds: float, level: str, role: str, message: str, facts: Mapping[str, Any]) -> str:
-    """What one record is written as, without its end."""
+    """Format one record, without its line end."""
     if form == "json":
         record = {"time": utc(seconds), "level": level.lower(), "role": role, "message": message, **facts}
         return json.dumps(record, default=str)
@@ -54,7 +54,8 @@ def line(form: str, seconds: float, level: str, role: str, message: str, facts: 
 
 
 def trouble_in(written: str) -> str:
-    """What a line of another process's output says went wrong, if anything. A line that is no log's may say it, too."""
+    """Find an error in a line of another process's output, whether it is a log record or not; empty if there is
+    none."""
     record = _record(written)
     if record is None:
         return "" if _ROUTINE.match(written) else written.strip()
@@ -65,7 +66,7 @@ def trouble_in(written: str) -> str:
 
 
 def is_record(written: str) -> bool:
-    """Whether a line is one of JSON that `line` has made."""
+    """Whether a line is a JSON record as `line` makes them."""
     return _record(written) is not None
 
 
@@ -82,7 +83,8 @@ def _record(written: str) -> dict[str, Any] | None:
 class _Formatter(logging.Formatter):
     def __init__(self, role: str, form: str) -> None:
         super().__init__()
-        self._role, self._form = role, form
+        self._role = role
+        self._form = form
 
     def format(self, record: logging.LogRecord) -> str:
         facts: dict[str, Any] = dict(getattr(record, "facts", ()))

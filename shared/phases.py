@@ -1,7 +1,7 @@
-"""How a child process tells its supervisor what it is doing while it starts, and then that it lives: one JSON line per
-event on an inherited pipe.
+"""Startup events: a child process reports to its supervisor what it is doing while it starts, and then that it lives.
 
-The pipe's file descriptor comes in TOKENYARD_STATUS_FD; without it (a process started by hand) the events are dropped.
+Each event is one JSON line on an inherited pipe, whose file descriptor comes in TOKENYARD_STATUS_FD. Without it (a
+process started by hand) the events are dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _last_beat = float("-inf")
 
 
 def report(event: str, **details: Any) -> None:
-    """Tells the supervisor; never fails and never blocks start-up when nobody reads."""
+    """Send an event to the supervisor. Never fails, and never blocks start-up when nothing reads the pipe."""
     descriptor = os.environ.get(STATUS_FD)
     if descriptor is None:
         return
@@ -31,22 +31,22 @@ def report(event: str, **details: Any) -> None:
 
 
 def phase(name: str) -> None:
-    """A start-up phase begins (import, load weights, allocate KV, compile kernels); the one before it is over."""
+    """Begin a start-up phase (import, load weights, allocate KV, compile kernels); the one before it is over."""
     report("phase", name=name)
 
 
 def progress(done: int, total: int, unit: str) -> None:
-    """Progress within the current phase."""
+    """Report progress within the current phase."""
     report("progress", done=done, total=total, unit=unit)
 
 
 def ready(**details: Any) -> None:
-    """This process serves from now on; `details` are facts for the start-up summary."""
+    """Report that this process serves from now on; `details` are facts for the start-up summary."""
     report("ready", **details)
 
 
 def beat() -> None:
-    """This process lives, and does what it is for. To be called in its loop, as often as it likes."""
+    """Report that this process lives and works. Call it in its loop, as often as you like."""
     global _last_beat
     now = time.monotonic()
     if now - _last_beat >= BEAT_SECONDS:
@@ -55,17 +55,17 @@ def beat() -> None:
 
 
 def died(pid: int, status: int) -> None:
-    """The fork that this process had work has ended, and it can fork another one (shared/forkserver.py).
+    """Report that the working fork has ended, and that this process can fork another one (shared/forkserver.py).
 
-    `status` as subprocess says it: the exit code, or the signal's number below zero.
+    `status` is as in subprocess: the exit code, or the signal's number below zero.
     """
     report("died", pid=pid, status=status)
 
 
 def fatal(message: str, may_pass: bool = False) -> None:
-    """This process cannot work; it says why and ends.
+    """Report why this process cannot work, and end.
 
-    A setting (or the model it names) is at fault, so that a restart would not help and the supervisor gives up; or, if
-    it `may_pass`, the machine or the network is, and the supervisor tries again as after any death.
+    By default a setting (or the model it names) is at fault: a restart would not help, and the supervisor gives up.
+    With `may_pass` the machine or the network is at fault, and the supervisor tries again as after any death.
     """
     report("fatal", message=message, may_pass=may_pass)

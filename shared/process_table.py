@@ -13,7 +13,8 @@ from pathlib import Path
 
 @dataclass
 class ProcessState:
-    """`silent_since` is on the clock of `time.monotonic`, which all processes of a machine share; None: it is heard."""
+    """The state of one process. `silent_since` is on the machine-wide clock of `time.monotonic`; None: it is not
+    silent."""
 
     silent_since: float | None = None
     hangs: int = 0
@@ -24,14 +25,14 @@ class ProcessState:
 
 
 def write(file: Path, states: dict[str, ProcessState]) -> None:
-    """Readers find the old table or the new one, never a part. OSError when it cannot be written."""
+    """Replace the table atomically. OSError when it cannot be written."""
     fresh = file.with_suffix(".new")
     fresh.write_text(json.dumps({name: asdict(state) for name, state in states.items()}))
     os.replace(fresh, file)
 
 
 def read(file: Path) -> dict[str, ProcessState]:
-    """By the supervisor's names of them; empty when there is no table."""
+    """Read the table, keyed by the supervisor's names; empty when there is none."""
     try:
         return {name: ProcessState(**state) for name, state in json.loads(file.read_text()).items()}
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""What this process may still take of its machine: memory and cores, as far as its control groups let it.
+"""The memory and cores that this process may still take of its machine, as far as its control groups let it.
 
 A limit may stand at any level above the process: on a container, on a systemd unit, on the slice that it is in. So
 every level is read from the process's own group (/proc/self/cgroup) up to the root that is mounted here, in both
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 _ROOT = Path("/")
+# Escapes of /proc/self/mountinfo, for spaces and the like.
 _ESCAPE = re.compile(r"\\([0-7]{3})")
-"""How /proc/self/mountinfo writes spaces and the like."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class _Level:
     version: int
 
     def number(self, name: str) -> int | None:
-        """None for a file that is not there, and for `max`."""
+        """Read a number from a file of the group; None for a file that is not there, and for `max`."""
         return _number(self._read(name))
 
     def field(self, name: str, key: str) -> int:
-        """A line of a flat keyed file such as memory.stat; 0 when it is not there."""
+        """Read a line of a flat keyed file such as memory.stat; 0 when it is not there."""
         lines = (line.split() for line in self._read(name).splitlines())
         return next((_number(parts[1]) or 0 for parts in lines if len(parts) == 2 and parts[0] == key), 0)
 
@@ -54,43 +54,48 @@ class _Level:
 
 
 def free_memory() -> int:
-    """Bytes that can be taken without swapping or being killed."""
+    """Return the bytes that can be taken without swapping or being killed."""
     return int(memory_room().amount)
 
 
 def usable_cores() -> int:
-    """Whole cores' worth of CPU time, at least 1."""
+    """Return whole cores' worth of CPU time, at least 1."""
     return int(core_room().amount)
 
 
 def memory_room(root: Path = _ROOT) -> Room:
-    """`free_memory`, and what bounds it."""
+    """Return the free memory, and the control group that bounds it."""
     rooms = (_memory_left(level) for level in _levels("memory", root))
     return min([Room(_available(root)), *(room for room in rooms if room)], key=lambda room: room.amount)
 
 
 def core_room(root: Path = _ROOT) -> Room:
-    """`usable_cores`, and what bounds them: what is visible, or the least quota."""
+    """Return the usable cores, and the control group that bounds them: the visible cores, or the least quota."""
     quotas = (_quota(level) for level in _levels("cpu", root))
     least = min([Room(visible_cores()), *(quota for quota in quotas if quota)], key=lambda room: room.amount)
     return Room(max(1, round(least.amount)), least.group)
 
 
 def visible_cores() -> int:
-    """Cores that libraries see when they size their thread pools."""
+    """Return the cores that libraries see when they size their thread pools."""
     return len(os.sched_getaffinity(0))
 
 
 def _memory_left(level: _Level) -> Room | None:
-    """What the group may still take. Pages of files that were not used lately count as free: they go when memory is
-    wanted, and would else make the amount depend on which files were read before."""
+    """Return the memory that the group may still take.
+
+    Pages of files that were not used lately count as free: they go when memory is wanted, and would else make the
+    amount depend on which files were read before.
+    """
     if level.version == 2:
-        # Beyond memory.high nobody is killed, but everybody is slowed down: it is a limit, too.
+        # Beyond memory.high no process is killed, but all are slowed down: it is a limit, too.
         limits = [level.number("memory.max"), level.number("memory.high")]
-        used, unused_files = level.number("memory.current"), level.field("memory.stat", "inactive_file")
+        used = level.number("memory.current")
+        unused_files = level.field("memory.stat", "inactive_file")
     else:
         limits = [level.number("memory.limit_in_bytes")]
-        used, unused_files = level.number("memory.usage_in_bytes"), level.field("memory.stat", "total_inactive_file")
+        used = level.number("memory.usage_in_bytes")
+        unused_files = level.field("memory.stat", "total_inactive_file")
     limit = min((limit for limit in limits if limit is not None), default=None)
     if limit is None or used is None:
         return None
@@ -101,19 +106,21 @@ def _quota(level: _Level) -> Room | None:
     if level.version == 2:
         quota, period = level.pair("cpu.max")
     else:
-        quota, period = level.number("cpu.cfs_quota_us"), level.number("cpu.cfs_period_us")
+        quota = level.number("cpu.cfs_quota_us")
+        period = level.number("cpu.cfs_period_us")
     # Version 1 says -1 where version 2 says max.
     return Room(quota / period, level.path) if quota is not None and quota > 0 and period else None
 
 
 def _available(root: Path) -> int:
-    """Of the whole machine, as the kernel estimates it."""
+    """Return the available memory of the whole machine, as the kernel estimates it."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
     return int(found[1]) * 1024 if found else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _levels(controller: str, root: Path) -> Iterator[_Level]:
-    """The groups that hold this process under a controller, in each hierarchy that is mounted here, ours first."""
+    """Yield the groups that hold this process under a controller, in each hierarchy that is mounted here, ours
+    first."""
     own = _own_groups(root)
     for (hierarchy, group), mount in _mounts(controller, root).items():
         version = 2 if hierarchy == "" else 1
@@ -125,7 +132,7 @@ def _levels(controller: str, root: Path) -> Iterator[_Level]:
 
 
 def _own_groups(root: Path) -> dict[str, PurePosixPath]:
-    """Where this process is, by controller; version 2's one hierarchy has the name "" (cgroups(7))."""
+    """Return this process's groups by controller; version 2's one hierarchy has the name "" (cgroups(7))."""
     lines = (line.split(":", 2) for line in _read(root / "proc/self/cgroup").splitlines())
     return {
         controller: PurePosixPath(parts[2]) for parts in lines if len(parts) == 3 for controller in parts[1].split(",")
@@ -133,7 +140,8 @@ def _own_groups(root: Path) -> dict[str, PurePosixPath]:
 
 
 def _mounts(controller: str, root: Path) -> dict[tuple[str, PurePosixPath], PurePosixPath]:
-    """Mount points by hierarchy and by the group that is seen there; of mounts over each other, the one on top."""
+    """Return mount points by hierarchy and by the group that is seen there; of mounts over each other, the one on
+    top."""
     on_top: dict[str, tuple[str, PurePosixPath]] = {}
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -146,7 +154,7 @@ def _mounts(controller: str, root: Path) -> dict[tuple[str, PurePosixPath], Pure
 
 
 def _way_up(path: PurePosixPath, seen: PurePosixPath) -> Iterator[PurePosixPath]:
-    """Folders below the mount point, from the process's group up to the one that the mount point shows.
+    """Yield folders below the mount point, from the process's group up to the one that the mount point shows.
 
     In a container whose groups are those of its host, the mount may show another part of the tree than ours: then the
     mount point itself is what is known.

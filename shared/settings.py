@@ -24,15 +24,15 @@ from shared.logs import FORMATS
 
 ENV_PREFIX = "TOKENYARD_"
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+# Variables of ours that are no settings: one of interfaces/wire/shared_memory.py, and those of our own children.
 _OTHER_VARIABLES = frozenset(
     {CONFIG_VARIABLE, *(ENV_PREFIX + name for name in ("SHM_WATERMARK", "SUPERVISOR_PID", "STATUS_FD", "FORKS"))}
 )
-"""Variables of ours that are no settings: one of interfaces/wire/shared_memory.py, and those of our own children."""
+# Prefixes of variables that tests and benchmarks read.
 _OTHER_PREFIXES = (ENV_PREFIX + "TEST_", ENV_PREFIX + "BENCH_")
-"""Of variables that tests and benchmarks read."""
 _SERVICE = re.compile(r"(TOKENYARD(?:_\w+)?)_SERVICE_HOST", re.ASCII)
+# Suffixes of the variables that Kubernetes puts into every container for a service, after the service's name.
 _OF_SERVICES = r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-"""What Kubernetes puts into every container for a service, after the service's name."""
 
 
 class SettingsError(ValueError):
@@ -46,7 +46,7 @@ def _setting(group: str, default: Any, help_text: str, secret: bool = False) -> 
 
 @dataclass(frozen=True)
 class Settings:
-    """Every value an operator can set. The `help` and `group` metadata make `--help` and docs/settings.md."""
+    """All settings of an operator. The `help` and `group` metadata make `--help` and docs/settings.md."""
 
     model: str = _setting(
         "model", "", "Hugging Face directory or hub name; empty serves the embedded demo model, which needs no network"
@@ -67,7 +67,7 @@ class Settings:
         "",
         "key that clients must send as `Authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`, or several "
         "with commas between them, each in plain or as sha256:HEX, and as --api-key=KEY if it begins with a dash; "
-        "none: everybody who reaches the port is served",
+        "none: every client that reaches the port is served",
         secret=True,
     )
     api_key_file: str = _setting(
@@ -127,7 +127,7 @@ class Settings:
     max_batch_tokens: int = _setting(
         "capacity",
         512,
-        "tokens one forward pass may take; more speeds up long prompts and delays everybody's next token",
+        "tokens one forward pass may take; more speeds up long prompts and delays the next token of all others",
     )
     max_running: int = _setting("capacity", 128, "sequences computed together on one worker; further requests wait")
     max_queued: int = _setting(
@@ -164,7 +164,7 @@ class Settings:
         "model",
         False,
         "let the name of a control token in a message (</s>, say) stand for that token, as it does in plain prompts; "
-        "whoever writes part of a message can then forge turns of the conversation",
+        "the author of any part of a message can then forge turns of the conversation",
     )
     overlap: bool = _setting(
         "behaviour", True, "keep two steps in flight, so that the device never waits for the scheduler"
@@ -254,7 +254,7 @@ class Settings:
 
     @property
     def public_model_name(self) -> str:
-        """Name under which clients see the model."""
+        """The model name that clients see."""
         return self.served_model_name or Path(self.model).name or "tokenyard-demo"
 
     @property
@@ -265,7 +265,7 @@ class Settings:
 
     @property
     def scheme(self) -> str:
-        """Of the server's URL."""
+        """The scheme of the server's URL."""
         return "https" if self.ssl_certfile else "http"
 
     def to_json(self) -> str:
@@ -273,7 +273,7 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """The effective settings that the supervisor wrote."""
+        """Read the effective settings that the supervisor wrote."""
         return cls(**json.loads(path.read_text()))
 
 
@@ -292,7 +292,7 @@ class Resolved:
 
 
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, config: Path | None = None) -> Resolved:
-    """Lays command line over environment over TOML over defaults. `flags` holds only what was typed.
+    """Lay command line over environment over TOML over defaults. `flags` holds only the options that were typed.
 
     Raises SettingsError.
     """
@@ -305,7 +305,8 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, c
     ):
         for name, value in layer.items():
             _check_not_empty(name, value, source)
-            values[name], sources[name] = value, source
+            values[name] = value
+            sources[name] = source
     try:
         return Resolved(Settings(**values), sources)
     except SettingsError as error:
@@ -314,13 +315,14 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, c
 
 
 def _check_not_empty(name: str, value: Any, source: str) -> None:
-    """What guards a server and was given as nothing (a secret that is not set, say) was meant to be something."""
+    """Refuse an empty value for a setting that guards the server: a secret that is not set, say, was meant to be
+    something."""
     if name in GUARDS and not value.strip():
         raise SettingsError(f"{name} is empty (from {source}); give it a value, or leave the setting out")
 
 
 def parse_memory(text: str) -> int | None:
-    """Bytes named by `512MB`, `4GiB`, `2000000`; None for `auto`. Raises SettingsError."""
+    """Parse `512MB`, `4GiB`, `2000000` to bytes; None for `auto`. Raises SettingsError."""
     if text == "auto":
         return None
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMG]I?|)B?", text.upper())
@@ -331,7 +333,7 @@ def parse_memory(text: str) -> int | None:
 
 
 def config_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The file that the environment names. SettingsError when it names none, although it has the variable."""
+    """Return the file that the environment names. SettingsError when the variable is set to nothing."""
     path = environ.get(CONFIG_VARIABLE)
     if path == "":
         raise SettingsError(f"{CONFIG_VARIABLE} is empty; name a file, or unset it")
@@ -347,7 +349,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _check_variable(name: str) -> None:
-    """A misspelt variable is an error as a misspelt flag is: ignoring it could leave a server without its keys."""
+    """Refuse a misspelt variable, as a misspelt flag is: ignoring it could leave a server without its keys."""
     spelt = name.upper().replace("-", "_")
     known = {ENV_PREFIX + field.upper() for field in FIELDS} | _OTHER_VARIABLES
     if not spelt.startswith(ENV_PREFIX) or name in known or name.startswith(_OTHER_PREFIXES):
@@ -359,7 +361,7 @@ def _check_variable(name: str) -> None:
 
 
 def _of_kubernetes(environ: Mapping[str, str]) -> set[str]:
-    """Variables that stand for a service whose name is ours or begins with it. TOKENYARD_PORT can be among them."""
+    """Find variables of a Kubernetes service whose name is ours or begins with it. TOKENYARD_PORT can be among them."""
     services = "|".join(found[1] for name in environ if (found := _SERVICE.fullmatch(name)))
     if not services:
         return set()
@@ -414,7 +416,7 @@ def _is_tcp(text: str) -> bool:
 
 
 def _are_origins(text: str) -> bool:
-    """As browsers send them; `null` is what pages without an address have."""
+    """Whether these are origins as browsers send them; `null` is the origin of pages without an address."""
     origin = r"null|[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+"
     return text in ("auto", "none", "*") or all(re.fullmatch(origin, part.strip()) for part in text.split(","))
 
@@ -438,9 +440,9 @@ def _check(holds: bool, name: str, value: object, valid: str) -> None:
 
 FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Settings))
 _HINTS: dict[str, Any] = typing.get_type_hints(Settings)
+# Settings that are keys to something: never shown.
 SECRETS = frozenset(f.name for f in dataclasses.fields(Settings) if f.metadata["secret"])
-"""Settings that are keys to something: never shown."""
+# Access settings: none of them can be given as nothing.
 GUARDS = frozenset(f.name for f in dataclasses.fields(Settings) if f.metadata["group"] == "access" and f.default == "")
-"""Settings that say who may do what: none of them can be given as nothing."""
+# The type of each setting's value: bool, int or str.
 KINDS: Mapping[str, type] = {name: _types(name)[0] for name in FIELDS}
-"""What a setting is when it is given: bool, int or str."""

@@ -15,14 +15,13 @@ import zmq.asyncio
 from interfaces import encode
 from shared.curve import secure_connection
 
+# Messages queued to one peer. At one message a step this is minutes of silence.  A peer that far behind is treated as
+# dead.
 HIGH_WATER_MARK = 10_000
-"""Messages queued to one peer. At one message a step this is minutes of silence.
-
-A peer that far behind is treated as dead.
-"""
 
 # As plain numbers: combining zmq's enums costs more than sending a small message.
-_NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+_NOW = int(zmq.NOBLOCK)
+_NOW_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _READABLE = int(zmq.POLLIN)
 
 # Without what pyzmq's own `send` does for other kinds of sockets, which takes longer than sending.
@@ -33,12 +32,12 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
 def same_host(endpoint: str) -> bool:
-    """Whether a peer there is a process of this host and user: what it names in shared memory can be opened here."""
+    """Whether a peer at the endpoint is a process of this host and user, whose shared memory can be opened here."""
     return endpoint.startswith("ipc://")
 
 
 def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
-    """ROUTER bound to `endpoint`; a peer that reconnects under its old identity takes it over."""
+    """Bind a ROUTER to `endpoint`; a peer that reconnects under its old identity takes it over."""
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     _bound(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -50,7 +49,7 @@ def bind_router(context: zmq.Context[Any], endpoint: str) -> zmq.Socket[bytes]:
 def connect_dealer(
     context: zmq.Context[Any], endpoint: str, identity: bytes, keys: Path | None = None
 ) -> zmq.Socket[bytes]:
-    """DEALER connected to `endpoint` under `identity`; it reconnects by itself. tcp endpoints need `keys`."""
+    """Connect a DEALER to `endpoint` under `identity`; it reconnects by itself. tcp endpoints need `keys`."""
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     if endpoint.startswith("tcp:"):
         if keys is None:
@@ -61,14 +60,14 @@ def connect_dealer(
 
 
 def connect_dealer_async(context: zmq.asyncio.Context, endpoint: str, identity: bytes) -> zmq.asyncio.Socket:
-    """The same for an asyncio process."""
+    """Connect a DEALER of an asyncio process to `endpoint` under `identity`."""
     socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
     _connect(socket, endpoint, identity)
     return socket
 
 
 def send_to(router: zmq.Socket[bytes], identity: bytes, message: Any) -> bool:
-    """Sends to one peer of a ROUTER without waiting; False when the peer is gone or has stopped reading."""
+    """Send to one peer of a ROUTER without waiting; False when the peer is gone or has stopped reading."""
     data = encode(message)
     try:
         _send(router, identity, _NOW_AND_MORE)
@@ -81,15 +80,15 @@ def send_to(router: zmq.Socket[bytes], identity: bytes, message: Any) -> bool:
 
 
 def readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a message has come: asking first is cheaper than the exception of a receive in vain.
+    """Whether a message has come. Asking is cheaper than the exception of a receive in vain.
 
-    And a poll is cheaper than asking for EVENTS, which looks up the option's name in Python.
+    A poll is cheaper than reading EVENTS, which looks up the option's name in Python.
     """
     return bool(_poll([(socket, _READABLE)], 0))
 
 
 def receive_from(router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]] | None:
-    """The peer's identity and the frames of the next message of a ROUTER; None when there is none."""
+    """Receive the next message of a ROUTER: the peer's identity and the frames. None when there is none."""
     try:
         identity = router.recv(_NOW)
         # A frame knows whether another follows; asking the socket takes longer than receiving.

@@ -23,9 +23,8 @@ import msgpack
 import numpy as np
 
 from api_server.constraints.languages import translate
-from shared.bounds import limit_memory
 from shared.grammar import GrammarError, Vocabulary
-from shared.liveness import become
+from shared.liveness import become, limit_memory
 from shared.pipe_messages import message_unpacker
 
 CPU_SECONDS = 1.0

@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 
 from interfaces.context.grammar_state import GrammarState
 from model_worker.nursery import Nursery, nurse
-from shared.bounds import limit_memory
 from shared.grammar import GrammarError, Matcher, Vocabulary, set_bits
-from shared.liveness import become
+from shared.liveness import become, limit_memory
 from shared.pipe_messages import message_unpacker
 
 HEADER_BYTES = 64

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 CODE = """
-from shared.bounds import limit_memory
+from shared.liveness import limit_memory
 limit_memory(100 << 20)
 kept = bytearray(60 << 20)
 try:
