@@ -26,11 +26,11 @@ Message = dict[str, str]
 
 
 class ServerError(Exception):
-    """The server could not be reached or refused; the text says what to do."""
+    """The server could not be reached or refused; the text names the remedy."""
 
 
 def chat(url: str, model: str, system: str, key: str = "", authorities: str = "") -> int:
-    """Talks until the user leaves; the exit status for the process. `authorities` is a PEM file to trust."""
+    """Talk until the user leaves. Returns the exit status of the process. `authorities` is a PEM file to trust."""
     server = Server(url, key, _trusting(authorities))
     try:
         name = model or server.first_model()
@@ -52,7 +52,7 @@ def _trusting(authorities: str) -> ssl.SSLContext:
 
 @dataclass
 class Conversation:
-    """What was said, so that the model is told everything each time."""
+    """The history of a conversation, which goes to the model as a whole with each question."""
 
     model: str
     system: str
@@ -89,7 +89,8 @@ def _converse(server: Server, conversation: Conversation) -> None:
 
 
 def _take_turn(server: Server, conversation: Conversation, text: str) -> None:
-    """One question and its answer. A refused question leaves no trace; of a stopped answer the shown part stays."""
+    """Ask one question and show its answer. A refused question leaves no trace; of a stopped answer the shown part
+    stays."""
     conversation.turns.append({"role": "user", "content": text})
     answer: list[str] = []
     try:
@@ -128,7 +129,8 @@ class Server:
                 raise ServerError(f"{self._url} names no model at /v1/models; give one with --model") from None
 
     def stream(self, body: dict[str, Any]) -> Generator[str]:
-        """Pieces of the answer's text as they arrive. Closing the generator hangs up, which cancels the request."""
+        """Yield pieces of the answer's text as they arrive. Closing the generator hangs up, which cancels the
+        request."""
         with self._request("POST", "/v1/chat/completions", body) as response:
             for chunk in _events(response):
                 if "error" in chunk:
@@ -172,7 +174,7 @@ class Server:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Objects of a server-sent event stream, up to its `[DONE]`; comments and other fields are left out."""
+    """Yield the objects of a server-sent event stream, up to its `[DONE]`; comments and other fields are left out."""
     for line in response:
         if not line.startswith(b"data:"):
             continue
@@ -196,6 +198,6 @@ def _reason(answer: dict[str, Any]) -> str:
 
 
 def _load_line_editing() -> None:
-    """Arrow keys and history in `input`, where Python was built with them: the import alone switches them on."""
+    """Enable arrow keys and history in `input`, where Python was built with them: the import alone switches them on."""
     if importlib.util.find_spec("readline") is not None:
         importlib.import_module("readline")

@@ -27,22 +27,23 @@ _LONGEST_LINE = 64 * 1024
 _TELLING = re.compile(r"\b\w*(Error|Exception|Killed)\b|Fatal Python error|\b(ERROR|CRITICAL)\b|terminate called")
 
 
+# The signal that retires a process whose successor serves: it finishes what it has begun, however long that takes.
+# (SIGTERM means that the whole server is being stopped.)
 RETIRE = signal.SIGQUIT
-"""Tells a process that another one does its work from now on: it finishes what it has begun, however long that takes.
-(SIGTERM says that the whole server is being stopped.)"""
 
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to start. Children whose names share the part before the colon have one role, and are stopped together.
+    """The command of one child, and how it is watched.
 
-    `counts_starts` appends `--epoch N`, N counting the starts of this child from `first_epoch`. `stop_seconds` is what
-    the child gets between SIGTERM and SIGKILL. `rolling` children are replaced on SIGHUP (rolling.py), so two of them
-    can do the same work for a while. `forks` says that the child's process, where it counts its starts, can fork the
-    next one (shared/forkserver.py). `pass_fds` are descriptors of ours that it inherits under their numbers.
-    `rereads`: it reads keys and certificates again when it gets SIGHUP.
-    One that has said that it lives (shared/phases.py: beat) may be silent for `hang_seconds`; None: as long as it
-    likes. Asked for its stack, it writes it to `stack_file`.
+    Children whose names share the part before the colon have one role, and are stopped together.
+
+    `counts_starts` appends `--epoch N`, N counting the starts of this child from `first_epoch`. `stop_seconds` is the
+    time between SIGTERM and SIGKILL. `rolling` children are replaced on SIGHUP (rolling.py), so two of them can do the
+    same work for a while. `forks`: the child is a fork server, which starts the next child (shared/forkserver.py).
+    `pass_fds` are descriptors of ours that it inherits under their numbers. `rereads`: it reads keys and certificates
+    again at SIGHUP. A child that has sent a heartbeat (shared/phases.py: beat) may be silent for `hang_seconds`; None:
+    without limit. On request it writes its stack to `stack_file`.
     """
 
     name: str
@@ -82,12 +83,12 @@ class Child:
         self.epoch = epoch
         self.started_at = self.heard_at = time.monotonic()
         self.ready_at: float | None = None
+        # The process that sends heartbeats: this one or its fork. None: there was no heartbeat yet.
         self.beating: int | None = None
-        """The process that says that it lives: this one or its fork. None: it has not yet."""
+        # The reason why this supervisor has killed it.
         self.verdict = ""
-        """Why this supervisor has killed it."""
         self.status, write_end = os.pipe()
-        # Whoever says something never waits for a supervisor that does not read.
+        # A child that writes never waits for a supervisor that does not read.
         os.set_blocking(write_end, False)
         try:
             self._process = _spawn(spec, epoch, write_end)
@@ -101,7 +102,8 @@ class Child:
         self.sentinel = open_pidfd(self._process.pid)
         os.set_blocking(self.status, False)
         os.set_blocking(self.output, False)
-        self._status_lines, self._output_lines = _LineReader(self.status), _LineReader(self.output)
+        self._status_lines = _LineReader(self.status)
+        self._output_lines = _LineReader(self.output)
         self._last_lines: deque[str] = deque(maxlen=_LINES_KEPT)
 
     @property
@@ -113,13 +115,13 @@ class Child:
         return self.sentinel, self.status, self.output
 
     def read_output(self) -> list[str] | None:
-        """Complete lines that have arrived; None at the end of the stream."""
+        """Return complete lines that have arrived; None at the end of the stream."""
         lines = self._output_lines.read()
         self._last_lines.extend(line for line in lines or () if line.strip())
         return lines
 
     def read_events(self) -> list[dict[str, Any]] | None:
-        """Events of shared/phases.py that have arrived; None at the end of the stream."""
+        """Return events of shared/phases.py that have arrived; None at the end of the stream."""
         lines = self._status_lines.read()
         if lines is None:
             return None
@@ -131,13 +133,15 @@ class Child:
         return events
 
     def fork_again(self, epoch: int) -> bool:
-        """Has the process, whose fork has died, start another one. False when it cannot be told: it has ended, too."""
+        """Have the fork server, whose fork has died, fork again. False when it has ended, too."""
         assert self._process.stdin is not None
         try:
             os.write(self._process.stdin.fileno(), f"{epoch}\n".encode())
         except OSError:
             return False
-        self.epoch, self.ready_at, self.beating = epoch, None, None
+        self.epoch = epoch
+        self.ready_at = None
+        self.beating = None
         self.started_at = self.heard_at = time.monotonic()
         self._last_lines.clear()
         return True
@@ -146,7 +150,7 @@ class Child:
         os.kill(self.pid, signal.SIGTERM)
 
     def hang_up(self) -> None:
-        """Has it read keys and certificates again. Before it is ready it would end by the signal."""
+        """Have the child read keys and certificates again. Before it is ready it would end by the signal."""
         if self.spec.rereads and self.ready_at is not None:
             os.kill(self.pid, signal.SIGHUP)
 
@@ -154,14 +158,15 @@ class Child:
         os.kill(self.pid, RETIRE)
 
     def kill(self) -> None:
-        """Ends the child and all it has started, now."""
+        """Kill the child and all processes that it has started, now."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> int:
-        """Exit status of the ended child (negative: the signal). What it has started ends with it.
+        """Return the exit status of the ended child (negative: the signal). All processes that it has started end with
+        it.
 
-        Nothing else waits for the child: until this call its id cannot belong to anybody else, so `kill` is safe.
+        Nothing else waits for the child: until this call its id cannot belong to another process, so `kill` is safe.
         """
         self.kill()
         return self._process.wait()
@@ -176,7 +181,8 @@ class Child:
 
     @property
     def last_error(self) -> str:
-        """Why it was killed, else the last line that names an error, else the last that is no routine log line."""
+        """Return why it was killed, else the last line that names an error, else the last that is no routine log
+        line."""
         if self.verdict:
             return self.verdict
         lines = [trouble for line in self._last_lines if (trouble := trouble_in(line))]
@@ -185,14 +191,14 @@ class Child:
 
 
 def describe_exit(status: int) -> str:
-    """`exit code 3` or `signal SIGKILL`, in words that name the usual cause where there is one."""
+    """Describe an exit as `exit code 3` or `signal SIGKILL`, with the usual cause where there is one."""
     if status >= 0:
         return f"exit code {status}"
     try:
         name = signal.Signals(-status).name
     except ValueError:
         name = str(-status)
-    return f"signal {name}" + (" (when nobody sent it: out of memory)" if name == "SIGKILL" else "")
+    return f"signal {name}" + (" (unless it was sent by hand: out of memory)" if name == "SIGKILL" else "")
 
 
 class _LineReader:
@@ -209,7 +215,8 @@ class _LineReader:
         arrived = self._rest + self._take()
         *lines, self._rest = arrived.split(b"\n")
         if self._ended or len(self._rest) > _LONGEST_LINE:
-            lines, self._rest = [*lines, self._rest] if self._rest else lines, b""
+            lines = [*lines, self._rest] if self._rest else lines
+            self._rest = b""
         return [line.decode(errors="replace") for line in lines]
 
     def _take(self) -> bytes:

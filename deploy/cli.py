@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes flags as they are written: a shortened one can mean something else in the next version."""
+    """An argument parser that takes no abbreviated flags: a short form can mean something else in the next version."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -195,7 +195,8 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
-    environ, config = dict(os.environ), getattr(arguments, "config", None) or config_file()
+    environ = dict(os.environ)
+    config = getattr(arguments, "config", None) or config_file()
     resolved = resolve(flags, environ, config)
     if "print_settings" in arguments:
         print(settings_as_toml(resolved))
@@ -205,7 +206,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _forget_secrets(arguments: argparse.Namespace) -> None:
-    """Takes keys out of what `ps` shows and children inherit."""
+    """Take keys out of what `ps` shows and children inherit."""
     inherited = {ENV_PREFIX + name.upper() for name in SECRETS} & os.environ.keys()
     typed = SECRETS & vars(arguments).keys()
     if not typed and not inherited:
@@ -227,7 +228,7 @@ def _size_of_environment() -> int:
 
 
 def settings_as_toml(resolved: Resolved) -> str:
-    """A file for `--config` with the effective values, each with where it came from; keys only as their digests."""
+    """Write a file for `--config` with the effective values, each with its source; keys only as their digests."""
     hidden = with_digests(dataclasses.replace(resolved.settings, api_key_file=""))
     values = dataclasses.asdict(resolved.settings) | {name: getattr(hidden, name) for name in SECRETS}
     lines = [
@@ -243,7 +244,8 @@ def _shown(value: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Texts, whole numbers and truth values look the same in JSON and TOML, but for DEL, which TOML wants escaped."""
+    """Write a value in TOML. Texts, whole numbers and truth values look as in JSON, but for DEL, which TOML wants
+    escaped."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,7 +1,7 @@
-"""Keys and certificates of a server: what the operator gave, checked, and read again while the server runs.
+"""Keys and certificates of a server: checked at start, and read again while the server runs.
 
-They may change their values at a SIGHUP, so that an old key closes and a new one opens without a restart. Whether
-there are any does not change: a file that is being written, or a line that is missing, must not open a door.
+They may change their values at a SIGHUP, so that an old key closes and a new one opens without a restart. Whether there
+are any does not change: a file that is being written, or a line that is missing, must not open a door.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _ROTATED = ("api_key", "admin_api_key", *_TLS)
 
 
 class Credentials:
-    """Those of a running server. `given` are the settings as they are now, from the operator's flags and files."""
+    """The keys and certificates of a running server. `given` are the current settings of the operator's flags and
+    files."""
 
     def __init__(
         self,
@@ -37,7 +38,8 @@ class Credentials:
         self._say = say
 
     def read_again(self) -> None:
-        """What is new goes to the run directory, where processes find it; what cannot be used changes nothing."""
+        """Write new values to the run directory, where processes find them; values that cannot be used change
+        nothing."""
         try:
             given = self._given()
             fresh = self._checked(given)
@@ -62,7 +64,7 @@ class Credentials:
 
 
 def write(settings: Settings, directory: RunDirectory) -> None:
-    """The file that every process of the server reads, whole at any time and for this user only."""
+    """Write the settings file that every process of the server reads: atomically, and for this user only."""
     draft = directory.settings_file.with_suffix(".new")
     draft.touch(0o600)
     draft.write_text(settings.to_json())
@@ -70,7 +72,7 @@ def write(settings: Settings, directory: RunDirectory) -> None:
 
 
 def resolve_tls(settings: Settings) -> Settings:
-    """Makes the paths of certificates absolute. SettingsError when they do not fit together."""
+    """Make the paths of certificates absolute. SettingsError when they do not fit together."""
     given: dict[str, str] = {name: getattr(settings, name) for name in _TLS}
     paths = {name: os.path.abspath(Path(path).expanduser()) if path else "" for name, path in given.items()}
     if not paths["ssl_certfile"]:
@@ -81,7 +83,7 @@ def resolve_tls(settings: Settings) -> Settings:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     name = "ssl_certfile"
     try:
-        # A password prompt would wait for nobody: an encrypted key is refused instead.
+        # A password prompt would wait for ever: an encrypted key is refused instead.
         context.load_cert_chain(paths["ssl_certfile"], paths["ssl_keyfile"] or None, password=lambda: "")
         name = "ssl_ca_certs"
         if paths[name]:
@@ -93,7 +95,7 @@ def resolve_tls(settings: Settings) -> Settings:
 
 
 def exposed(settings: Settings) -> Iterator[str]:
-    """A sentence for each file with a secret that every user of this machine can read."""
+    """Yield a sentence for each file with a secret that every user of this machine can read."""
     private = settings.ssl_keyfile or settings.ssl_certfile
     for name, path in (("api_key_file", settings.api_key_file), ("ssl_keyfile", private)):
         try:

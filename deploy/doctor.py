@@ -48,14 +48,14 @@ class Finding:
 
 
 def doctor(port: int) -> int:
-    """Prints the table; exit status 1 when a server could not run here."""
+    """Print the table. Exit status 1 when a server could not run here."""
     findings = list(examine(port))
     Console().print(_table(findings))
     return int(any(finding.verdict is Verdict.FAIL for finding in findings))
 
 
 def examine(port: int) -> Iterator[Finding]:
-    """All checks, in the order of how often they matter."""
+    """Yield all checks, in the order of how often they matter."""
     checks: tuple[Callable[[], Finding], ...] = (
         check_system,
         check_python,
@@ -75,7 +75,7 @@ def examine(port: int) -> Iterator[Finding]:
 
 
 def judge(subject: str, good: bool, fact: str, remedy: str, otherwise: Verdict = Verdict.WARN) -> Finding:
-    """A finding whose remedy only shows when it is needed."""
+    """Make a finding whose remedy only shows when it is needed."""
     return Finding(subject, Verdict.OK, fact) if good else Finding(subject, otherwise, fact, remedy)
 
 
@@ -91,13 +91,14 @@ def check_python() -> Finding:
 
 
 def check_torch() -> Finding:
-    installed, pin = machine.torch_version(), torch_pin()
+    installed = machine.torch_version()
+    pin = torch_pin()
     good = installed != "" and installed.partition("+")[0] == (pin or installed.partition("+")[0])
     return judge("torch", good, installed or "not installed", f"pip install torch=={pin}", Verdict.FAIL)
 
 
 def torch_pin() -> str:
-    """The version that tokenyard asks for; empty when it does not say."""
+    """Return the torch version that tokenyard asks for; empty when none is pinned."""
     try:
         requirements = importlib.metadata.requires("tokenyard") or []
     except importlib.metadata.PackageNotFoundError:
@@ -108,7 +109,7 @@ def torch_pin() -> str:
 
 
 def check_cuda() -> Finding:
-    """Asks torch itself, in a process of its own: only it knows whether driver and build agree."""
+    """Check CUDA with torch itself, in a process of its own: only torch knows whether driver and build agree."""
     expected = machine.cuda_devices()
     if not expected and shutil.which("nvidia-smi") is None:
         return Finding("cuda", Verdict.OK, "no NVIDIA GPU; models run on the CPU")

@@ -1,8 +1,8 @@
 """Finds the children that hang: that live and are not heard.
 
-A child that serves says so every few seconds (shared/phases.py: beat). One that is silent for too long is asked where
-it is, continued if it was only stopped, and killed when it stays silent: then the supervisor replaces it as any that
-has died. While this process itself stood still nobody could be heard, and nobody is blamed.
+A child that serves sends a heartbeat every few seconds (shared/phases.py: beat). One that is silent for too long is
+asked for its stack, continued if it was only stopped, and killed when it stays silent: then the supervisor replaces it
+as any that has died. Time during which this process itself stood still does not count as silence.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from deploy.child import Child, ChildSpec
 from shared.liveness import last_frame, nudge
 
 LOOK_SECONDS = 1.0
+# Seconds of silence, with a quarter of the allowed silence, after which a child is named in metrics and by `tokenyard
+# status`.
 QUIET_SECONDS = 8.0
-"""A child that has not been heard for so long, and for a quarter of what it may be silent, is named in metrics and by
-`tokenyard status`."""
+# Silence that is allowed during a start: weights may be many and come over a slow network.
 START_SECONDS = 1800.0
-"""That a start may take without a word: weights may be many and come over a slow network."""
+# A look that comes so late means that this process was stopped, or the whole machine suspended.
 STANDSTILL_SECONDS = 5.0
-"""A look that comes so late says that this process was stopped, or the whole machine suspended."""
 SECONDS_FOR_LAST_WORDS = 2.0
 _STACK_LINES = 60
 
 
 class Observer(Protocol):
-    """`silent`: a child has not been heard for so many seconds; 0 when it speaks again. `hung`: it is being killed."""
+    """Gets silences and kills. `silent`: seconds since a child was heard; 0 when it speaks again. `hung`: it is
+    being killed."""
 
     def output(self, line: str) -> None: ...
     def say(self, level: str, text: str) -> None: ...
@@ -38,24 +39,27 @@ class Observer(Protocol):
 
 
 class HangWatch:
-    """Kills, and tells `observer` what it sees."""
+    """Kills children that hang, and reports to `observer`."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
+        # When each child is killed: None while it may be silent, infinity when it has been killed.
         self._quiet: dict[Child, float | None] = {}
-        """When they are killed: None while they may be silent, infinity when that has been done."""
         self.next_look = time.monotonic() + LOOK_SECONDS
 
     def look(self, children: Iterable[Child]) -> None:
-        """Judges those whose spec has a limit. To be called at `next_look`; sooner it does nothing."""
+        """Judge the children whose spec has a limit. Call it at `next_look`; sooner it does nothing."""
         now = time.monotonic()
         if now < self.next_look:
             return
-        late, self.next_look = now - self.next_look, now + LOOK_SECONDS
+        late = now - self.next_look
+        self.next_look = now + LOOK_SECONDS
         watched = [child for child in children if child.spec.hang_seconds is not None]
         self._quiet = {child: due for child, due in self._quiet.items() if child in watched}
         if late > STANDSTILL_SECONDS:
-            self._observer.say("WARNING", f"this process stood still for {late:.1f} s; nobody is blamed for that time")
+            self._observer.say(
+                "WARNING", f"this process stood still for {late:.1f} s; nothing counts as silent for it"
+            )
             for child in watched:
                 child.heard_at = now
         for child in watched:

@@ -1,8 +1,7 @@
 """The port of a server: bound once, by the supervisor, and handed down to the API processes.
 
 All of them accept from one queue. So a port belongs to one server from the first moment, a process that is replaced or
-dies leaves no connection behind that nobody would accept, and of two servers that want one port the later one fails at
-once.
+dies leaves no connection behind unaccepted, and of two servers that want one port the later one fails at once.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import socket
 
 from shared.settings import SettingsError
 
+# Connections that may wait to be accepted; the kernel cuts it to net.core.somaxconn.
 BACKLOG = 2048
-"""Connections that may wait to be accepted; the kernel cuts it to net.core.somaxconn."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. SettingsError says why there can be none, with a remedy."""
+    """Open a listening socket. SettingsError names the cause and a remedy."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
@@ -37,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def port_problem(host: str, port: int) -> str | None:
-    """Why nobody can listen on this address, in words with a remedy; None when one can."""
+    """Explain, with a remedy, why this address cannot be listened on; None when it can."""
     try:
         listen(host, port).close()
     except SettingsError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def torch_version() -> str:
-    """Version of the installed torch, with its build (`2.13.0+cpu`); empty when there is none."""
+    """Return the version of the installed torch, with its build (`2.13.0+cpu`); empty when there is none."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -21,7 +21,7 @@ def torch_version() -> str:
 
 
 def cuda_devices(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """`cuda:0`, `cuda:1`... as a worker will number them; none when torch is a CPU build."""
+    """Return `cuda:0`, `cuda:1`... as a worker will number them; none when torch is a CPU build."""
     if torch_version().endswith("+cpu"):
         return []
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -35,7 +35,7 @@ def _gpus_installed() -> int:
 
 
 def _gpus_of_driver() -> int:
-    """Asks the driver's tool, for systems without device nodes (WSL)."""
+    """Count GPUs with the driver's tool, for systems without device nodes (WSL)."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return 0
@@ -47,7 +47,7 @@ def _gpus_of_driver() -> int:
 
 
 def _gpus_listed(visible: str) -> int:
-    """CUDA reads the list up to the first entry that names no device."""
+    """Count the GPUs of CUDA_VISIBLE_DEVICES: CUDA reads the list up to the first entry that names no device."""
     count = 0
     for entry in visible.split(","):
         if not re.fullmatch(r"[0-9]+|GPU-.+|MIG-.+", entry.strip()):
@@ -57,7 +57,7 @@ def _gpus_listed(visible: str) -> int:
 
 
 def cpu_features() -> frozenset[str]:
-    """Instruction set flags of the first core (`flags` on x86, `Features` on ARM)."""
+    """Return the instruction set flags of the first core (`flags` on x86, `Features` on ARM)."""
     match = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return frozenset(match[1].split()) if match else frozenset()
 

@@ -64,11 +64,11 @@ class _Running:
 
 
 class LLM:
-    """A model of a Hugging Face directory or hub name. Not to be used from two threads at once.
+    """A model of a Hugging Face directory or hub name. Do not use it from two threads at once.
 
     `options` are those of `TextPipeline.load`: device, dtype, quantization, max_batch_size, max_length, kv_memory. The
-    model is loaded by the first call that needs it, once for text and once for vectors; ValueError says why it cannot
-    be.
+    model is loaded by the first call that needs it, once for text and once for vectors; ValueError gives the reason
+    when it cannot be.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
@@ -78,10 +78,10 @@ class LLM:
         Thread(target=self._loop.run_forever, name="llm", daemon=True).start()
 
     def generate(self, prompts: str | Sequence[str], sampling: Sampling = None) -> list[Completion]:
-        """One completion for each prompt, in their order.
+        """Generate one completion for each prompt, in their order.
 
-        `sampling` is what a client would say, for all prompts or one for each, over the model's own defaults.
-        ValueError names what is wrong with a request; nothing is generated then.
+        `sampling` has a client's values, for all prompts or one for each, over the model's own defaults. ValueError
+        names what is wrong with a request; nothing is generated then.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         return self._run(
@@ -92,7 +92,7 @@ class LLM:
         )
 
     def chat(self, chats: Chat | Sequence[Chat], sampling: Sampling = None) -> list[Completion]:
-        """One answer for each chat, which is a list of messages `{"role": ..., "content": ...}`."""
+        """Generate one answer for each chat, which is a list of messages `{"role": ..., "content": ...}`."""
         several: Any = [chats] if _is_one(chats) else chats
         return self._run(
             [
@@ -102,7 +102,7 @@ class LLM:
         )
 
     def embed(self, texts: str | Sequence[str]) -> NDArray[np.float32]:
-        """A vector for each text, [texts, width]. ValueError for a text that is too long, by its place."""
+        """Embed each text: f32[texts, width]. ValueError for a text that is too long, by its place."""
         pipeline, tokenizer = self._embedder
         contexts: dict[RequestID, EmbeddingsContext] = {}
         for place, text in enumerate([texts] if isinstance(texts, str) else texts):
@@ -116,7 +116,7 @@ class LLM:
         return np.array([outputs[name].embeddings for name in contexts], np.float32)
 
     def close(self) -> None:
-        """Ends the threads and processes that were started. Idempotent."""
+        """End the threads and processes that were started. Idempotent."""
         for name in ("_texts", "_embedder"):
             pipeline, tokenizer = self.__dict__.pop(name, (None, None))
             if tokenizer is not None:
@@ -171,12 +171,12 @@ class LLM:
         return [found[place] for place in range(len(requests))]
 
     def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Its result, also where the caller's thread runs an event loop of its own."""
+        """Return a coroutine's result, also where the caller's thread runs an event loop of its own."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
 def _fill(batch: dict[RequestID, _Running], waiting: deque[_Running], pipeline: TextPipeline) -> None:
-    """Takes in what is sure to have room until its end."""
+    """Admit waiting prompts that are sure to have room until their end."""
     free = pipeline.num_blocks - sum(running.blocks for running in batch.values())
     while waiting and len(batch) < pipeline.max_batch_size and waiting[0].blocks <= free:
         running = waiting.popleft()

@@ -1,4 +1,4 @@
-"""Waits until the server answers `/ready`, then tells the operator where it is and what to try."""
+"""Waits until the server answers `/ready`, then shows the operator its address and a first request."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _SECONDS_PER_TRY = 2.0
 
 
 def url_of(settings: Settings) -> str:
-    """Address for a client on this machine; a server that listens everywhere is also at its loopback address."""
+    """Return the address for a client on this machine; a server that listens everywhere is also at its loopback
+    address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     return f"{settings.scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def example(settings: Settings) -> str:
-    """A curl line that works as pasted."""
+    """Return a curl line that works as pasted."""
     body = {"model": settings.public_model_name, "messages": [{"role": "user", "content": "Hello!"}]}
     data = shlex.quote(json.dumps(body, ensure_ascii=False))
     key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if settings.api_key else ""
@@ -36,8 +37,11 @@ class Announcer:
     """Asks `/ready` in a thread of its own, so that the supervisor never waits for HTTP."""
 
     def __init__(self, settings: Settings, scheduler_problem: Callable[[], str | None], patience: float = 60.0) -> None:
-        """`scheduler_problem` says why the scheduler is not ready, or None: where HTTP wants a client's certificate,
-        which we have not."""
+        """Take the address and patience of the wait.
+
+        `scheduler_problem` gives the reason why the scheduler is not ready, or None. It is asked where HTTP wants a
+        client's certificate, which this process does not have.
+        """
         self._settings = settings
         self._problem = scheduler_problem if settings.ssl_ca_certs else self._http_problem
         self._patience = patience
@@ -45,7 +49,7 @@ class Announcer:
         self._stop = threading.Event()
 
     def start(self, say: Callable[[str, str], None]) -> None:
-        """`say` takes a level and a text, as the supervisor's observer does."""
+        """Start the thread. `say` takes a level and a text, as the supervisor's observer does."""
         threading.Thread(target=self._announce, args=(say,), name="announcer", daemon=True).start()
 
     def stop(self) -> None:
@@ -64,7 +68,7 @@ class Announcer:
         say("INFO", f"or:  tokenyard chat --url {url}")
 
     def _wait(self) -> str | None:
-        """None as soon as the server is ready; its last answer when it never was."""
+        """Wait for the server. None as soon as it is ready; its last answer when it never was."""
         deadline = time.monotonic() + self._patience
         answer: str | None = "no answer yet"
         while time.monotonic() < deadline and not self._stop.wait(_SECONDS_BETWEEN_TRIES):
@@ -74,7 +78,7 @@ class Announcer:
         return answer
 
     def _http_problem(self) -> str | None:
-        """None when `/ready` answers 200, else what it answers."""
+        """Ask `/ready`: None for 200, else its answer."""
         try:
             with self._open(f"{url_of(self._settings)}/ready", timeout=_SECONDS_PER_TRY):
                 return None
@@ -84,7 +88,7 @@ class Announcer:
             return str(error)
 
     def _open(self, url: str, timeout: float) -> Any:
-        """Without the proxies of the environment: they cannot reach this machine's loopback address."""
+        """Open a URL without the proxies of the environment: they cannot reach this machine's loopback address."""
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
         if self._settings.ssl_certfile:
             # The certificate names the public host, not the loopback address, and this is our own server.

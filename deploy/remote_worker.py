@@ -1,6 +1,6 @@
 """`tokenyard keys` and `tokenyard worker`: workers on other machines than their scheduler's.
 
-Knows which files go where and which process is started. How peers prove who they are is shared/curve.py's matter.
+Knows which files go where and which process is started. The authentication of peers is in shared/curve.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shared.settings import Settings, SettingsError
 
 
 def make_keys(folder: Path, peer: str) -> int:
-    """Makes the server's keys, or with a name those of one more peer, and says what to do with them."""
+    """Make the server's keys, or with a name those of one more peer, and print what to do with them."""
     if not peer:
         curve.make_server_keys(folder)
         print(f"made {folder}: add a machine with `tokenyard keys {folder} --peer NAME`, then serve with")
@@ -42,7 +42,7 @@ def make_keys(folder: Path, peer: str) -> int:
 
 
 def work(settings: Settings, endpoint: str, index: int) -> int:
-    """Runs one worker for a scheduler elsewhere until a signal; the exit status for the process."""
+    """Run one worker for a scheduler elsewhere until a signal. Returns the exit status of the process."""
     settings = resolve_devices(resolve_model(settings))
     if "," in settings.devices:
         raise SettingsError(f"devices must name one device here, got {settings.devices!r}; start one worker for each")

@@ -14,30 +14,31 @@ from collections.abc import Callable
 from deploy.child import Child
 from deploy.slot import Slot
 
+# Time for an old process to end what it has begun, before it is killed.
 RETIREMENT_SECONDS = 3600.0
-"""What an old process gets to end what it has begun, before it is killed."""
 
 
 class RollingRestart:
-    """`slots` is the supervisor's list, in which a child and its successor have a slot each while both are there."""
+    """The state of a rolling restart. `slots` is the supervisor's list, in which a child and its successor have a
+    slot each while both are there."""
 
     def __init__(self, slots: list[Slot], start: Callable[[Slot], None], say: Callable[[str, str], None]) -> None:
         self._slots = slots
         self._start = start
         self._say = say
         self._waiting: deque[Slot] = deque()
+        # The old slot, the new slot, and the process of the new one.
         self._succession: tuple[Slot, Slot, Child] | None = None
-        """Old, new, and the process of the new one."""
 
     def begin(self) -> None:
-        """All anew, but for the one that is being replaced just now."""
+        """Begin a restart of all rolling children, but for the one that is being replaced just now."""
         slots = [slot for slot in self._slots if slot.wanted and slot.spec.rolling]
         self._waiting = deque(slot for slot in slots if self._succession is None or slot is not self._succession[0])
         names = ", ".join(slot.spec.name for slot in slots)
         self._say("INFO", f"SIGHUP: restarting one by one: {names or 'nothing can be'}")
 
     def proceed(self) -> None:
-        """To be called whenever something has happened to a child."""
+        """Take the next step. Call it whenever something has happened to a child."""
         if self._succession is not None:
             self._go_on_with(*self._succession)
         while self._succession is None and self._waiting:
@@ -67,7 +68,8 @@ class RollingRestart:
             self._hand_over(old, new)
 
     def _hand_over(self, old: Slot, new: Slot) -> None:
-        old.wanted, new.wanted = False, True
+        old.wanted = False
+        new.wanted = True
         if old.child is None:  # it died, and was about to be started again
             self._slots.remove(old)
         else:

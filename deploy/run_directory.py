@@ -16,15 +16,15 @@ from deploy import credentials
 from shared.endpoints import RunDirectory
 from shared.settings import Settings, SettingsError
 
+# TMPDIR of the systemd unit that we ship.
 SERVICE_DIRECTORY = Path("/run/tokenyard")
-"""TMPDIR of the systemd unit that we ship."""
 _PREFIX = "tokenyard-"
 _PID_FILE = "supervisor.pid"
 _SECONDS_TO_MAKE_ONE = 60.0
 
 
 def parent_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where run directories are made: TMPDIR when it is set, else the user's runtime directory, else /tmp."""
+    """Return where run directories are made: TMPDIR when it is set, else the user's runtime directory, else /tmp."""
     if environ.get("TMPDIR"):
         # Not tempfile's choice, which goes on elsewhere in silence when this one cannot be used.
         return Path(environ["TMPDIR"]).absolute()
@@ -33,14 +33,14 @@ def parent_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def places_to_look(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where servers may have their run directories, however each was started: that of the systemd unit, too."""
+    """Return where servers may have their run directories, however each was started, the systemd unit's included."""
     mine = [Path(environ[name]) for name in ("TMPDIR", "XDG_RUNTIME_DIR") if environ.get(name)]
     return list(dict.fromkeys([*mine, Path("/tmp"), SERVICE_DIRECTORY]))
 
 
 @contextlib.contextmanager
 def private_run_directory(parent: Path) -> Iterator[RunDirectory]:
-    """A fresh 0700 directory, removed at the end. SettingsError says why none can be made."""
+    """Make a fresh 0700 directory, removed at the end. SettingsError gives the reason when none can be made."""
     _sweep(parent)
     path = _make(parent)
     try:
@@ -52,7 +52,7 @@ def private_run_directory(parent: Path) -> Iterator[RunDirectory]:
 
 
 def keep_settings(directory: RunDirectory, settings: Settings) -> None:
-    """Writes what every process of the server reads. SettingsError when there is no room."""
+    """Write the settings that every process of the server reads. SettingsError when there is no room."""
     try:
         credentials.write(settings, directory)
     except OSError as error:
@@ -72,7 +72,7 @@ def _unusable(parent: Path, error: OSError) -> str:
 
 
 def living_run_directories(parents: Iterable[Path]) -> list[RunDirectory]:
-    """Those of this user's servers that run now; root sees everybody's."""
+    """Return the run directories of this user's running servers; for root, those of all users."""
     found = []
     for path in (path for parent in parents for path in sorted(parent.glob(f"{_PREFIX}*"))):
         with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def _described(path: Path) -> RunDirectory:
 
 
 def _claim(path: Path) -> TextIO:
-    """Writes the pid file and locks it. The lock, not the number, says that the owner lives: it ends with the process.
+    """Write the pid file and lock it. The lock, not the number, shows that the owner lives: it ends with the process.
 
     The file gets its name only when it is locked, so that a sweep never meets an unlocked pid file of a living owner.
     """
@@ -111,7 +111,7 @@ def _claim(path: Path) -> TextIO:
 
 
 def _sweep(parent: Path) -> None:
-    """Removes what killed supervisors of this user left behind."""
+    """Remove the directories that killed supervisors of this user left behind."""
     for path in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if path.is_dir() and path.stat().st_uid == os.getuid() and _is_abandoned(path):

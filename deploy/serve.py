@@ -1,7 +1,7 @@
 """`tokenyard serve`: from settings to running processes.
 
-Knows which processes make a server, in which order, and what each gets in its environment. Watching over them is
-supervisor.py's work, showing their start timeline.py's.
+Knows which processes make a server, in which order, and the environment of each. Watching over them is supervisor.py's
+work, showing their start timeline.py's.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _OPEN_FILES_WANTED = 65536
 _SECONDS_AFTER_DRAIN = 6.0
 _ERRORS_KEPT = 50
 _SECONDS_TO_STOP = 10.0
+# An API process or a scheduler that has not come round its loop for so many seconds is replaced.
 HANG_SECONDS = 30.0
-"""An API process or a scheduler that has not come round its loop for so long is replaced."""
 
 
 def serve(given: Settings, given_now: Callable[[], Settings] | None = None) -> int:
-    """Serves until a signal; the exit status for the process. SettingsError says what cannot work and the remedy.
+    """Serve until a signal. Returns the exit status. SettingsError names the setting that cannot work and the remedy.
 
     `given_now` gives the operator's settings anew, for keys and certificates that may change meanwhile.
     """
@@ -88,7 +88,7 @@ def _supervise(
 
 
 class _Chronicle(Timeline):
-    """A time line that also writes down what went wrong, for `tokenyard status` and `/metrics`."""
+    """A time line that also records failures, for `tokenyard status` and `/metrics`."""
 
     def __init__(
         self,
@@ -139,14 +139,13 @@ def _scheduler_problem(directory: RunDirectory) -> str | None:
 
 
 def _forget(pid: int, directory: RunDirectory) -> None:
-    """Removes what an ended process has left: what it reported as its present state (not what it counted), and arrays
-    in shared memory."""
+    """Remove the state of an ended process: its gauges (its counters stay), and its arrays in shared memory."""
     mark_process_dead(pid, str(directory.metrics_directory))  # type: ignore[no-untyped-call]
     sweep_shared_memory()
 
 
 def sweep_shared_memory() -> None:
-    """Removes the arrays of processes that were killed, of this server and of earlier ones."""
+    """Remove the arrays of processes that were killed, of this server and of earlier ones."""
     if any(SHARED_MEMORY.glob("tokenyard-*")):
         # numpy comes with it, and most servers never get here.
         from interfaces import sweep_segments
@@ -155,7 +154,7 @@ def sweep_shared_memory() -> None:
 
 
 def resolve_model(settings: Settings) -> Settings:
-    """Makes `model` a hub name or an absolute directory."""
+    """Make `model` a hub name or an absolute directory."""
     if settings.model == "":
         name = settings.served_model_name or EMBEDDED_NAME
         return dataclasses.replace(settings, model=_embedded_model(), served_model_name=name)
@@ -184,10 +183,10 @@ def _embedded_model() -> str:
 
 
 def resolve_devices(settings: Settings) -> Settings:
-    """Makes `devices` a list: every GPU that torch could use, else one worker on the CPU.
+    """Make `devices` a list: every GPU that torch could use, else one worker on the CPU.
 
     SettingsError for a GPU that this build of torch, or this machine, does not have. (A machine without any may be one
-    whose driver is still being loaded: that is for the worker to say.)
+    whose driver is still being loaded: the worker judges that.)
     """
     wanted = [device for device in settings.devices.split(",") if device.startswith("cuda:")]
     if wanted and machine.torch_version().endswith("+cpu"):
@@ -204,7 +203,7 @@ def resolve_devices(settings: Settings) -> Settings:
 
 
 def resolve_curve(settings: Settings) -> Settings:
-    """Makes the folder of CURVE keys absolute. SettingsError for a tcp endpoint without usable keys."""
+    """Make the folder of CURVE keys absolute. SettingsError for a tcp endpoint without usable keys."""
     if not settings.worker_endpoint:
         return settings
     if not settings.curve_keys:
@@ -220,7 +219,7 @@ def resolve_curve(settings: Settings) -> Settings:
 
 
 def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> list[ChildSpec]:
-    """The processes of one server, in the order of their dependence: stopping goes backwards.
+    """List the processes of one server, in the order of their dependence: stopping goes backwards.
 
     `listener` is the descriptor of the listening socket.
     """
@@ -269,20 +268,22 @@ def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> l
 
 
 def worker_hang_seconds(settings: Settings) -> float:
-    """That a worker may be silent for. Its scheduler judges it much sooner, by its steps, which may be long; this is
-    for one that its scheduler cannot end, because it is on another machine.
+    """Return the seconds for which a worker may be silent.
+
+    Its scheduler judges it much sooner, by its steps, which may be long; this limit is for a worker on another machine,
+    which its scheduler cannot end.
     """
     return max(300.0, 20.0 * settings.stall_timeout)
 
 
 def command(role: str, directory: RunDirectory, *arguments: str) -> list[str]:
-    """Starts the module whose name is the role's, up to a colon."""
+    """Make the command that starts the module whose name is the role's, up to a colon."""
     module = role.partition(":")[0]
     return [sys.executable, *role_option(role), "-m", module, "--run-dir", str(directory.path), *arguments]
 
 
 def common_environment(directory: RunDirectory, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What every child gets on top of the supervisor's environment."""
+    """Make the environment that every child gets on top of the supervisor's."""
     kernels = kernel_cache_directory(environ)
     if machine.is_writable(kernels):
         forget_old_kernels(kernels)
@@ -307,9 +308,9 @@ def common_environment(directory: RunDirectory, environ: Mapping[str, str] = os.
 
 
 def cpu_share(workers: int, usable: int, visible: int, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Thread counts that split the usable cores among the CPU workers.
+    """Split the usable cores among the CPU workers, as environment variables for thread counts.
 
-    Nothing where the libraries' own choice, all visible cores, is right, or the operator has chosen.
+    Empty where the libraries' own choice, all visible cores, is right, or the operator has chosen.
     """
     share = max(1, usable // max(1, workers))
     if share == visible or "OMP_NUM_THREADS" in environ:
@@ -318,7 +319,7 @@ def cpu_share(workers: int, usable: int, visible: int, environ: Mapping[str, str
 
 
 def _raise_open_files_limit() -> None:
-    """Each client is an open file, and the usual soft limit of 1024 is for programs that use select(2)."""
+    """Raise the limit of open files: each client is one, and the usual soft limit of 1024 is for users of select(2)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES_WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -11,9 +11,9 @@ from deploy.child import Child, ChildSpec
 class RestartPolicy:
     """When a dead child is started again, in seconds, and when no more.
 
-    The delay doubles from `first_delay` to `longest_delay` and falls back after the child served for `settled_after`.
-    A child is hopeless after `deaths` deaths in a row, each before it had served that long. The supervisor gives up
-    when all children of a role are; until then the others go on, and the hopeless one is tried again and again.
+    The delay doubles from `first_delay` to `longest_delay` and falls back after the child served for `settled_after`. A
+    child is hopeless after `deaths` deaths in a row, each before it had served that long. The supervisor gives up when
+    all children of a role are; until then the others go on, and the hopeless one is tried again and again.
     """
 
     first_delay: float = 0.25
@@ -24,22 +24,22 @@ class RestartPolicy:
 
 @dataclass(eq=False)
 class Slot:
-    """One of the children that a server consists of, across its deaths and restarts."""
+    """One of the children of a server, across its deaths and restarts."""
 
     spec: ChildSpec
     policy: RestartPolicy
     child: Child | None = None
+    # The fork server of the child that has died, which can fork the next one.
     parent: Child | None = None
-    """The process whose fork was the child that has died, and from which the next one can be forked."""
     epoch: int = field(init=False)
+    # Whether a child that ends is followed by another.
     wanted: bool = True
-    """Whether a child that ends is followed by another."""
     due: float = 0.0
     deaths_in_a_row: int = 0
+    # Set while the child leaves, because another one has taken its place: its end is no death.
     kill_at: float | None = None
-    """Set while the child leaves, because another one has taken its place: its end is no death."""
+    # The seconds that the child has for leaving.
     patience: float = 0.0
-    """The seconds it was given for that."""
 
     def __post_init__(self) -> None:
         self.epoch = self.spec.first_epoch
@@ -49,8 +49,9 @@ class Slot:
         self.deaths_in_a_row = 1 if served >= self.policy.settled_after else self.deaths_in_a_row + 1
 
     def let_end(self, now: float, patience: float) -> None:
-        """Its child has been told to end; after so many seconds it is killed."""
-        self.kill_at, self.patience = now + patience, patience
+        """Record that the child is leaving; after `patience` seconds it is killed."""
+        self.kill_at = now + patience
+        self.patience = patience
 
     @property
     def hopeless(self) -> bool:

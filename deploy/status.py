@@ -1,7 +1,7 @@
-"""`tokenyard status` and `tokenyard why`: what a running server does, and what was decided about one request.
+"""`tokenyard status` and `tokenyard why`: the state of a running server, and the decisions about one request.
 
-Asks the scheduler over its own socket, so whoever may open the run directory may ask, and the HTTP side need not
-answer. Processes are what the kernel says they are; why they died is in the file that the supervisor keeps.
+Asks the scheduler over its own socket, so that every user who may open the run directory may ask, and the HTTP side
+need not answer. Processes come from the kernel; the causes of their deaths are in the file that the supervisor keeps.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class _Process:
     seconds: float
     resident: int
     cpu_seconds: float
+    # Seconds since the last heartbeat, where one is overdue.
     seconds_silent: float = 0.0
-    """Since the supervisor has heard nothing of it, although it should."""
+    # Hangs of processes in this one's place, before it.
     hangs: int = 0
-    """Of processes in this one's place, before it."""
 
 
 @dataclass(frozen=True)
 class _Report:
-    """What is known of one server."""
+    """All known facts of one server."""
 
     directory: Path
     model: str
@@ -55,7 +55,7 @@ class _Report:
 
 
 def status(run_directory: Path | None, as_json: bool = False) -> int:
-    """Prints every server of this user, or the one of `run_directory`; 1 when a scheduler does not answer."""
+    """Print every server of this user, or the one of `run_directory`; 1 when a scheduler does not answer."""
     reports = [_report(directory) for directory in _directories(run_directory)]
     if as_json:
         print(json.dumps([_plain(report) for report in reports], indent=2))
@@ -66,7 +66,7 @@ def status(run_directory: Path | None, as_json: bool = False) -> int:
 
 
 def why(run_directory: Path | None, request_id: str) -> int:
-    """Prints the decision log of the requests whose id begins so; 1 when nobody knows one."""
+    """Print the decision log of the requests whose id begins so; 1 when there is none."""
     lines: list[str] = []
     for directory in _directories(run_directory):
         answer = ask(directory, request_id)
@@ -83,7 +83,7 @@ def why(run_directory: Path | None, request_id: str) -> int:
 
 
 def ask(directory: RunDirectory, request_id: str) -> InquiryAnswer | None:
-    """What the scheduler knows; None when it does not answer."""
+    """Ask the scheduler; None when it does not answer."""
     context: zmq.Context[Any] = zmq.Context()
     try:
         socket = connect_dealer(
@@ -138,7 +138,7 @@ def _noted(process: _Process, state: ProcessState | None) -> _Process:
 
 
 def _plain(report: _Report) -> dict[str, Any]:
-    """For `--json`: names of fields as in the types, times in seconds, memory in bytes."""
+    """Convert a report for `--json`: names of fields as in the types, times in seconds, memory in bytes."""
     answer = report.scheduler
     return {
         "run_directory": str(report.directory),
@@ -169,7 +169,7 @@ def _show(report: _Report) -> None:
 
 
 def _remarks(process: _Process) -> str:
-    """What the supervisor has against a process."""
+    """Return the supervisor's complaints about a process."""
     silent = f"  SILENT for {process.seconds_silent:.0f} s" if process.seconds_silent else ""
     return silent + (f"  hung {process.hangs} times before" if process.hangs else "")
 
@@ -193,7 +193,7 @@ def _worker(worker: WorkerStatus) -> str:
 
 
 def _processes(path: Path) -> list[_Process]:
-    """Those whose command line names the run directory, and their parent."""
+    """Find the processes whose command line names the run directory, and their parent."""
     wanted = re.compile(rf"tokenyard: (.+?) \[.*--run-dir {re.escape(str(path))}(?: .*?)?(?:--epoch (\d+))?[ \]]*$")
     found = []
     for entry in Path("/proc").iterdir():
@@ -212,7 +212,7 @@ def _title(entry: Path) -> str:
 
 
 def _process(entry: Path, role: str, epoch: str) -> _Process | None:
-    """From /proc/PID/stat (proc(5)): fields 14, 15, 22 and 24, counted from the third one, after the name."""
+    """Read /proc/PID/stat (proc(5)): fields 14, 15, 22 and 24, counted from the third one, after the name."""
     try:
         fields = (entry / "stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])

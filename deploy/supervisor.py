@@ -3,8 +3,8 @@ in order.
 
 One thread, one selector: a child's end, its events and its output are descriptors (child.py), signals arrive through a
 wakeup descriptor, and the only timers are restart delays, stop deadlines and the looks of hang_watch.py. A child that
-works in a fork (shared/forkserver.py) tells by an event that it is dead, and is asked for the next one. SIGHUP is
-rolling.py's matter. Knows nothing of what the children do; their last role in the list is stopped first.
+works in a fork (shared/forkserver.py) reports its death by an event, and its fork server starts the next one. SIGHUP is
+handled in rolling.py. Does not know what the children do; their last role in the list is stopped first.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from deploy.slot import RestartPolicy, Slot
 
 _SECONDS_AFTER_KILL = 5.0
 _ONE_KEYSTROKE = 0.3
-_GAVE_UP, _WRONG_SETTING = 1, 2
-"""Exit statuses, as `tokenyard serve --help` has them: another start may fare better after the first."""
+# Exit statuses, as `tokenyard serve --help` has them: another start may fare better after the first.
+_GAVE_UP = 1
+_WRONG_SETTING = 2
 
 
 class Observer(Protocol):
-    """What a supervisor tells while it works; `level` is INFO, WARNING or ERROR."""
+    """Gets the events of a supervisor; `level` is INFO, WARNING or ERROR."""
 
     def started(self, child: ChildSpec) -> None: ...
     def event(self, child: ChildSpec, event: dict[str, Any]) -> None: ...
@@ -42,7 +43,7 @@ class Observer(Protocol):
     def all_ready(self) -> None: ...
 
     def stopping(self) -> None:
-        """The children are stopped next."""
+        """Called just before the children are stopped."""
 
 
 class Supervisor:
@@ -55,7 +56,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         on_hangup: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_hangup` prepares what children find when they read again (child.py: rereads)."""
+        """Take the children to run. `on_hangup` prepares the files that they reread (child.py: rereads)."""
         self._slots = [Slot(spec, policy or RestartPolicy()) for spec in specs]
         self._observer = observer
         self._selector = selectors.DefaultSelector()
@@ -69,8 +70,11 @@ class Supervisor:
         self._rolling = RollingRestart(self._slots, self._start, observer.say)
 
     def run(self) -> int:
-        """Exit status for the process: 0 after a signal, 1 when it gave up, 2 when a setting (or the model it names)
-        cannot work. Must be called in the main thread."""
+        """Run until a signal. Returns the exit status of the process.
+
+        It is 0 after a signal, 1 when the supervisor gave up, 2 when a setting (or the model it names) cannot work.
+        Must be called in the main thread.
+        """
         with _Signals() as signals:
             self._selector.register(signals, selectors.EVENT_READ, partial(self._on_signals, signals))
             try:
@@ -95,7 +99,8 @@ class Supervisor:
 
     def _start(self, slot: Slot) -> None:
         if slot.parent is not None and slot.parent.fork_again(slot.epoch):
-            slot.child, slot.parent = slot.parent, None
+            slot.child = slot.parent
+            slot.parent = None
         else:
             try:
                 slot.child = child = Child(slot.spec, slot.epoch)
@@ -127,7 +132,7 @@ class Supervisor:
                 slot.child.kill()
 
     def _turn(self, deadline: float | None) -> None:
-        """Waits for news until `deadline`, and handles it."""
+        """Wait for events until `deadline`, and handle them."""
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         for key, _ in self._selector.select(timeout):
             handle: Callable[[], None] = key.data
@@ -178,24 +183,25 @@ class Supervisor:
             self._observer.all_ready()
 
     def _on_fatal(self, slot: Slot, reason: str, may_pass: bool) -> None:
-        """A child says that it cannot work, and ends."""
+        """Handle a child's report that it cannot work; the child ends."""
         if may_pass:
             self._observer.say("ERROR", reason)
         else:
             self._lose(slot, reason, _WRONG_SETTING)
 
     def _lose(self, slot: Slot, reason: str, status: int) -> None:
-        """A child will never serve. One that is not wanted is no loss: another one does its work."""
+        """Give up a child that will never serve. One that is not wanted is no loss: another one does its work."""
         if slot.wanted:
             self._give_up(reason, status)
         else:
             self._observer.say("ERROR", reason)
 
     def _on_fork_death(self, slot: Slot, child: Child, pid: int, status: int) -> None:
-        """The child's process is still there for the next one."""
+        """Restart a fork that has died, in the child's process, which is still there."""
         while self._forward_output(child):
             pass
-        slot.child, slot.parent = None, child
+        slot.child = None
+        slot.parent = child
         self._observer.exited(slot.spec, pid)
         if slot.wanted:
             self._on_death(slot, child, status)
@@ -270,14 +276,16 @@ class Supervisor:
         self._rolling.begin()
 
     def _stop_all(self) -> None:
-        """Role by role, the last first, so that those who talk to clients end while their servants still work."""
+        """Stop role by role, the last first, so that processes that talk to clients end while their backends still
+        work."""
         for role in reversed(dict.fromkeys(slot.spec.role for slot in self._slots)):
             self._stop([slot for slot in self._slots if slot.spec.role == role])
 
     def _stop(self, slots: Sequence[Slot]) -> None:
         deadline = time.monotonic() + max(slot.spec.stop_seconds for slot in slots)
         for slot in slots:
-            slot.wanted, slot.kill_at = False, None
+            slot.wanted = False
+            slot.kill_at = None
         for child in _children(slots):
             child.terminate()
         while any(_children(slots)) and not self._impatient and time.monotonic() < deadline:
@@ -325,14 +333,14 @@ class _Signals:
         self._send.close()
 
     def terminal_is_gone(self) -> bool:
-        """Whether a SIGHUP means what its name says, and not the order to restart."""
+        """Whether a SIGHUP means that the terminal is gone, and not the order to restart."""
         return self._had_terminal and not _has_terminal()
 
     def fileno(self) -> int:
         return self._receive.fileno()
 
     def take(self) -> bytes:
-        """Numbers of the watched signals that have arrived; others (a test's alarm) have handlers of their own."""
+        """Return the watched signals that have arrived; others (a test's alarm) have handlers of their own."""
         return bytes(number for number in self._receive.recv(64) if number in self._old)
 
 

@@ -1,8 +1,7 @@
-"""What a person sees while the server starts: one line per process with the time of each phase, and progress bars.
+"""The display of a server's start: one line per process with the time of each phase, and progress bars.
 
 On a terminal the phases in work are shown live; elsewhere each process gets plain lines, or lines of JSON. Everything
-goes to standard error. Knows phases by the names that the children report (shared/phases.py), and nothing of what they
-mean.
+goes to standard error. Knows phases by the names that the children report (shared/phases.py), and not their meaning.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ class _Track:
 
     def begin(self, phase: str, now: float) -> None:
         self.phases.append((self.phase, now - self.phase_since))
-        self.phase, self.phase_since = phase, now
+        self.phase = phase
+        self.phase_since = now
 
     def summary(self, now: float) -> str:
         finished = [*self.phases, (self.phase, now - self.phase_since)]
@@ -57,7 +57,8 @@ class Timeline:
     ) -> None:
         self._form = form
         self._console = console or Console(stderr=True)
-        self._on_ready, self._on_exit = on_ready, on_exit
+        self._on_ready = on_ready
+        self._on_exit = on_exit
         self._on_stopping = on_stopping
         self._tracks: dict[str, _Track] = {}
         self._bars: Progress | None = None
@@ -71,7 +72,8 @@ class Timeline:
             track.bar = self._show_bar(child.name)
 
     def event(self, child: ChildSpec, event: dict[str, Any]) -> None:
-        track, now = self._tracks[child.name], time.monotonic()
+        track = self._tracks[child.name]
+        now = time.monotonic()
         match event.get("event"):
             case "phase":
                 track.begin(str(event.get("name")), now)
@@ -84,7 +86,8 @@ class Timeline:
                 self._say_ready(child.name, track.summary(now), facts)
 
     def output(self, line: str) -> None:
-        """A line of a child, or one about the whole server. In JSON every line is, whoever has written it."""
+        """Write a line of a child, or one about the whole server. In JSON mode every line is JSON, whatever its
+        source."""
         raw = self._form == "json" and not logs.is_record(line)
         self._write(logs.line("json", time.time(), "INFO", "output", line, {}) if raw else line)
 
@@ -118,21 +121,25 @@ class Timeline:
         self._on_stopping()
 
     def close(self) -> None:
-        """Gives the terminal back, whatever is still in work."""
+        """Give the terminal back, whatever is still in work."""
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
 
     def _say_ready(self, name: str, summary: str, facts: dict[str, Any]) -> None:
         if self._form == "json":
-            told = {"process": name, **facts}
-            self._write(logs.line("json", time.time(), "INFO", "supervisor", f"{name} is ready: {summary}", told))
+            record = {"process": name, **facts}
+            self._write(
+                logs.line("json", time.time(), "INFO", "supervisor", f"{name} is ready: {summary}", record)
+            )
             return
         beside = ", ".join(f"{key} {value}" for key, value in facts.items())
         self._write(f"  {name:{self._width}}  {summary}" + (f"  ({beside})" if beside else ""))
 
     def _progress(self, name: str, track: _Track, event: dict[str, Any], now: float) -> None:
-        done, total, unit = int(event.get("done", 0)), int(event.get("total", 0)), str(event.get("unit", ""))
+        done = int(event.get("done", 0))
+        total = int(event.get("total", 0))
+        unit = str(event.get("unit", ""))
         amount = _amount(done, total, unit)
         if track.bar is not None:
             self._update_bar(track, total=total, completed=done, amount=amount)
