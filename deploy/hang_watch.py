@@ -57,9 +57,7 @@ class HangWatch:
         watched = [child for child in children if child.spec.hang_seconds is not None]
         self._quiet = {child: due for child, due in self._quiet.items() if child in watched}
         if late > STANDSTILL_SECONDS:
-            self._observer.say(
-                "WARNING", f"this process stood still for {late:.1f} s; nothing counts as silent for it"
-            )
+            self._observer.say("WARNING", f"this process stood still for {late:.1f} s; nothing counts as silent for it")
             for child in watched:
                 child.heard_at = now
         for child in watched:

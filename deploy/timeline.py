@@ -129,9 +129,7 @@ class Timeline:
     def _say_ready(self, name: str, summary: str, facts: dict[str, Any]) -> None:
         if self._form == "json":
             record = {"process": name, **facts}
-            self._write(
-                logs.line("json", time.time(), "INFO", "supervisor", f"{name} is ready: {summary}", record)
-            )
+            self._write(logs.line("json", time.time(), "INFO", "supervisor", f"{name} is ready: {summary}", record))
             return
         beside = ", ".join(f"{key} {value}" for key, value in facts.items())
         self._write(f"  {name:{self._width}}  {summary}" + (f"  ({beside})" if beside else ""))
