@@ -136,7 +136,7 @@ class Application:
             await self._render(internal_error(request_id), scope)(scope, receive, send_with_id)
 
     def _keep_out(self, scope: Scope, error: RequestFailed) -> Response:
-        self.server.tell_failed(scope["path"], error)
+        self.server.record_failure(scope["path"], error)
         response = self._render(error, scope)
         response.headers["www-authenticate"] = "Bearer"
         return response

@@ -96,8 +96,8 @@ class ServerState:
         """All processes of this server, as its supervisor sees them."""
         return {} if self.processes_file is None else process_table.read(self.processes_file)
 
-    def tell_failed(self, path: str, error: RequestFailed) -> None:
-        """Whoever answers a request with an error says so here, once, before it is rendered."""
+    def record_failure(self, path: str, error: RequestFailed) -> None:
+        """Must be called once for each error response, before rendering it."""
         if error.kind is ErrorKind.OVERLOADED and error.retry_after is None:
             error.retry_after = self.crowd.turned_away()
         if (entry := access_log.current.get()) is not None:

@@ -1,1 +1,1 @@
-"""One answer: what its text is taken apart into, and who watches it."""
+"""One answer: the parts of its text, and its observers."""

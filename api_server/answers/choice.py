@@ -1,4 +1,4 @@
-"""The facts of an answer, of which every dialect renders its frames: its tokens and text so far, and why it ended.
+"""The facts of an answer that every dialect renders: its tokens and text so far, and its finish reason.
 
 Knows nothing of where tokens come from, or how text is made of them.
 """
@@ -20,14 +20,14 @@ from interfaces import LogProbabilities, SamplingParams, TextContext, TextGenera
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a choice ended. `matched` is the stop token's id, the stop string or the stop pattern; else None."""
+    """The finish reason. `matched` is the stop token's id, the stop string or the stop pattern; else None."""
 
     kind: Literal["stop_token", "stop_string", "length", "cancelled"]
     matched: int | str | None = None
 
 
 def complete(finish: Finish | None) -> Finish:
-    """The end of an answer that is whole. One that the server itself cut off is none: raises RequestFailed."""
+    """Returns the finish of a complete answer. Raises RequestFailed for an answer that the server cut off."""
     if finish is None or finish.kind == "cancelled":
         reason = "the server ended this request before its answer was complete"
         raise RequestFailed(ErrorKind.UNAVAILABLE, reason, counted=True)
@@ -52,7 +52,7 @@ class TokenDelta:
 
 @dataclass(slots=True)  # one is made for each token, and frozen ones take three times as long to make
 class TextDelta:
-    """News of choice `index`: `text` to append (stop strings cut, never part of a character), perhaps empty.
+    """An update of choice `index`: `text` to append (stop strings cut, never part of a character), perhaps empty.
 
     `tokens` is empty unless `token_details` was asked for; `count` tokens arrived with this delta in any case. Tokens
     whose text is still held back (an unfinished character, a possible stop string) are in the delta in which they
@@ -70,7 +70,7 @@ class TextDelta:
 
 @dataclass
 class Choice:
-    """One answer to one prompt: the facts of which every dialect renders its frames. Times are `time.monotonic()`."""
+    """One answer to one prompt: the facts that every dialect renders. Times are `time.monotonic()`."""
 
     index: int
     request: TextGenerationRequest
@@ -80,17 +80,17 @@ class Choice:
     """The prompt as text (after the chat template, before truncation); None when it came as token ids."""
     context: TextContext
     only_scores: bool = False
-    """Nothing is generated: the log-probabilities of the prompt are what is wanted."""
+    """True when nothing is generated and only the log-probabilities of the prompt are wanted."""
 
     completion_tokens: int = 0
-    """Generated so far, with the stop token, up to the token that completed a stop string; more may have arrived."""
+    """Generated tokens so far, with the stop token, up to the end of a stop string; more may have arrived."""
     tokens: list[TokenDelta] = field(default_factory=list)
-    """Details of these tokens, when `token_details` was asked for."""
+    """Details of the completion tokens, when `token_details` was asked for."""
     pieces: list[str] = field(default_factory=list)
     answer: ParsedAnswer = field(default_factory=ParsedAnswer)
     """Reasoning, text and calls in order, when `parse_answer` was asked for."""
     reasoning_tokens: int = 0
-    """Among the `completion_tokens`, as far as the model's reasoning is known and the answer is parsed."""
+    """Reasoning tokens among the `completion_tokens`; 0 unless the format is known and the answer is parsed."""
     hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
     """Hidden states by the index of their token, prompt first, when they were asked for."""
     cached_tokens: int = 0
@@ -99,7 +99,7 @@ class Choice:
 
     submitted: float = 0.0
     queued: float | None = None
-    """Seconds that it waited for its place on a worker; None if it never got one."""
+    """Seconds that the request waited for a worker; None if it never got one."""
     first_token: float | None = None
     last_token: float | None = None
 
@@ -118,7 +118,7 @@ class Choice:
 
     @property
     def token_ids(self) -> list[int]:
-        """The `completion_tokens` generated ones."""
+        """The ids of the `completion_tokens` generated tokens."""
         ids: list[int] = self.context.tokens.generated[: self.completion_tokens].tolist()
         return ids
 
@@ -129,17 +129,17 @@ class Choice:
 
     @property
     def mean_logprob(self) -> float:
-        """By which the best of several answers is chosen."""
+        """Mean log-probability of the generated tokens, which ranks several answers."""
         return self.logprob_sum / max(1, self.completion_tokens)
 
     @property
     def prompt_logprobs(self) -> LogProbabilities:
-        """Of the prompt's tokens from `first_prompt_logprob` on; complete with the first delta."""
+        """Log-probabilities of the prompt from `first_prompt_logprob` on; complete with the first delta."""
         return self.context.progress.prompt_log_probabilities
 
     @property
     def first_prompt_logprob(self) -> int:
-        """Index of the first token of the prompt that has one: nothing comes before token 0."""
+        """Index of the first prompt token with a log-probability; token 0 never has one."""
         return max(1, self.sampling.prompt_logprobs_from or 0)
 
     @property

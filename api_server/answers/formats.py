@@ -1,4 +1,4 @@
-"""How the served model writes reasoning and tool calls, as the operator said or its chat template shows.
+"""The formats of the served model's reasoning and tool calls, from the settings or the chat template.
 
 Makes the reader of each answer. Knows settings and the tokenizer; the formats themselves are in `parsers/`.
 """
@@ -27,7 +27,7 @@ Tokens = Sequence[int] | NDArray[np.int32]
 
 @dataclass(frozen=True)
 class AnswerFormats:
-    """None: the model has no such thing, or the operator wants it left in the text."""
+    """The answer formats. None: the model has no such format, or the operator wants it left in the text."""
 
     tools: ToolFormat | None
     reasoning: ReasoningFormat | None
@@ -35,9 +35,10 @@ class AnswerFormats:
 
     @classmethod
     def of(cls, settings: Settings, tokenizer: Tokenizer) -> AnswerFormats:
-        """ValueError, naming the setting, for a name that is none."""
+        """Chooses the formats. ValueError names the setting whose format is unknown."""
         template = tokenizer.chat_template
-        tools, reasoning = settings.tool_parser, settings.reasoning_parser
+        tools = settings.tool_parser
+        reasoning = settings.reasoning_parser
         return cls(
             detection.tools_of(template) if tools == "auto" else None if tools == "none" else tool_format(tools),
             detection.reasoning_of(template)
@@ -49,13 +50,13 @@ class AnswerFormats:
         )
 
     def tools_for(self, request: TextGenerationRequest) -> ToolFormat | None:
-        """A call that is forced can be had of any model: what it cannot say its own way, it says as JSON."""
+        """The tool format for a request. A model without one writes forced calls as JSON."""
         if not request.tools:
             return None
         return TOOL_FORMATS["json"] if self.tools is None and request.forced_tools else self.tools
 
     def kept(self, request: TextGenerationRequest) -> frozenset[int]:
-        """Special tokens that mean something to the reader of this answer, and so are not left out of its text."""
+        """Special tokens that the reader of this answer needs, and that stay in its text."""
         marks = [mark for each in (self.tools_for(request),) if each is not None for mark in each.marks]
         if self.reasoning is not None:
             marks += self.reasoning.marks
@@ -63,11 +64,11 @@ class AnswerFormats:
         return frozenset(token for token in ids if token is not None)
 
     def thinks(self, request: TextGenerationRequest, prompt: Tokens) -> bool:
-        """Whether the answers to this prompt begin within reasoning, if that matters to their readers."""
+        """True when the answers to this prompt begin within reasoning and their readers need to know."""
         return _is_read(request) and self.opens(prompt)
 
     def reader(self, request: TextGenerationRequest, thinking: bool) -> AnswerReader | None:
-        """None when this answer is to stay as the model writes it."""
+        """A reader for the answer, or None when the answer stays as the model writes it."""
         if not _is_read(request):
             return None
         finder = self._finder()
@@ -78,7 +79,7 @@ class AnswerFormats:
         return AnswerReader(parser, finder, thinking, request)
 
     def opens(self, prompt: Tokens) -> bool:
-        """Whether the answer begins within reasoning."""
+        """True when the answer begins within reasoning."""
         finder = self._finder()
         if finder is None or self.reasoning is None:
             return False
@@ -115,7 +116,8 @@ class AnswerFormats:
         return replace(request, constraint=made)
 
     def _form(self, request: TextGenerationRequest, opened: bool, schemas: Mapping[str, Any]) -> Constraint | None:
-        given, tools = request.constraint, self.tools_for(request)
+        given = request.constraint
+        tools = self.tools_for(request)
         if tools is None:
             return given
         grammar = CallGrammar(tools, self.tokenizer.token_of, after_thought=opened)
@@ -135,7 +137,7 @@ class AnswerFormats:
 
     @property
     def closing(self) -> list[int]:
-        """The tokens that end reasoning for a model that has thought long enough."""
+        """The tokens that end reasoning when its budget is reached."""
         return [] if self.reasoning is None else self.tokenizer.ids_of(self.reasoning.closing)
 
     def _finder(self) -> MarkedReasoning | None:
@@ -145,7 +147,7 @@ class AnswerFormats:
 
 
 def _is_read(request: TextGenerationRequest) -> bool:
-    """Whether an answer is taken apart, or its reasoning counted."""
+    """True when an answer is parsed, or its reasoning counted."""
     return request.parse_answer or request.max_thinking_tokens is not None
 
 

@@ -1,4 +1,4 @@
-"""Who is told what happens to generations: the seam between the request path and the metrics.
+"""The seam between the request path and the metrics: an observer of generations.
 
 Calls are synchronous, on the event loop, and must be cheap.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """All times in seconds, from `time.monotonic()` differences."""
+    """Receives the events of generations. All times are in seconds, differences of `time.monotonic()`."""
 
     def received(self, path: str) -> None:
         """A request for generation reached `generate`, before validation."""

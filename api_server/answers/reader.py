@@ -1,4 +1,4 @@
-"""One answer on its way to its client: tokens and their text in, pieces out, and when to stop.
+"""Reads one answer: takes tokens and their text, gives pieces, and decides when to stop.
 
 Knows what a request wants of reasoning and of calls. Knows no format, and nothing of how tokens are made.
 """
@@ -26,7 +26,7 @@ class AnswerReader:
         self.reasoning_tokens = 0
         """Tokens of reasoning, its markers included."""
         self.stops: Stops | None = None
-        """What ends the answer by its visible text."""
+        """Stop strings and patterns for the answer's visible text."""
         self._parser = parser
         self._finder = finder
         self._thinking = thinking
@@ -35,11 +35,11 @@ class AnswerReader:
         self._at_once = not request.stream_reasoning
         self._budget = request.max_thinking_tokens
         self._thoughts: list[str] = []
-        self._news: list[Piece] = []
+        self._pieces: list[Piece] = []
 
     @property
     def enough(self) -> bool:
-        """Whether all calls that are wanted are there."""
+        """True when all calls that are wanted are there."""
         return self._most_calls is not None and self._parser.completed_calls >= self._most_calls
 
     @property
@@ -48,31 +48,32 @@ class AnswerReader:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the model has thought as long as it may, and still does."""
+        """True when the reasoning budget is reached and the model still reasons."""
         return self._thinking and self._budget is not None and self.reasoning_tokens >= self._budget
 
     def add(self, token: int, text: str) -> None:
-        """The next token, and the text that it completes."""
+        """Adds a token, and the text that it completes."""
         if self._finder is not None:
             self._count(token, self._finder)
         self.feed(text)
 
     def feed(self, text: str) -> None:
         if text and not self._stopped:
-            self._tell(self._parser.feed(text))
+            self._add_pieces(self._parser.feed(text))
 
     def finish(self, cut: bool) -> None:
-        """The answer has ended: what was held back. `cut`: it was not the model that ended it."""
+        """Ends the answer and releases held-back text. `cut`: something other than the model ended it."""
         if not (self.enough or self._stopped):
-            self._tell(self._parser.finish(cut))
-        self._tell_thoughts()
-        self._tell_held()
+            self._add_pieces(self._parser.finish(cut))
+        self._add_thoughts()
+        self._add_held()
 
     def take(self) -> Sequence[Piece]:
         """The pieces since the last call."""
-        news, self._news = merged(self._news), []
-        self.answer.add(news)
-        return news
+        pieces = merged(self._pieces)
+        self._pieces = []
+        self.answer.add(pieces)
+        return pieces
 
     def _count(self, token: int, finder: MarkedReasoning) -> None:
         found = finder.stream([token], self._thinking)
@@ -82,35 +83,35 @@ class AnswerReader:
         if not self._thinking and not finder.repeats and (self.reasoning_tokens or finder.has_passed):
             self._finder = None
 
-    def _tell(self, pieces: Sequence[Piece]) -> None:
+    def _add_pieces(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             if isinstance(piece, Thought) and self._inline:
-                self._tell_text(ParsedToolCallDelta(0, content=piece.text))
+                self._add_text(ParsedToolCallDelta(0, content=piece.text))
             elif isinstance(piece, Thought):
-                self._tell_held()
+                self._add_held()
                 if self._at_once:
                     self._thoughts.append(piece.text)
                 else:
-                    self._news.append(piece)
+                    self._pieces.append(piece)
             else:
-                self._tell_thoughts()
-                self._tell_text(piece)
+                self._add_thoughts()
+                self._add_text(piece)
             if self._stopped:
                 return
 
-    def _tell_text(self, piece: ParsedToolCallDelta) -> None:
-        """Visible text as far as its stops let it out; part of a call, which they do not see."""
+    def _add_text(self, piece: ParsedToolCallDelta) -> None:
+        """Adds visible text as far as its stops release it, or part of a call, which the stops do not see."""
         if piece.content is None or self.stops is None:
-            self._tell_held()
-            self._news.append(piece)
+            self._add_held()
+            self._pieces.append(piece)
         elif text := self.stops.add(piece.content):
-            self._news.append(replace(piece, content=text))
+            self._pieces.append(replace(piece, content=text))
 
-    def _tell_held(self) -> None:
+    def _add_held(self) -> None:
         if self.stops is not None and (text := self.stops.flush()):
-            self._news.append(ParsedToolCallDelta(0, content=text))
+            self._pieces.append(ParsedToolCallDelta(0, content=text))
 
-    def _tell_thoughts(self) -> None:
+    def _add_thoughts(self) -> None:
         if self._thoughts:
-            self._news.append(Thought("".join(self._thoughts)))
+            self._pieces.append(Thought("".join(self._thoughts)))
             self._thoughts = []

@@ -48,25 +48,25 @@ from shared.sockets import MAX_MESSAGE_BYTES, connect_dealer, readable, same_hos
 log = logging.getLogger("tokenyard")
 
 HELLO_SECONDS = 1.0
+# Without a Status for this long, ten heartbeats, the scheduler counts as gone.
 STALE_SECONDS = 5.0
-"""Without a Status for this long the scheduler counts as gone: ten heartbeats."""
+# After this silence open requests fail. A supervisor restarts a dead scheduler within seconds.
 GIVE_UP_SECONDS = 60.0
-"""After this silence open requests fail: a supervisor restarts a dead scheduler within seconds."""
+# A heartbeat this late means that this process was stopped or the whole machine was suspended.
 STANDSTILL_SECONDS = 5.0
-"""A heartbeat that comes so late says that this process was stopped, or the whole machine suspended."""
+# A request that is lost this many times in a row fails: something about it cannot be sent.
 MOST_LOSSES = 5
-"""A request that was lost so often in a row fails: something about it cannot be sent."""
+# The engine counts as stuck when requests run and no worker has completed a step for this long.
 STALL_SECONDS = 120.0
-"""Requests run, and no worker has completed a step for this long: the engine is stuck."""
+# Tokens this recent prove that the engine works.
 RECENT_SECONDS = 5.0
-"""Tokens that came so recently prove that the engine works."""
+# Most messages handled before other callbacks of the event loop run.
 _BURST = 64
-"""Messages handled before other callbacks of the loop get their turn."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the engine is alive and moves, and why not."""
+    """Whether the engine is alive and ready, and the reason when it is not."""
 
     alive: bool
     ready: bool
@@ -74,13 +74,13 @@ class Health:
 
 
 class EngineClient:
-    """One per process. `start` and everything else runs on the event loop's thread; nothing here blocks."""
+    """This process's client of the scheduler. Everything runs on the event loop's thread; nothing blocks."""
 
     def __init__(self, endpoint: str, replica: str) -> None:
         self.replica = f"{replica}-{secrets.token_hex(6)}"
         self.status: Status | None = None
         self.draining = False
-        """Whether this server is being stopped: it is not ready, and serves what comes nevertheless."""
+        """True while this server is being stopped: it is not ready, and still serves what arrives."""
         self._ended = ""
         self._endpoint = endpoint
         self._context: zmq.Context[Any] = zmq.Context()
@@ -105,7 +105,7 @@ class EngineClient:
         self._beat()
 
     def close(self) -> None:
-        """Says goodbye, so that the scheduler frees what is left at once. Idempotent."""
+        """Sends a goodbye, so that the scheduler frees this replica's requests at once. Idempotent."""
         if self._context.closed:
             return
         self._send(Goodbye(self.replica))
@@ -119,17 +119,17 @@ class EngineClient:
 
     @property
     def running(self) -> int:
-        """Requests of this replica in the scheduler's hands."""
+        """The number of this replica's requests that the scheduler holds."""
         return len(self._open)
 
     @property
     def silence(self) -> float:
-        """Seconds since the scheduler was last heard."""
+        """Seconds since the last message of the scheduler."""
         return time.monotonic() - self._heard
 
     @property
     def max_model_len(self) -> int | None:
-        """None until a worker has told it; while a worker is being restarted, what the last one told."""
+        """Longest prompt and answer in tokens. None until a worker has reported it; kept while a worker restarts."""
         return self._max_model_len or None
 
     @property
@@ -138,7 +138,7 @@ class EngineClient:
 
     @property
     def hidden_size(self) -> int | None:
-        """Width of the vectors that may stand for tokens."""
+        """Width of the embedding vectors that may stand for tokens."""
         return self.status.hidden_size or None if self.status else None
 
     def health(self) -> Health:
@@ -162,7 +162,7 @@ class EngineClient:
         return Health(self._was_ready, status.ready, status.reason if not status.ready else "")
 
     def submit(self, context: TextContext, inbox: Inbox | None = None, terms: Terms | None = None) -> Submission:
-        """Sends a request; its news come to `inbox`. A refusal comes as a result with an `error`."""
+        """Sends a request; its updates come to `inbox`. A refusal comes as a result with an `error`."""
         submission = Submission(self._new_handle(), context, inbox or Inbox(), terms or Terms())
         reason = self._cannot_serve()
         if reason:
@@ -174,7 +174,7 @@ class EngineClient:
         return submission
 
     def end_all_in(self, seconds: float) -> None:
-        """Requests that still run after so many seconds end with an error, and so does whatever comes later."""
+        """Ends requests that still run after `seconds` with an error, and all that are submitted later."""
         passed = f", and {seconds:g} s have passed" if seconds else ""
         self._loop.call_later(seconds, self._end_all, f"the server is being stopped{passed}")
 
@@ -183,27 +183,27 @@ class EngineClient:
         self._fail_all(reason)
 
     def cancel(self, submissions: Iterable[Submission]) -> None:
-        """Nobody waits for these any more. Idempotent; finished ones are left out."""
+        """Cancels requests whose client left. Idempotent; finished ones are skipped."""
         handles = [s.handle for s in submissions if self._forget(s)]
         if handles:
             self._send(Cancel(np.array(handles, np.int32)))
 
     def detach(self, submissions: Iterable[Submission]) -> None:
-        """Nobody listens for now; what can be taken up again goes on."""
+        """Detaches requests whose client left. Resumable ones keep running."""
         handles = [s.handle for s in submissions if self._forget(s)]
         if handles:
             self._send(Detach(np.array(handles, np.int32)))
 
     async def order(self, action: int, request_ids: Sequence[str] = ()) -> OrderAnswer:
-        """Has the scheduler do something (`Action`). Its news for this replica are handled before its answer.
+        """Sends an operator's order (`Action`). Its updates for this replica are handled before its answer.
 
-        TimeoutError when it does not answer.
+        TimeoutError when the scheduler does not answer.
         """
         answer: OrderAnswer = await self._questions.ask(lambda number: Order(number, action, list(request_ids)))
         return answer
 
     async def session(self, action: int, session: str, **fields: Any) -> SessionAnswer:
-        """Has the scheduler do something with a session (`SessionAction`). TimeoutError when it does not answer."""
+        """Sends an action on a session (`SessionAction`). TimeoutError when the scheduler does not answer."""
         answer: SessionAnswer = await self._questions.ask(
             lambda number: SessionOrder(number, action, session, **fields)
         )
@@ -211,7 +211,7 @@ class EngineClient:
 
     @property
     def moves(self) -> bool:
-        """Whether the engine has computed something in the last seconds, or is computing."""
+        """True when the engine has computed something in the last seconds, or is computing."""
         workers = self.status.workers if self.status else ()
         computing = any(0 < worker.seconds_since_step < STALL_SECONDS for worker in workers)
         return self.silence <= STALE_SECONDS and (computing or time.monotonic() - self._moved < RECENT_SECONDS)
@@ -220,7 +220,7 @@ class EngineClient:
         if self._ended:
             return self._ended
         if self.silence > STALE_SECONDS:
-            self._receive()  # perhaps it was this process that was busy, and the news wait in the socket
+            self._receive()  # this process may have been busy, with messages waiting in the socket
         if self.status is None or self.silence > STALE_SECONDS:
             return self.health().reason
         if not self.status.ready and self.max_model_len is None:
@@ -231,7 +231,7 @@ class EngineClient:
         self._open[submission.handle] = submission
         data = encode(submission.message)
         if len(data) > MAX_MESSAGE_BYTES:
-            # Whoever receives more closes the connection, and what others have sent is lost with it.
+            # A peer that receives more closes the connection and loses what others have sent.
             problem = f"the request takes {len(data)} bytes, and {MAX_MESSAGE_BYTES} are the most that can be sent"
             error = RequestError(ErrorCode.INVALID, f"{problem}: give it fewer or smaller images")
         elif not self._send_bytes(data):
@@ -242,10 +242,10 @@ class EngineClient:
         submission.fail(error)
 
     def _forget(self, submission: Submission) -> bool:
-        """It has ended: what it had in shared memory goes. False when that was so before."""
+        """Frees the shared memory of a submission that has ended. False when that was done before."""
         if self._open.pop(submission.handle, None) is None:
             return False
-        context = submission.context  # with all its tokens: from now on it may be somebody else's
+        context = submission.context  # with all its tokens: from now on another owner may hold it
         if self._segments is not None:
             context.unshare_arrays(self._segments)
         return True
@@ -269,7 +269,7 @@ class EngineClient:
             self._fail_all(f"the scheduler has been silent for {self.silence:.0f} s")
 
     def say_hello(self) -> None:
-        """Tells the scheduler that this replica is here, and which requests it waits for."""
+        """Registers this replica with the scheduler, and names the requests it waits for."""
         self._send(Hello(self.replica, np.array(list(self._open), np.int32)))
 
     def _fail_all(self, reason: str) -> None:
@@ -337,20 +337,22 @@ class EngineClient:
         if self._incarnation is not None:
             self._past.add(self._incarnation)
             self._submit_again(list(self._open.values()), "the scheduler restarted", blamed=False)
-        self._incarnation, self._last_results = incarnation, -1
+        self._incarnation = incarnation
+        self._last_results = -1
         return True
 
     def _submit_unknown(self, message: Unknown) -> None:
-        """The scheduler does not have these; those that have ended meanwhile are not open any more."""
+        """Submits the open requests that the scheduler does not have; ended ones are skipped."""
         lost = [self._open[handle] for handle in message.handles.tolist() if handle in self._open]
         why = "the scheduler had given this process up" if message.dropped else "the scheduler does not know them"
         self._submit_again(lost, why, blamed=not message.dropped)
 
     def _submit_again(self, orphans: Sequence[Submission], why: str, blamed: bool) -> None:
-        """The scheduler is told of these requests anew, and of the tokens that their clients have.
+        """Submits these requests again, with the tokens that their clients have.
 
-        New handles, and the old ones cancelled: a Submit may still be queued that was sent before the scheduler died,
-        and results of what it had before may still come. Losses for which the requests may be `blamed` are counted.
+        They get new handles and the old ones are cancelled: a Submit that was sent before the scheduler died may
+        still be queued, and results of the old handles may still come. Losses for which the requests may be `blamed`
+        are counted.
         """
         if not orphans:
             return
@@ -361,7 +363,8 @@ class EngineClient:
                 self._give_up(orphan)
                 continue
             del self._open[orphan.handle]
-            orphan.handle, orphan.again = self._new_handle(), True
+            orphan.handle = self._new_handle()
+            orphan.again = True
             self._send_submit(orphan)
 
     def _give_up(self, submission: Submission) -> None:
@@ -371,7 +374,7 @@ class EngineClient:
         submission.fail(RequestError(ErrorCode.FAILED, reason))
 
     def _take_results(self, results: Results) -> None:
-        """Hands them out. After results that were lost, or that make no sense, no later ones count: there is a gap."""
+        """Hands out results. After a gap, results that were lost or make no sense, later ones are ignored."""
         if not fit_together(results):
             log.error("dropped results whose parts do not fit together")
             return

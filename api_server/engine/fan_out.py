@@ -1,4 +1,4 @@
-"""From one message of results to the submissions that wait for them."""
+"""Distributes one message of results to the submissions that wait for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATUS_OF_CODE = {
 
 
 def fit_together(results: Results) -> bool:
-    """Whether each entry has all its parts."""
+    """True when each entry has all its parts."""
     if not len(results.handles) == len(results.tokens) == len(results.finished):
         return False
     if results.logprobs is not None and len(results.logprobs) != len(results.handles):
@@ -25,11 +25,11 @@ def fit_together(results: Results) -> bool:
 
 
 def fan_out(results: Results, waiting: Mapping[int, Submission], forget: Callable[[Submission], object]) -> bool:
-    """Each entry to the submission of its handle, if that still waits; whether tokens were among them.
+    """Gives each entry to the submission of its handle, if that still waits. Returns True if there were tokens.
 
-    `forget` is called for each that ends, before it learns so.
+    Calls `forget` for each submission that ends, before the submission gets its end.
     """
-    _tell_facts(results, waiting)
+    _add_facts(results, waiting)
     logprobs = results.logprobs.tolist() if results.logprobs is not None else [None] * len(results.handles)
     tokens = results.tokens.tolist()
     columns = zip(results.handles.tolist(), tokens, results.finished.tolist(), logprobs, strict=True)
@@ -47,8 +47,8 @@ def fan_out(results: Results, waiting: Mapping[int, Submission], forget: Callabl
     return max(tokens, default=-1) >= 0
 
 
-def _tell_facts(results: Results, waiting: Mapping[int, Submission]) -> None:
-    """What comes with or before the tokens."""
+def _add_facts(results: Results, waiting: Mapping[int, Submission]) -> None:
+    """Gives the submissions what comes with or before the tokens."""
     for handle, position, report in results.reports.entries() if results.reports is not None else ():
         if handle in waiting:
             waiting[handle].report(position, report)

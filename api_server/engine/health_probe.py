@@ -1,7 +1,7 @@
-"""GET /health_generate: whether a token comes out of the engine.
+"""GET /health_generate: checks that a token comes out of the engine.
 
-Tokens that others' requests got just now prove it as well, and so does a forward pass that is under way: a busy server
-is not asked for more, and a long prefill is no failure.
+Recent tokens of other requests prove it as well, and so does a forward pass that is under way: a busy server gets no
+extra request, and a long prefill is no failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROBE_SECONDS = 20.0
 
 
 async def problem(engine: EngineClient) -> str:
-    """Why no token would come, or nothing."""
+    """The reason why no token would come, or an empty string."""
     health = engine.health()
     if not health.ready:
         return health.reason
@@ -26,7 +26,7 @@ async def problem(engine: EngineClient) -> str:
     submission = engine.submit(_context())
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            return await _first_news(submission)
+            return await _first_update(submission)
     except TimeoutError:
         return "" if engine.moves else f"no token has come for {PROBE_SECONDS:.0f} s"
     finally:
@@ -38,10 +38,10 @@ def _context() -> TextContext:
     return TextContext.from_prompt([0], params, request_id=RequestID(f"HEALTH_CHECK_{uuid.uuid4().hex}"))
 
 
-async def _first_news(submission: Submission) -> str:
+async def _first_update(submission: Submission) -> str:
     while True:
-        _, news = await submission.inbox.next()
-        if news.error is not None:
-            return news.error.message
-        if news.is_done or (news.result is not None and news.result.tokens):
+        _, update = await submission.inbox.next()
+        if update.error is not None:
+            return update.error.message
+        if update.is_done or (update.result is not None and update.result.tokens):
             return ""

@@ -1,4 +1,4 @@
-"""Questions to the scheduler that each have one answer: orders of operators, and what is done with sessions."""
+"""Questions to the scheduler with one answer each: operators' orders and actions on sessions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS_TO_ANSWER = 10.0
 
 
 class Questions:
-    """Those that are open. `send` says whether a message could be sent."""
+    """The open questions. `send` returns whether a message could be sent."""
 
     def __init__(self, send: Callable[[Any], bool]) -> None:
         self._send = send
@@ -20,7 +20,7 @@ class Questions:
         self._last = 0
 
     async def ask(self, message: Callable[[int], Any]) -> Any:
-        """The answer to the message, which is made for a number. TimeoutError when none comes."""
+        """Sends the message made for a fresh number and returns its answer. TimeoutError when none comes."""
         self._last += 1
         number = self._last
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

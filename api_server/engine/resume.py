@@ -1,9 +1,9 @@
 """Streams that a client may take up again after its connection broke, at any replica.
 
-A client that sends `X-Resume-Stream: true` gets an id with every event: the tokens it has of each answer, which answer
-the last of them was of, and the number of the event since then. It comes back with the same body, the stream's
-`X-Request-Id` and the `Last-Event-ID`: the scheduler tells all tokens again, they are rendered again, and the events
-that the client has are left out. So that they are the same events, a resumable stream is rendered token by token.
+A client that sends `X-Resume-Stream: true` gets an id with every event: the tokens it has of each answer, the answer
+that the last token belongs to, and the number of the event since that token. The client comes back with the same body,
+the stream's `X-Request-Id` and the `Last-Event-ID`. The scheduler replays all tokens, the server renders them again and
+leaves out the events that the client has. A resumable stream is rendered token by token, so that the events are equal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POSITION = re.compile(r"(\d{1,9}(?:-\d{1,9}){0,1023})(?::(\d{1,4}))?\.(\d{1,9})
 
 @dataclass(frozen=True)
 class Position:
-    """How far a client has read: tokens of each answer, the answer of the last one, and events since then."""
+    """A client's position in a stream: tokens of each answer, the answer of the last one, and events since then."""
 
     counts: tuple[int, ...]
     last: int
@@ -33,7 +33,7 @@ class Position:
 
     @classmethod
     def parse(cls, text: str) -> Position:
-        """Raises RequestFailed(INVALID)."""
+        """Parses a `Last-Event-ID`. Raises RequestFailed(INVALID)."""
         found = _POSITION.fullmatch(text.strip())
         if found is None:
             raise invalid(
@@ -47,7 +47,7 @@ class Position:
 
 
 class Resume:
-    """One resumable answer to one HTTP request: cuts news into tokens, orders and numbers them."""
+    """One resumable answer to one HTTP request: splits updates into tokens, orders and numbers them."""
 
     def __init__(self, name: str, after: Position | None = None) -> None:
         self.name = name
@@ -61,33 +61,34 @@ class Resume:
 
     @classmethod
     def wanted(cls, headers: Headers, request_id: str) -> Resume | None:
-        """Raises RequestFailed(INVALID)."""
+        """The `Resume` that the headers ask for, if they do. Raises RequestFailed(INVALID)."""
         if headers.get(HEADER, "").lower() != "true":
             return None
         last = headers.get("last-event-id")
         return cls(request_id, Position.parse(last) if last else None)
 
     def open(self, answers: int) -> None:
-        """Raises RequestFailed(INVALID) when the client has read another number of answers."""
-        self._taken, self._shown = [0] * answers, [0] * answers
+        """Starts with `answers` answers. Raises RequestFailed(INVALID) when the client has read another number."""
+        self._taken = [0] * answers
+        self._shown = [0] * answers
         if self._after is not None and len(self._after.counts) != answers:
             raise invalid(
                 f"last-event-id names {len(self._after.counts)} answers, this request has {answers}", "last-event-id"
             )
 
     def put(self, submission: Submission, index: int, output: TextGenerationOutput) -> None:
-        """News of answer `index`."""
+        """Adds an update of answer `index`."""
         self._waiting += [(submission, index, part) for part in _tokens(output)]
 
     def drop(self, submission: Submission) -> None:
-        """What is left of its news is not wanted."""
+        """Drops the unread updates of a submission."""
         self._waiting = [entry for entry in self._waiting if entry[0] is not submission]
 
     def take(self) -> tuple[Submission, TextGenerationOutput] | None:
-        """The next token; None when more news are needed.
+        """The next token, or None when more updates are needed.
 
-        Answers that are ahead of what the client has read wait until all are there, and the last token that it has read
-        is the last again, so that an id means the same again.
+        Answers that are ahead of what the client has read wait until all are there. The last token that the client has
+        read is the last one again, so that an event's id keeps its meaning.
         """
         behind = {index for index in range(len(self._taken)) if self._is_behind(index)}
         for i, (submission, index, part) in enumerate(self._waiting):
@@ -100,7 +101,7 @@ class Resume:
         return None
 
     def shown(self, index: int, tokens: int) -> None:
-        """Whoever renders has got so many more tokens of an answer: the events that follow are of these."""
+        """Records that `tokens` more tokens of an answer are rendered: the next events belong to these."""
         if tokens:
             self._shown[index] += tokens
             self._last = index
@@ -132,12 +133,12 @@ class Resume:
         return self._after is not None and index not in self._done and self._taken[index] < self._after.counts[index]
 
 
+# The `Resume` of the current HTTP request, or None if it did not ask for one.
 current: ContextVar[Resume | None] = ContextVar("resume", default=None)
-"""Of the HTTP request that is being handled, if it asked for it."""
 
 
 def _tokens(output: TextGenerationOutput) -> Iterator[TextGenerationOutput]:
-    """One output a token, with its log-probability; the end comes with the last one."""
+    """Splits an output into one per token, with its log-probability; the end comes with the last one."""
     last = len(output.tokens) - 1
     if last <= 0:
         yield output

@@ -1,10 +1,10 @@
-"""When those whom the server has no room for should come again.
+"""Estimates when refused requests should come again (Retry-After).
 
-A refusal costs the server, too. If each of a crowd came again after a second, refusing it would take the machine from
-those who are served. So whoever is turned away is told to wait about as long as it takes to serve those who were turned
-away before and have not come again.
+A refusal costs the server, too. If every refused client came again after a second, refusing them would take the
+machine from those who are served. The delay is therefore about as long as it takes to serve all those that were
+refused before and have not come again.
 
-Knows times and counts of one API process. Does not know who they are.
+Knows times and counts of one API process. Does not know clients.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import random
 import time
 from collections.abc import Callable
 
+# Longest delay: an estimate is not reliable for longer.
 LONGEST_SECONDS = 30
-"""Nobody is told to wait longer: what is true now may not be true then."""
 _REMEMBERED = 10_000
 _MEMORY_SECONDS = 10.0
 
 
 class Crowd:
-    """Counts answers and those that come again, and says when one more should."""
+    """Counts answers and expected retries, and estimates the Retry-After of the next refusal."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._returning: list[float] = []
-        """A heap of the times at which they come."""
+        """A heap of the times at which refused requests are expected again."""
         self._began = self._last = clock()
         self._ended = 0.0
-        """Answers of the last seconds; older ones count for less and less."""
+        """Answers of the last seconds, decayed: older ones count for less and less."""
 
     def turned_away(self) -> int:
-        """One more is refused; after how many seconds it should come again."""
+        """Records a refusal; returns its Retry-After in seconds."""
         now = self._clock()
         while self._returning and self._returning[0] <= now:
             heapq.heappop(self._returning)
@@ -46,7 +46,7 @@ class Crowd:
         return seconds
 
     def _rate(self, now: float) -> float:
-        """Answers that end in a second; 0 as long as none has."""
+        """Answers that end per second; 0 as long as none has."""
         self._age(now)
         known = -math.expm1(-max(now - self._began, 1e-3) / _MEMORY_SECONDS)
         return self._ended / _MEMORY_SECONDS / known
@@ -56,6 +56,6 @@ class Crowd:
         self._last = now
 
     def served(self) -> None:
-        """An answer has ended, and there is room for one more."""
+        """Records the end of an answer, which makes room for one more."""
         self._age(self._clock())
         self._ended += 1

@@ -1,7 +1,7 @@
-"""On which terms a request waits and runs: time limits, priority, with or without company; in every dialect.
+"""Scheduling options of a request, in every dialect: time limits, priority, isolation.
 
-These fields, in headers or in the body, say when and how, not what. They are taken out of a body before its dialect
-reads it, so that no dialect needs to know them; whoever submits finds them in `current`.
+These fields, in headers or in the body, say when and how a request runs, not what it asks for. They are removed from a
+body before its dialect reads it, so that no dialect needs to know them. Code that submits reads them from `current`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LONGEST_SECONDS = 86_400.0
 HIGHEST_PRIORITY = 1000
 
 _ORDINARY = Terms()
+# The scheduling options of the current HTTP request.
 current: ContextVar[Terms] = ContextVar("terms", default=_ORDINARY)
-"""Of the HTTP request that is being handled."""
 
 _HEADERS = {
     "timeout": "x-request-timeout",
@@ -38,12 +38,15 @@ _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 
 
 def take(body: dict[str, Any]) -> dict[str, Any]:
-    """Removes the fields of terms from a body; what they were."""
+    """Removes the scheduling options from a body and returns them."""
     return {name: body.pop(name) for name in _HEADERS if name in body}
 
 
 def terms_of(headers: Headers, fields: Mapping[str, Any], caller: Caller, may_hurry: bool) -> Terms:
-    """Fields of the body win over headers. Raises RequestFailed(INVALID) that names the field or header."""
+    """Reads scheduling options; fields of the body win over headers.
+
+    Raises RequestFailed(INVALID) that names the field or header.
+    """
     return Terms(
         tenant=caller.name,
         weight=caller.weight,
@@ -56,8 +59,9 @@ def terms_of(headers: Headers, fields: Mapping[str, Any], caller: Caller, may_hu
 
 @asynccontextmanager
 async def spending() -> AsyncIterator[None]:
-    """What takes time before a request is submitted counts against its limit. Raises RequestFailed(TIMEOUT)."""
-    given, start = current.get(), time.monotonic()
+    """Counts the time before submission against the request's limit. Raises RequestFailed(TIMEOUT)."""
+    given = current.get()
+    start = time.monotonic()
     total = given.total_seconds
     try:
         async with asyncio.timeout(total):
@@ -108,7 +112,7 @@ def _deterministic(headers: Headers, fields: Mapping[str, Any]) -> bool:
 
 
 def _found(name: str, headers: Headers, fields: Mapping[str, Any]) -> tuple[str, Any]:
-    """What the client calls it, and the value; None when it was left out."""
+    """The name that the client uses for an option, and its value; None when it was left out."""
     if fields.get(name) is not None:
         return name, fields[name]
     text = headers.get(_HEADERS[name])

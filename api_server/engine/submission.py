@@ -1,4 +1,4 @@
-"""Requests in the scheduler's hands, and how whoever waits for them gets their news.
+"""Requests in the scheduler's hands, and their updates for the coroutines that wait.
 
 Knows contexts, tokens and reports as they arrive. Knows no socket.
 """
@@ -28,18 +28,19 @@ from interfaces import (
 # Looking up a member in an enum costs more than comparing with it.
 _UNFINISHED = GenerationStatus.ACTIVE
 _CANCELLED = GenerationStatus.CANCELLED
-_ACTIVE, _COMPLETE = SchedulerStatus.ACTIVE, SchedulerStatus.COMPLETE
+_ACTIVE = SchedulerStatus.ACTIVE
+_COMPLETE = SchedulerStatus.COMPLETE
 
+# Losses of one request that are further apart than this are unrelated.
 SECONDS_OF_A_ROW = 60.0
-"""Between two losses of one request: what is further apart has nothing to do with it."""
 
-News = SchedulerResult[TextGenerationOutput]
+Update = SchedulerResult[TextGenerationOutput]
 
 
 class Inbox:
-    """Where one waiting coroutine finds news of its submissions; news that nobody has fetched pile up and coalesce.
+    """Updates for one coroutine. Unread updates of a submission are merged.
 
-    After a submission's first token, `at_a_time` more of them are news; its end is at once.
+    After a submission's first token an update is announced every `at_a_time` tokens, and at once at the end.
     """
 
     def __init__(self) -> None:
@@ -53,26 +54,26 @@ class Inbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def next(self) -> tuple[Submission, News]:
-        """The oldest unread news: all tokens of one submission since its last news."""
+    async def next(self) -> tuple[Submission, Update]:
+        """Waits for the oldest unread update: all tokens of one submission since its last update."""
         while (found := self.taken()) is None:
             await self.arrival()
         return found
 
-    def taken(self) -> tuple[Submission, News] | None:
-        """The same if there are any."""
+    def taken(self) -> tuple[Submission, Update] | None:
+        """The oldest unread update, or None. Does not wait."""
         if not self._ready:
             return None
         submission = self._ready.popleft()
         return submission, submission.take()
 
     def discard(self, submission: Submission) -> None:
-        """Its news are not wanted any more."""
+        """Drops the unread updates of a submission."""
         if submission in self._ready:
             self._ready.remove(submission)
 
     def arrival(self) -> asyncio.Future[None]:
-        """Done when the next news come; one coroutine waits at a time."""
+        """A future that is done when the next update comes; one coroutine waits at a time."""
         self._waiter = self._loop.create_future()
         return self._waiter
 
@@ -107,26 +108,28 @@ class Submission:
         self._submitted = time.monotonic()
         self._context = context
         self._gathered: list[int] = []
-        """Tokens that the context is still to be given: all at once, which costs as much as one."""
+        """Tokens that are not in the context yet. Adding all at once costs as much as adding one."""
         self.inbox = inbox
         self.queued: float | None = None
-        """Seconds that it waited in the scheduler; None while it waits, or if it never ran."""
+        """Seconds that the request waited in the scheduler. None while it waits, or if it never ran."""
         self.hidden: dict[int, NDArray[np.float32]] = {}
-        """Hidden states that have arrived, by the index of their token; a restarted scheduler tells them again."""
+        """Hidden states that have arrived, by the index of their token; a restarted scheduler sends them again."""
         self._wants_logprobs = context.log_probabilities > 0
         self._reports: dict[int, LogProbabilities] = {}
         self._announced = False
         self._unread: int | None = None
-        """Tokens that have arrived since some were taken; None before the first."""
+        """Tokens that have arrived since the last read; None before the first."""
         self._error: RequestError | None = None
         self.again = False
-        """Whether it stood in the scheduler's line before, or was on its way there."""
-        self._losses, self._lost_at, self._lost_length = 0, 0.0, 0
-        """How often in a row the scheduler has lost it; when, and how long it was then."""
+        """True when the request was in the scheduler's queue before, or on its way there."""
+        self._losses = 0
+        self._lost_at = 0.0
+        self._lost_length = 0
+        """Losses in a row, the time of the last one, and the context's length at that time."""
 
     @property
     def context(self) -> TextContext:
-        """Has every token received, read or not: a restarted scheduler is told all of it."""
+        """The context with every token received, read or not; a restarted scheduler gets all of it."""
         if self._gathered:
             self._context.receive_tokens(self._gathered)
             self._gathered = []
@@ -134,7 +137,7 @@ class Submission:
 
     @property
     def message(self) -> Submit:
-        """What the scheduler is told, at first and again: the time that has passed counts."""
+        """The Submit message, at first and again; the time that has passed counts against the limit."""
         terms = self._terms
         if terms.queue_seconds is not None or terms.total_seconds is not None:
             passed = time.monotonic() - self._submitted
@@ -146,15 +149,20 @@ class Submission:
         return Submit(self.handle, self.context, terms, self.again)
 
     def lost_again(self) -> int:
-        """The scheduler has lost it: how often in a row, which a token or a while without a loss ends."""
-        now, length = time.monotonic(), len(self.context.tokens)
+        """Records that the scheduler lost the request; returns the losses in a row.
+
+        A token, or a while without a loss, ends the row.
+        """
+        now = time.monotonic()
+        length = len(self.context.tokens)
         in_a_row = length == self._lost_length and now - self._lost_at < SECONDS_OF_A_ROW
         self._losses = self._losses + 1 if in_a_row else 1
-        self._lost_at, self._lost_length = now, length
+        self._lost_at = now
+        self._lost_length = length
         return self._losses
 
     def add(self, token: int, logprob: float | None) -> None:
-        """A token has arrived (-1: none, other news)."""
+        """Adds a token (-1: none, another update)."""
         if token >= 0:
             if self._wants_logprobs or self._reports:
                 self._add_reported(token, logprob)
@@ -173,14 +181,14 @@ class Submission:
         self.context.receive_token(token, report)
 
     def report(self, position: int, report: LogProbabilities) -> None:
-        """Log-probabilities of a token of the prompt, or of a generated one, which follows."""
+        """Adds log-probabilities of a prompt token, or of a generated token that follows."""
         if position < self.context.prompt_length:
             self.context.receive_prompt_report(position, report)
         else:
             self._reports[position] = report
 
     def announce(self) -> None:
-        """Wakes the reader, unless it has news to read already."""
+        """Wakes the reader, unless it has an unread update already."""
         if not self._announced:
             self._announced = True
             self.inbox.put(self)
@@ -194,8 +202,8 @@ class Submission:
         self._error = error
         self.end(_CANCELLED)
 
-    def take(self) -> News:
-        """What has arrived since the last call."""
+    def take(self) -> Update:
+        """The update since the last call."""
         self._announced = False
         output = self.context.to_generation_output()
         if output.tokens:

@@ -1,4 +1,4 @@
-"""From a `TextGenerationRequest` to text: the one path that every dialect's generation takes.
+"""Text from a `TextGenerationRequest`: the one path that every dialect's generation takes.
 
     generation = await generate(server, requests)     # raises RequestFailed: nothing has been sent to the client yet
     async for delta in generation: ...                 # TextDelta after TextDelta, of all choices, interleaved
@@ -13,8 +13,8 @@ Contract (for the dialects):
   waits longer than `SILENCE_BEFORE_HEADERS` is handed over all the same (the stream then sends keep-alives); an error
   after that is raised by the iteration and belongs into the stream.
 - The iteration ends when every choice has finished. It raises RequestFailed when one failed; the others are cancelled.
-- `close()` cancels whatever still runs, in the scheduler too. It is idempotent, and `collect` and a cancelled
-  `generate` call it themselves; whoever iterates must call it (`EventStream` does).
+- `close()` cancels what still runs, in the scheduler too. It is idempotent. `collect` and a cancelled `generate` call
+  it themselves; code that iterates must call it (`EventStream` does).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from api_server.state import ServerState
 from interfaces import Terms, TextGenerationOutput, TextGenerationRequest
 
 SILENCE_BEFORE_HEADERS = 10.0
+# Tokens per wake-up for non-streamed answers: a wake-up costs more than reading a token.
 TOKENS_AT_A_TIME = 64
-"""That an answer in one piece is read in: waking up for each costs more than reading it."""
 
 
 async def generate(
@@ -107,7 +107,8 @@ class Generation:
 
     def close(self) -> None:
         """Cancels what still runs. Idempotent."""
-        running, self._running = self._running, {}
+        running = self._running
+        self._running = {}
         if self._resume is None:
             self._server.engine.cancel(running)
         else:
@@ -117,7 +118,7 @@ class Generation:
                 observer.abandoned(answer.choice)
 
     async def wait_for_first(self) -> None:
-        """Until the first delta is at hand, or silence has lasted so long that the client should see headers."""
+        """Waits for the first delta, or until the silence has lasted so long that the client should see headers."""
         if self._ready or not self._running:
             return
         try:
@@ -146,7 +147,7 @@ class Generation:
         self._running[submission] = Answer(choice, self._server, reader)
 
     def _terms(self, answer: str) -> Terms:
-        """Of this HTTP request; a resumable stream has a name for each of its answers."""
+        """The scheduling options of this HTTP request; a resumable stream has a name for each of its answers."""
         common = scheduling.current.get()
         return common if self._resume is None else replace(common, resume=f"{self._resume.name}#{answer}")
 
@@ -169,15 +170,15 @@ class Generation:
             return delta
 
     def _drop(self, submission: Submission) -> None:
-        """Nothing more of this submission is wanted."""
+        """Discards a submission's remaining updates."""
         del self._running[submission]
-        self._inbox.discard(submission)  # reading them would take tokens from whoever goes on with its context
+        self._inbox.discard(submission)  # reading them would take tokens from the next owner of its context
         self._server.engine.cancel([submission])
         if self._resume is not None:
             self._resume.drop(submission)
 
     async def _next_output(self) -> tuple[Submission, TextGenerationOutput]:
-        """News as they come; a resumable stream's token by token."""
+        """The next update; a resumable stream's come token by token."""
         while True:
             taken = self._resume.take() if self._resume is not None else None
             if taken is not None:
@@ -186,19 +187,19 @@ class Generation:
             if found is None:
                 await self._inbox.arrival()
                 continue
-            submission, news = found
+            submission, update = found
             answer = self._running.get(submission)
             if answer is None:
                 continue
-            if news.error is not None:
+            if update.error is not None:
                 del self._running[submission]  # failed, which is not the same as abandoned
                 self.close()
-                raise from_scheduler(news.error)
-            if news.result is None:
+                raise from_scheduler(update.error)
+            if update.result is None:
                 continue
             if self._resume is None:
-                return submission, news.result
-            self._resume.put(submission, answer.choice.index, news.result)
+                return submission, update.result
+            self._resume.put(submission, answer.choice.index, update.result)
 
     def _note_times(self, choice: Choice, count: int) -> None:
         if not count:

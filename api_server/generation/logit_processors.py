@@ -1,4 +1,4 @@
-"""Which logits processors a client may name: those that the operator lists, never code of its own."""
+"""Logits processors that a client may name: those that the operator lists, never code of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 
 def processor_problem(name: str, allowed: Collection[str]) -> str | None:
-    """Why the processor that was named cannot run, or None. An empty name asks for none."""
+    """The reason why a named processor cannot run, or None. An empty name asks for none."""
     if not name or name in allowed:
         return None
     if not allowed:

@@ -1,4 +1,4 @@
-"""The tokenizer as a `PipelineTokenizer`: from requests to contexts, by the rules of the server.
+"""The tokenizer as a `PipelineTokenizer`: turns requests into contexts, by the rules of the server.
 
 For use within one process, beside a pipeline; the server itself sends prompts to its scheduler. Knows no dialect, and
 nothing of what runs the contexts.
@@ -24,7 +24,7 @@ _TOKENS_BEFORE = 16
 
 
 class TextTokenizer:
-    """`max_length` bounds prompt and answer together, in tokens: what the pipeline can hold."""
+    """A `PipelineTokenizer`. `max_length` bounds prompt and answer together, in tokens: what the pipeline can hold."""
 
     expects_content_wrapping = False
 
@@ -35,12 +35,12 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, model: str, max_length: int) -> TextTokenizer:
-        """From a Hugging Face directory or hub name. Raises OSError or ValueError, with the reason, if it cannot."""
+        """Loads from a Hugging Face directory or hub name. Raises OSError or ValueError with the reason."""
         return cls(Tokenizer.load(model), max_length)
 
     @property
     def eos(self) -> int:
-        """ValueError for a model that has no such token."""
+        """The token that ends a sequence. ValueError for a model that has none."""
         if not self._tokenizer.eos_token_ids:
             raise ValueError("this model has no end-of-sequence token")
         return self._tokenizer.eos_token_ids[0]
@@ -51,7 +51,7 @@ class TextTokenizer:
         return set(self._tokenizer.eos_token_ids)
 
     async def new_context(self, request: TextGenerationRequest) -> TextContext:
-        """ValueError names what is wrong with the request. A context is one answer, so `n` must be 1."""
+        """Makes the context of one answer, so `n` must be 1. ValueError names what is wrong with the request."""
         if request.n != 1:
             raise ValueError(f"n must be 1, got {request.n}: make a request for each answer")
         try:
@@ -65,7 +65,7 @@ class TextTokenizer:
         return context
 
     async def encode(self, prompt: str, add_special_tokens: bool) -> TokenSlice:
-        """ValueError when the text has more tokens than `max_length`."""
+        """Token ids of a text. ValueError when the text has more tokens than `max_length`."""
         try:
             spans = await self._tokenizer.spans(prompt, add_special_tokens)
         except RequestFailed as error:
@@ -75,14 +75,14 @@ class TextTokenizer:
         return np.array([span.id for span in spans], np.int64)
 
     async def decode(self, encoded: NDArray[np.integer[Any]] | list[int], **kwargs: Any) -> str:
-        """`skip_special_tokens` is True unless given. ValueError for ids outside the vocabulary."""
+        """Text of token ids. `skip_special_tokens` is True unless given. ValueError for ids outside the vocabulary."""
         try:
             return await self._tokenizer.decode(np.asarray(encoded).tolist(), kwargs.get("skip_special_tokens", True))
         except RequestFailed as error:
             raise ValueError(error.message) from None
 
     def reader(self, context: TextContext) -> TextReader:
-        """Makes the text of a context's tokens, and finds its stop strings."""
+        """A reader that makes the text of a context's tokens and finds its stop strings."""
         return TextReader(self._tokenizer, context)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class TextReader:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string has ended it."""
+        """True when a stop string has ended the text."""
         return self._stops.matched is not None
 
     def add(self, tokens: Sequence[int], status: GenerationStatus) -> None:

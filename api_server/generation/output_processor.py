@@ -1,4 +1,4 @@
-"""From one answer's tokens to its text: detokenizes, finds stop strings, takes the text apart, says why it ended.
+"""Turns one answer's tokens into text: detokenizes, finds stop strings, parses the text, sets the finish reason.
 
 Knows neither the scheduler nor other answers.
 """
@@ -20,13 +20,14 @@ _GOES_ON = GenerationStatus.ACTIVE
 
 
 class Answer:
-    """Turns one choice's tokens into text: detokenizes, finds stop strings, says why it ended.
+    """Turns one choice's tokens into text: detokenizes, finds stop strings, sets the finish reason.
 
-    A `reader` takes the text apart.
+    A `reader` splits the text into reasoning, text and tool calls.
     """
 
     def __init__(self, choice: Choice, server: ServerState, reader: AnswerReader | None) -> None:
-        request, tokenizer = choice.request, server.tokenizer
+        request = choice.request
+        tokenizer = server.tokenizer
         context: list[int] = choice.prompt_token_ids[-16:].tolist()
         self.choice = choice
         self._reader = reader
@@ -81,12 +82,12 @@ class Answer:
 
     @property
     def may_end_itself(self) -> bool:
-        """Whether its text may say that no more tokens are wanted."""
+        """True when the answer's text may end the answer before its tokens do."""
         return self._reader is not None or self._stops.exist
 
     @property
     def has_thought_enough(self) -> bool:
-        """Whether reasoning is to be ended from outside, and there is room for that."""
+        """True when reasoning is to be ended from outside, and there is room for its closing tokens."""
         if self._reader is None or not self._reader.exhausted or not self._closing:
             return False
         longest = self.choice.context.max_length
@@ -94,11 +95,12 @@ class Answer:
         return longest is None or length < longest
 
     def go_on(self) -> TextContext:
-        """The context with the end of its reasoning instead of what came after the last token that was read."""
+        """The context with closing tokens of reasoning in place of the tokens after the last one read."""
         context = self.choice.context
         context.drop_last_tokens(len(context.tokens) - self.choice.prompt_tokens - self.choice.completion_tokens)
         context.status = GenerationStatus.ACTIVE
-        closing, self._closing = self._closing, []
+        closing = self._closing
+        self._closing = []
         for token in closing:
             # What is forced is certain.
             context.receive_token(token, LogProbabilities([0.0], [{}]) if context.log_probabilities else None)
@@ -112,7 +114,7 @@ class Answer:
         return reader.take()
 
     def _seen(self, piece: str) -> str:
-        """New text, as far as it may go out. Where it is taken apart, its reader shows the stops what is visible."""
+        """Passes new text through the stops and returns the visible part. With a reader, the reader feeds the stops."""
         return piece if self._parsed else self._stops.add(piece)
 
     def _detail(self, text: str, token: int, report: LogProbabilities | None) -> TokenDelta:
@@ -130,7 +132,7 @@ class Answer:
         )
 
     def _end(self, status: GenerationStatus, pieces: list[str]) -> Finish | None:
-        """Why it ends here, if it does. Text that was held back is added to the pieces, and given to the reader."""
+        """The finish reason, or None. Held-back text is added to the pieces, and given to the reader."""
         if status is _GOES_ON and self._reader is None and not self._stops.exist:
             return None
         enough = self._reader is not None and self._reader.enough

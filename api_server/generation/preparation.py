@@ -1,4 +1,4 @@
-"""From what a client asked to what the scheduler can run: prompt tokens, sampling values, lengths that fit.
+"""Prepares what a client asked for: prompt tokens, sampling values, lengths that fit.
 
 Every refusal that needs no scheduler happens here. Knows the model's defaults and limits; knows no dialect.
 """
@@ -38,16 +38,16 @@ class Prepared:
     prompt: Prompt
     sampling: SamplingParams
     grammar: str | None = None
-    """Compiled; it begins after the tokens `grammar_begins_after`."""
+    """The compiled grammar; it begins after the tokens `grammar_begins_after`."""
     grammar_begins_after: list[int] = field(default_factory=list)
 
     @property
     def only_scores(self) -> bool:
-        """Whether nothing is to be generated, and log-probabilities of the prompt are wanted all the same."""
+        """True when nothing is generated and log-probabilities of the prompt are wanted."""
         return self.sampling.max_new_tokens == 0 and self.sampling.prompt_logprobs_from is not None
 
     def context(self, k: int) -> TextContext:
-        """Of the k-th answer. Everybody who holds this answer, here and in the scheduler, holds such a context."""
+        """The context of the k-th answer. This process and the scheduler hold equal copies of it."""
         sampling = self.sampling
         # The model runs over a prompt only to continue it: the one token is dropped when it comes.
         length = 1 if self.only_scores else sampling.max_new_tokens
@@ -71,11 +71,13 @@ class Prepared:
 
 
 async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -> list[Prepared]:
-    """Raises RequestFailed for the first request that cannot be served."""
-    total, most = sum(request.n for request in batch), server.settings.max_queued
+    """Prepares a batch. Raises RequestFailed for the first request that cannot be served."""
+    total = sum(request.n for request in batch)
+    most = server.settings.max_queued
     if total > most:
         raise invalid(f"the request asks for {total} answers at once; at most {most} are possible", "n")
-    limit, vocab_size = server.max_model_len, server.engine.vocab_size
+    limit = server.max_model_len
+    vocab_size = server.engine.vocab_size
     formats = server.formats
     found = [await prepare_one(server.tokenizer, formats.opened(each), limit, vocab_size) for each in batch]
     item_limits.check_total(sum(item.request.n * len(item.prompt.tokens) for item in found), "n")
@@ -87,7 +89,7 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
 
 
 async def _formed(formats: AnswerFormats, item: Prepared, compile_constraint: Compile) -> Prepared:
-    """With the form of the calls that it may make, if that is prescribed. Raises RequestFailed."""
+    """Prepares a request with the form of its tool calls, if that is prescribed. Raises RequestFailed."""
     schemas = await held_to(item.request, compile_constraint)
     return replace(item, request=formats.constrained(item.request, item.prompt.tokens, schemas))
 
@@ -95,7 +97,7 @@ async def _formed(formats: AnswerFormats, item: Prepared, compile_constraint: Co
 async def constrained(
     prepared: Prepared, tokenizer: Tokenizer, compile_constraint: Callable[[Constraint], Awaitable[str]]
 ) -> Prepared:
-    """With its constraint compiled, if it has one. Raises RequestFailed."""
+    """The prepared request with its constraint compiled, if it has one. Raises RequestFailed."""
     constraint = _constraint_of(prepared.request)
     if constraint is None:
         return prepared
@@ -116,7 +118,7 @@ def _constraint_of(request: TextGenerationRequest) -> Constraint | None:
 
 
 def _salt(request: TextGenerationRequest) -> str:
-    """Prompts of embeddings share cached prefixes only with the same vectors: their tokens say nothing."""
+    """The cache salt: prompts of embeddings share cached prefixes only if their vectors are equal."""
     given = request.prompt_embeddings
     if given is None:
         return request.cache_salt
@@ -134,7 +136,7 @@ def seed_of(seed: int, k: int) -> int:
 async def prepare_one(
     tokenizer: Tokenizer, request: TextGenerationRequest, max_model_len: int | None, vocab_size: int | None
 ) -> Prepared:
-    """Raises RequestFailed. A limit that is None is not known, and not checked."""
+    """Prepares one request. A limit that is None is not known, and not checked. Raises RequestFailed."""
     if request.request_id == DUMMY_REQUEST_ID:
         raise invalid(f"the request id {DUMMY_REQUEST_ID} is reserved: choose another", "request_id")
     sampling = _sampling(tokenizer, request)
@@ -172,7 +174,8 @@ def _sampling(tokenizer: Tokenizer, request: TextGenerationRequest) -> SamplingP
     defaults = tokenizer.defaults
     if not request.model_defaults:
         defaults = SamplingParamsGenerationConfigDefaults(eos_token_id=tokenizer.eos_token_ids)
-    least, most = given.min_new_tokens, given.max_new_tokens
+    least = given.min_new_tokens
+    most = given.max_new_tokens
     if least is not None and most is not None and least > most:
         raise invalid(f"min_new_tokens must be at most the maximum of {most}, got {least}", "min_new_tokens")
     # A constrained text ends where its grammar does.
@@ -185,7 +188,7 @@ def _sampling(tokenizer: Tokenizer, request: TextGenerationRequest) -> SamplingP
 
 
 def _repeatable(request: TextGenerationRequest, sampling: SamplingParams, name: str) -> SamplingParams:
-    """A resumable stream must be the same when it is asked for again, also if nobody remembers it."""
+    """Sampling values with a seed derived from the stream's name, so that a resumed stream repeats its tokens."""
     if request.sampling is not None and request.sampling.seed is None:
         return replace(sampling, seed=seed_of(0, _number(name)))
     return sampling
@@ -196,7 +199,7 @@ def _number(text: str) -> int:
 
 
 def _final(request: TextGenerationRequest, tokenizer: Tokenizer) -> SamplingParams:
-    """Values that are not to be laid over the model's defaults: only its end tokens apply."""
+    """Sampling values that the model's defaults do not apply to; only the model's end tokens are added."""
     params = request.sampling_params
     ids = [*([] if params.ignore_eos else tokenizer.eos_token_ids), *(params.stop_token_ids or ())]
     tokenizer.check_ids(ids, "stop_token_ids")

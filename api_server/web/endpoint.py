@@ -236,7 +236,7 @@ class Endpoint:
             return self._fail(internal_error(call.request_id), call)
 
     def _fail(self, error: RequestFailed, call: Call) -> Response:
-        call.server.tell_failed(call.path, error)
+        call.server.record_failure(call.path, error)
         return self.render_error(error, call)
 
 

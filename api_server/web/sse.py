@@ -96,7 +96,7 @@ class EventStream(Response):
             await self._fail(internal_error(request_id), pulse, scope)
 
     async def _fail(self, error: RequestFailed, pulse: _Pulse, scope: Scope) -> None:
-        scope["state"]["server"].tell_failed(scope["path"], error)
+        scope["state"]["server"].record_failure(scope["path"], error)
         await pulse.send(self._error_frame(error))
 
 

@@ -54,11 +54,11 @@ def asking(request_id: str, params: SamplingParams, cache_salt: str = "") -> Tex
     return TextContext.from_prompt(PROMPT, params, request_id=request_id, cache_salt=cache_salt)
 
 
-News = SchedulerResult[TextGenerationOutput]
+Update = SchedulerResult[TextGenerationOutput]
 
 
-async def read_all(submission: Submission) -> list[News]:
-    results: list[News] = []
+async def read_all(submission: Submission) -> list[Update]:
+    results: list[Update] = []
     async with asyncio.timeout(5):
         while not (results and results[-1].is_done):
             results.append((await submission.inbox.next())[1])
@@ -69,19 +69,19 @@ def int32(*values: int) -> NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
-def output_of(news: News) -> TextGenerationOutput:
-    assert news.result is not None
-    return news.result
+def output_of(update: Update) -> TextGenerationOutput:
+    assert update.result is not None
+    return update.result
 
 
-def tokens_of(results: list[News]) -> list[int]:
-    return [token for news in results for token in output_of(news).tokens]
+def tokens_of(results: list[Update]) -> list[int]:
+    return [token for update in results for token in output_of(update).tokens]
 
 
 async def test_tokens_arrive_in_order_and_end(engine: EngineClient, double: SchedulerDouble) -> None:
     results = await read_all(engine.submit(asking("r", sampling())))
     assert tokens_of(results) == [7, 8, 9, 10, 11, 12]
-    assert all(news.status is SchedulerStatus.ACTIVE for news in results[:-1])
+    assert all(update.status is SchedulerStatus.ACTIVE for update in results[:-1])
     assert results[-1].status is SchedulerStatus.COMPLETE
     assert output_of(results[-1]).final_status is GenerationStatus.MAXIMUM_LENGTH
     assert output_of(results[0]).request_id == "r"
@@ -134,9 +134,9 @@ async def test_one_inbox_serves_many_submissions(engine: EngineClient) -> None:
     counts = dict.fromkeys(open_, 0)
     async with asyncio.timeout(5):
         while open_:
-            submission, news = await inbox.next()
-            counts[submission] += len(output_of(news).tokens)
-            if news.is_done:
+            submission, update = await inbox.next()
+            counts[submission] += len(output_of(update).tokens)
+            if update.is_done:
                 assert counts[submission] == open_.pop(submission)
 
 
