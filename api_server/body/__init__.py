@@ -1,1 +1,1 @@
-"""The JSON body of a request: what it weighs, how it is read, and what it may hold."""
+"""The JSON body of a request: its weight, its parsing, and its limits."""

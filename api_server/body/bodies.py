@@ -1,5 +1,4 @@
-"""The bodies that the open requests of one process hold: how much each may weigh, and all together; where large ones
-are read.
+"""The bodies of the open requests of one process: limits for each and for all, and the thread for large ones.
 
 Knows weights. Knows no JSON and no dialect.
 """
@@ -18,19 +17,19 @@ from api_server.errors import ErrorKind, RequestFailed, invalid
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 << 20
+# Limit of one body. Its values are parsed in about a quarter of a second.
 MOST_WEIGHT = 3 * MAX_BODY_BYTES
-"""Of one body. The values that it leaves room for are parsed in about a quarter of a second."""
+# Limit of all bodies together.
 MOST_HELD = 4 * MOST_WEIGHT
-"""Of all bodies together."""
+# A further budget for small bodies, so that a few large ones do not keep them out.
 KEPT_FOR_SMALL = MOST_WEIGHT
-"""A further budget for small bodies, so that a few large ones do not keep them out."""
 SMALL = 1 << 16
+# Weight up to which a body is read on the event loop: it takes a few milliseconds.
 LIGHT = 1 << 18
-"""Weight up to which a body is read on the event loop: it takes a few milliseconds."""
 
 
 class Bodies:
-    """One per process."""
+    """The bodies of all open requests. One per process."""
 
     def __init__(self) -> None:
         self.held = 0
@@ -42,7 +41,7 @@ class Bodies:
         return Held(self)
 
     async def apart(self, job: Callable[[], T]) -> T:
-        """Runs what takes long in the thread for that."""
+        """Runs long work in the thread for large bodies."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, job)
 
     def close(self) -> None:
@@ -67,11 +66,11 @@ class Held:
 
     @property
     def light(self) -> bool:
-        """Whether reading it holds nobody up."""
+        """True when the body can be read on the event loop without delaying others."""
         return self._charged <= LIGHT
 
     def add(self, data: bytes) -> None:
-        """More of it has come. Raises RequestFailed(OVERLOADED) when there is no room for it."""
+        """Adds bytes of the body. Raises RequestFailed(OVERLOADED) when there is no room for them."""
         self._weight.add(data)
         self._charge(min(self._weight.total, MOST_WEIGHT))  # beyond that it is refused, or turns out to weigh less
         limit = MOST_HELD if self._charged > SMALL else MOST_HELD + KEPT_FOR_SMALL
@@ -82,7 +81,7 @@ class Held:
             )
 
     async def weigh(self, body: bytes | bytearray) -> None:
-        """It is complete. Raises RequestFailed(INVALID) when it has too many values."""
+        """Weighs the complete body. Raises RequestFailed(INVALID) when it has too many values."""
         if self._weight.total <= MOST_WEIGHT:
             return
         weight = await self._bodies.apart(lambda: exactly(body))

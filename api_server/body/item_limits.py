@@ -1,8 +1,7 @@
-"""How many items of a kind one request may have, in every dialect.
+"""Limits on the number of items of one request, in every dialect.
 
-Texts are bounded by their length; what is written by the item is bounded by number, before anything is done for each
-item. Schemas name these limits, so that they are in the API's document; what depends on the model or on a setting is
-checked here.
+Texts are bounded by their length; items are bounded by number, before anything is done for each item. Schemas name
+these limits, so that they are in the API's document; limits that depend on the model or on a setting are checked here.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from shared.settings import Settings
 # Characters of a text that is tokenized whatever the model's context holds: about a second of a core.
 MAX_TEXT = 1 << 19
 
+# Messages of a conversation: each costs a template and a tokenizer some time, and the model some tokens.
 MOST_TURNS = 16_384
-"""Messages of a conversation: each costs a template and a tokenizer some time, and the model some tokens."""
+# Parts and calls of all turns together.
 MOST_PARTS = 16_384
-"""Parts and calls of all turns together."""
 MOST_TOOLS = 1024
+# Stop tokens: the scheduler compares each new token with each of them.
 MOST_STOP_IDS = 256
-"""Stop tokens: the scheduler compares each new token with each of them."""
+# Tokens that a request may name to allow them, or to change their scores.
 MOST_TOKEN_IDS = 100_000
-"""Tokens that a request may name to allow them, or to change their scores."""
+# Tokens of all prompts of a request, counted for each answer: each answer has its own copy, here and in the scheduler.
 MOST_PROMPT_TOKENS = 1 << 24
-"""Of all prompts of a request, counted for each answer: each answer has its own copy, here and in the scheduler."""
+# Digits of a token id that is written as a text: Python parses no number of unlimited length.
 LONGEST_NUMBER = 20
-"""Digits of a token id that is written as a text: Python makes no number of too many."""
 
 Objects = list[dict[str, Any]]
 Turns = Annotated[Objects, Field(max_length=MOST_TURNS)]
@@ -40,7 +39,7 @@ Biases = Annotated[dict[str, float], Field(max_length=MOST_TOKEN_IDS)]
 
 
 class Server(Protocol):
-    """What bounds the prompts of a request."""
+    """The limits of the server on the prompts of a request."""
 
     @property
     def settings(self) -> Settings: ...
@@ -77,7 +76,7 @@ def check_prompts(given: Any, field: str, server: Server, truncated: bool = Fals
 
 
 def check_vectors(given: Any, field: str, server: Server) -> None:
-    """The same for a matrix, whose rows stand for tokens, or a list of such."""
+    """Checks a matrix whose rows stand for tokens, or a list of matrices, like `check_prompts`."""
     batched = (
         isinstance(given, list) and given and isinstance(given[0], list) and isinstance((given[0] or [0])[0], list)
     )
@@ -101,7 +100,7 @@ def check_total(tokens: int, field: str) -> None:
 
 
 def too_long(tokens: int, limit: int, field: str) -> RequestFailed:
-    """For a prompt that leaves no room for an answer."""
+    """The error for a prompt that leaves no room for an answer."""
     return RequestFailed(
         ErrorKind.TOO_LONG,
         f"{field} has {tokens} tokens; this model's context holds {limit} tokens, prompt and answer together",

@@ -1,8 +1,8 @@
-"""What is done with the fields of a body, at every depth: known, refused by what their value asks for, or reported.
+"""Checks the fields of a body at every depth: known, refused for their value, or reported.
 
-A field that this server has not is refused by its path if its value asks for something; what asks for nothing passes.
-A name that nobody knows is ignored, as by the servers whose clients send it, and logged once. Knows no dialect: each
-has its own table.
+A field that this server does not have is refused by its path if its value asks for something, and ignored otherwise.
+An unknown name is ignored, as by the servers whose clients send it, and logged once. Knows no dialect: each has its
+own table.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from api_server.errors import unsupported
 
 log = logging.getLogger("tokenyard")
 
+# Returns True when a value asks for what is refused.
 Asks = Callable[[Any], bool]
-"""Whether a value asks for what is refused."""
 
+# Paths of fields (`reasoning.mode`; lists have no index), each with its subject and a test for refused values.
 Refusals = Mapping[str, tuple[str, Asks]]
-"""Paths of fields (`reasoning.mode`; lists have no index): what each is about, and which of its values ask for it."""
 
 _MAX_REPORTED = 100
 _reported: set[str] = set()
 
 
 def unless(*harmless: Any) -> Asks:
-    """Every value asks but these. Where False asks for nothing, 0 may ask."""
+    """Makes an `Asks` that is true for every value but these. Where False asks for nothing, 0 may ask."""
 
     def asks(value: Any) -> bool:
         return not any(value is ok or (not isinstance(ok, bool) and value == ok) for ok in harmless)
@@ -41,21 +41,21 @@ ALWAYS: Asks = unless(None)
 
 
 def check(raw: Mapping[str, Any], model: type[BaseModel], refused: Refusals, known: Collection[str] = ()) -> None:
-    """Raises RequestFailed(UNSUPPORTED) for the first value that asks for what is refused.
+    """Raises RequestFailed(UNSUPPORTED) for the first value in a body that asks for a refused feature.
 
-    `model` says which fields there are, at every depth; `known` are paths of further ones.
+    `model` has the fields at every depth; `known` are paths of further ones.
     """
     _check(raw, model, refused, known, "", "")
 
 
 def report_unknown(paths: Iterable[str]) -> None:
-    """Fields that are ignored, as every dialect's reference does."""
+    """Reports fields that are ignored, as every dialect's reference ignores them."""
     for path in paths:
         report(path, "the field %.100r of a request is unknown and ignored", path)
 
 
 def report(name: str, message: str, *args: object) -> None:
-    """A warning for the operator, once for each name, and not for endlessly many names."""
+    """Logs a warning for the operator, once for each name, and for a bounded number of names."""
     if name not in _reported and len(_reported) < _MAX_REPORTED:
         _reported.add(name)
         log.warning(f"{message} (reported once)", *args)
@@ -70,7 +70,8 @@ def _check(
     path: str,
 ) -> None:
     for name, value in raw.items():
-        full, rule = where + name, path + name
+        full = where + name
+        rule = path + name
         if rule in refused:
             what, asks = refused[rule]
             if asks(value):
@@ -84,7 +85,7 @@ def _check(
 
 
 def _objects(value: Any, model: type[BaseModel], name: str) -> Iterator[tuple[str, Mapping[str, Any], type[BaseModel]]]:
-    """The objects that a field holds, or its list, with their index as text."""
+    """Yields the objects in a field, or in its list, with their index as text."""
     form = _form(model, name)
     if form is None:
         return

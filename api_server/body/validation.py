@@ -14,7 +14,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class Mismatch(ValueError):
-    """The first thing that is wrong: `field` is its path (`parameters.stop[0]`), `kind` pydantic's name of the rule."""
+    """The first error in a value: `field` is its path (`parameters.stop[0]`), `kind` pydantic's name of the rule."""
 
     def __init__(self, field: str, problem: str, kind: str) -> None:
         super().__init__(f"{field}: {problem}" if field else problem)
@@ -23,9 +23,9 @@ class Mismatch(ValueError):
 
 
 def parse(model: type[M], value: object) -> M:
-    """`value` as a `model`. Raises Mismatch.
+    """Validates `value` as a `model`. Raises Mismatch.
 
-    4.0 is an integer, as in JSON Schema: where one is wanted, it becomes one in `value`, too.
+    4.0 is an integer, as in JSON Schema: where an integer is wanted, it becomes one in `value`, too.
     """
     attempts = 0
     while True:
@@ -42,10 +42,10 @@ def parse(model: type[M], value: object) -> M:
 
 
 _WANTED_INTEGER = ("int_type", "literal_error")
+# Beyond these a number of JSON is no integer that could be written again.
 _INTEGERS = 1 << 63
-"""Beyond these a number of JSON is no integer that could be written again."""
+# Most corrections. Each corrects all places that pydantic has named; in a list of lists it names the first only.
 _ATTEMPTS = 8
-"""Each corrects all places that pydantic has named; in a list of lists it names the first only."""
 
 
 def _is_whole(value: object) -> bool:
@@ -53,9 +53,9 @@ def _is_whole(value: object) -> bool:
 
 
 def _correct(value: Any, place: Sequence[int | str]) -> None:
-    """The whole float at this place becomes an integer, and so do its neighbours in lists; in place.
+    """Turns the whole float at this place, and its neighbours in lists, into integers, in place.
 
-    `place` has names of a union's branches among the keys: what is no key here is one of them.
+    `place` has names of a union's branches among the keys: a key that is not there is one of them.
     """
     lists: list[Any] | None = None
     for key in place:
@@ -88,24 +88,25 @@ def _is_key(key: int | str, value: Any) -> bool:
 
 def _mismatch(found: list[ErrorDetails]) -> Mismatch:
     # Of the branches of a union, the one that got furthest is what the client meant, and at the same place the one
-    # whose type is right. With too many items nobody gets far.
+    # whose type is right. With too many items validation stops early.
     same = (e for e in found if e["loc"][:1] == found[0]["loc"][:1])
     first = max(same, key=lambda e: (e["type"] == _TOO_MANY, len(e["loc"]), not e["type"].endswith("_type")))
     field = _path(first["loc"])
     if first["type"] == _TOO_MANY:
-        count, most = len(first["input"]), first["ctx"]["max_length"]
+        count = len(first["input"])
+        most = first["ctx"]["max_length"]
         return Mismatch(field, f"{count} entries were given; at most {most} are possible: send fewer", _TOO_MANY)
     if first["type"] == "missing":
         return Mismatch(field, f"missing field `{first['loc'][-1]}`", "missing")
     return Mismatch(field, f"{first['msg']}, got {shown(first['input'])}", first["type"])
 
 
+# Pydantic's name of the rule that a list or an object has broken.
 _TOO_MANY = "too_long"
-"""Pydantic's name of the rule that a list or an object has broken."""
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Without the names of a union's branches, which mean nothing to a client."""
+    """The path of a field without the names of a union's branches, which mean nothing to a client."""
     path = ""
     for part in location:
         if isinstance(part, int):

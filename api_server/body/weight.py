@@ -1,22 +1,24 @@
-"""What a body weighs: about the bytes that it and its values take in memory, known before it is parsed.
+"""The weight of a body: an estimate of the memory of its bytes and values, made before it is parsed.
 
 A parser holds the interpreter's lock for the length of one call, in whatever thread that is made, and no stream of this
-process goes on meanwhile. Its time and its memory grow with the number of values much more than with the bytes: so that
-number is what is bounded, by counting the marks of JSON's syntax.
+process goes on meanwhile. Its time and its memory grow with the number of values much more than with the bytes.
+Therefore the number of values is bounded, by counting the marks of JSON's syntax.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_COMMA, _STRING, _BRACKET = 48, 60, 200
-"""Bytes of one more value, of one more text (its characters aside), and of one more list or object."""
+# Bytes of one more value, of one more text (its characters aside), and of one more list or object.
+_COMMA = 48
+_STRING = 60
+_BRACKET = 200
+# Bytes that are counted at a time.
 _STRETCH = 1 << 20
-"""Bytes that are looked at together."""
 
 
 class Weight:
-    """Of the bytes so far. Marks of syntax within texts count, too: it is an upper bound, which costs little."""
+    """The weight of the bytes so far. Marks of syntax within texts count, too: a cheap upper bound."""
 
     __slots__ = ("_brackets", "_commas", "_quotes", "size")
 
@@ -31,7 +33,7 @@ class Weight:
 
     @property
     def values(self) -> int:
-        """Items of lists and members of objects, at most."""
+        """Upper bound of the items of lists and members of objects."""
         return self._commas + self._brackets
 
     @property
@@ -40,8 +42,10 @@ class Weight:
 
 
 def exactly(body: bytes | bytearray) -> Weight:
-    """The weight without what stands in texts. It takes 10 ms for a megabyte, most of it without the lock."""
-    weight, inside, start = Weight(), False, 0
+    """The weight without marks inside texts. Takes 10 ms for a megabyte, most of it without the lock."""
+    weight = Weight()
+    inside = False
+    start = 0
     while start < len(body):
         part = bytes(body[start : start + _STRETCH])
         escaping = (len(part) - len(part.rstrip(b"\\"))) % 2

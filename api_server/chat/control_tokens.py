@@ -1,7 +1,7 @@
-"""Control tokens whose names are spelled out in messages: they stay text, so that no message can end its own turn.
+"""Keeps control tokens that are spelled out in messages as text, so that no message can end its own turn.
 
 Where a name begins in a text, a sign that no text has is put behind its first character before the chat template sees
-it. What the template makes is cut at these signs, and the parts are tokenized one by one: no part has a whole name but
+it. The rendered template is cut at these signs, and the parts are tokenized one by one. No part has a whole name except
 those that the template wrote. Knows tokens by their names; knows neither templates nor requests.
 """
 
@@ -12,25 +12,26 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+# Unicode's noncharacters, which no text for interchange has.
 SIGNS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
-"""Unicode's noncharacters, which no text for interchange has."""
 
+# Roles whose texts may name marks of calls and of reasoning, as the template does: their writers know the marks.
 _TRUSTED = ("system", "developer", "assistant")
-"""Roles whose texts may name marks of calls and of reasoning, as the template does: their writers know of them."""
 
 
 class ControlTokens:
-    """Of one tokenizer. Special tokens are control tokens, and others that the chat template itself writes."""
+    """The control tokens of one tokenizer: its special tokens, and others that the chat template itself writes."""
 
     def __init__(self, backend: Any, template: str) -> None:
         added = backend.get_added_tokens_decoder().values()
         special = {token.content for token in added if token.special}
         named = special | {token.content for token in added if token.content in template}
-        self._special, self._all = _beginnings(special), _beginnings(named)
+        self._special = _beginnings(special)
+        self._all = _beginnings(named)
         self._any = re.compile(_options(named) or "(?!)")
 
     def guarded(self, turns: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any, str]:
-        """Messages and tools with each name broken by a sign, and that sign; the same and "" when there is none."""
+        """Breaks names in messages and tools with a sign; returns both and the sign, "" if there is no name."""
         if not any(self._any.search(text) for text in _texts([turns, tools])):
             return turns, tools, ""
         whole = "".join(_texts([turns, tools]))
@@ -51,7 +52,7 @@ def _beginnings(names: set[str]) -> re.Pattern[str]:
 
 
 def _options(names: set[str]) -> str:
-    """A name of one character has no place where it could be broken."""
+    """Regex alternatives of a name; a name of one character cannot be broken and has none."""
     return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if len(name) > 1)
 
 

@@ -1,4 +1,4 @@
-"""Documents as parts of messages: whatever a dialect calls them, they become text parts, by one rule.
+"""Documents as parts of messages: the documents of every dialect become text parts, by one rule.
 
 A document is sent as text, as base64 or by URL. It is text in UTF-8 (what models here read), and the model sees it as
 
@@ -7,8 +7,8 @@ A document is sent as text, as base64 or by URL. It is text in UTF-8 (what model
 
     the text
 
-Each dialect has a `Reader` for its form of such parts. This module knows what a part's list is replaced by and the
-limits; `url_fetch.py` knows how a URL is fetched.
+Each dialect has a `Reader` for its form of such parts. This module knows the replacement of a part and the limits;
+`url_fetch.py` knows how a URL is fetched.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ _TEXT_TYPES = re.compile(
     r"|application/.+\+(json|xml|yaml)",
     re.ASCII,
 )
+# Media types that leave the content open: then the bytes decide.
 _UNSAID = ("", "application/octet-stream", "binary/octet-stream")
-"""Types that leave open what the bytes are: then the bytes decide."""
 _CHARSETS = ("", "utf-8", "utf8", "us-ascii", "ascii")
 _CHARSET = re.compile(r';\s*charset\s*=\s*"?([^";]*)', re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Document:
-    """What a part says. `field` is where the client wrote `value`."""
+    """The content of one document part. `field` is the path where the client wrote `value`."""
 
     field: str
     form: Literal["text", "base64", "url"]
     value: str
     media_type: str = ""
-    """As declared, with parameters."""
+    """The declared media type, with parameters."""
     name: str = ""
     context: str = ""
 
 
+# Returns the document of a part at a path, or None for another kind of part. Raises RequestFailed.
 Reader = Callable[[Mapping[str, Any], str], Document | None]
-"""The document of a part at a path; None for another part. Raises RequestFailed."""
 
 
 async def load(fetcher: UrlFetcher | None, turns: Sequence[Any], path: str, reader: Reader) -> None:
@@ -81,7 +81,7 @@ def file_part(part: Mapping[str, Any], path: str) -> Document | None:
 
 
 def file_fields(given: Mapping[str, Any], path: str) -> Document:
-    """A file in OpenAI's words: `file_data` (a data URL, or base64) or `file_url`, and `filename`."""
+    """The document in OpenAI's fields: `file_data` (a data URL, or base64) or `file_url`, and `filename`."""
     if given.get("file_id") is not None:
         where = f"{path}.file_id"
         message = f"{where}: this server keeps no files: send the file itself as file_data"
@@ -101,7 +101,7 @@ def file_fields(given: Mapping[str, Any], path: str) -> Document:
 
 
 def text_field(given: Mapping[str, Any], key: str, path: str) -> str:
-    """A text, or nothing. Raises RequestFailed for anything else."""
+    """The text of a field, empty if it is absent. Raises RequestFailed for another type."""
     value = given.get(key)
     if value is not None and not isinstance(value, str):
         raise invalid(f"{path}.{key} must be a text, got {value!r:.100}", f"{path}.{key}")
@@ -109,7 +109,7 @@ def text_field(given: Mapping[str, Any], key: str, path: str) -> str:
 
 
 def _places(holder: Any, path: str, reader: Reader) -> Iterator[tuple[list[Any], int, Document]]:
-    """The documents among the parts of a turn or of a tool's result, with the list and the index of each."""
+    """Yields the documents among the parts of a turn or of a tool's result, with the list and the index of each."""
     for key in ("content", "output"):
         parts: Any = holder.get(key) if isinstance(holder, Mapping) else None
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
@@ -122,7 +122,7 @@ def _places(holder: Any, path: str, reader: Reader) -> Iterator[tuple[list[Any],
 
 
 async def _texts(fetcher: UrlFetcher | None, documents: Sequence[Document]) -> list[str]:
-    """All are there within the request's own time limit, or the first that fails ends them all."""
+    """Loads all documents within the request's own time limit. The first failure cancels the rest."""
     if not documents:
         return []
     try:
@@ -134,7 +134,8 @@ async def _texts(fetcher: UrlFetcher | None, documents: Sequence[Document]) -> l
 
 
 async def _text(fetcher: UrlFetcher | None, document: Document) -> str:
-    field, name = document.field, document.name
+    field = document.field
+    name = document.name
     if document.form == "text":
         _check_type(document.media_type, field)
         _check_size(len(document.value.encode()), field)
@@ -151,7 +152,7 @@ async def _text(fetcher: UrlFetcher | None, document: Document) -> str:
 
 
 def _shown(document: Document, name: str, text: str) -> str:
-    """What the model sees. A name is one line, whatever a client or a server put into it."""
+    """The text that the model sees. A name is cut to one line."""
     lines = [f"Document: {_line(name, LONGEST_NAME) or 'unnamed'}"]
     if document.context:
         lines.append(f"Context: {document.context.strip()}")

@@ -1,4 +1,4 @@
-"""From the messages of a body to typed messages, or an error that names the path of what is wrong.
+"""Turns the messages of a body into typed messages. Errors name the path of what is wrong.
 
 Knows OpenAI's message format. It does not know templates or tokens.
 """
@@ -31,20 +31,20 @@ _MEDIA = {
 
 
 def chat_messages(given: Sequence[Any]) -> list[TextGenerationRequestMessage]:
-    """Raises RequestFailed(INVALID or UNSUPPORTED) for the first message that is wrong."""
+    """Types the messages. Raises RequestFailed(INVALID or UNSUPPORTED) for the first message that is wrong."""
     modern = _modern(given)
     answered = last_answer(modern)
     return [_message(message, f"messages[{i}]", i < answered) for i, message in enumerate(modern)]
 
 
 def last_answer(messages: Sequence[Any]) -> int:
-    """The place of the model's last message, -1 without one: what stands before it has been answered."""
+    """Index of the model's last message, or -1: messages before it have been answered."""
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
     return max((i for i, role in enumerate(roles) if role == "assistant"), default=-1)
 
 
 def _modern(given: Sequence[Any]) -> list[Any]:
-    """With `function_call` and its result, the old form of one call, in the form of today."""
+    """Rewrites `function_call` and its result, the old form of one call, in today's form."""
     found: list[Any] = []
     last_id = None
     for i, message in enumerate(given):
@@ -92,8 +92,8 @@ def text_content(
 ) -> str | list[MessageContent]:
     """A message's content. `kinds` are the types of parts that are texts, each with the key of its text.
 
-    `unseen`: an image, or the like, becomes a text that says so. What a user asks about is refused instead; what a
-    tool has found, or was said long ago, must not end a conversation.
+    `unseen`: an image, or the like, becomes a text that says so. A part that the user asks about now is refused
+    instead; a tool's result, or an old message, must not end a conversation.
     """
     if content is None:
         return ""
@@ -121,7 +121,7 @@ def _part_text(part: Any, path: str, kinds: Mapping[str, str], unseen: bool) -> 
 
 
 def _tool_call(call: Any, path: str) -> dict[str, Any]:
-    """A call with its arguments as an object, as templates of tool models want them, if they are one."""
+    """A call whose arguments, if they are a JSON object, are given as one: templates of tool models want that."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise invalid(f"{path}.function must be an object with name and arguments", path)

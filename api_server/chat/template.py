@@ -1,4 +1,4 @@
-"""From chat messages to the prompt's text: gives the messages the form templates expect, and renders.
+"""Renders chat messages to the prompt's text: gives the messages the form that templates expect.
 
 Knows what Jinja templates of Hugging Face models understand. It does not know dialects or tokens.
 """
@@ -16,6 +16,7 @@ from api_server.chat.control_tokens import ControlTokens, parts
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from interfaces import TextContentPart, TextGenerationRequest, TextGenerationRequestMessage
 
+# Parameters of apply_chat_template itself: as template variables they would change the server's behaviour.
 _RESERVED = frozenset(
     {
         "conversation",
@@ -35,11 +36,10 @@ _RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Parameters of apply_chat_template itself: as template variables they would change the server's behaviour."""
 
 
 def size(request: TextGenerationRequest) -> int:
-    """Characters that a template is given, about."""
+    """Approximate number of characters that a template gets."""
     turns = sum(_length(message.content) + _length(message.reasoning_content) for message in request.messages)
     calls = [message.tool_calls for message in request.messages if message.tool_calls]
     options = dict(request.chat_template_options or {})
@@ -131,12 +131,12 @@ def _template_of(tokenizer: Any, tools: bool) -> str:
     return template
 
 
+# Names of the reasoning field in templates that do not use `reasoning_content` (gpt-oss has the first).
 _NAMES_OF_REASONING = ("thinking", "reasoning")
-"""What templates call it that do not say `reasoning_content` (gpt-oss has the first)."""
 
 
 def _turn(message: TextGenerationRequestMessage, index: int, template: str) -> dict[str, Any]:
-    """A message as templates know them: absent fields are absent, and content is one text."""
+    """A message in the form of templates: absent fields are absent, and content is one text."""
     turn = message.model_dump(exclude_none=True)
     try:
         turn["content"] = message.text

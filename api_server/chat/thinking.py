@@ -1,18 +1,18 @@
-"""How a client's wishes about reasoning reach the chat template: as the variables that templates look at."""
+"""Passes a client's wishes about reasoning to the chat template, as the variables that templates read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+# Qwen3, GLM and the embedded model have the first, DeepSeek V3.1 and Granite the second.
 _SWITCHES = ("enable_thinking", "thinking")
-"""Qwen3, GLM and the embedded model have the first, DeepSeek V3.1 and Granite the second."""
 
 
 def template_options(
     given: Mapping[str, Any] | None, effort: str | None = None, enabled: bool | None = None, budget: int | None = None
 ) -> dict[str, Any]:
-    """`given` with an effort, which also switches thinking on, or off if it is `none`; what is there already stays.
+    """Adds an effort to `given`, which also switches thinking on, or off if it is `none`; present values stay.
 
     A `budget` of no tokens switches it off, too.
     """

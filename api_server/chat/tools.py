@@ -15,12 +15,12 @@ from api_server.body.unknown_fields import report
 from api_server.errors import RequestFailed, invalid, shown, unsupported
 from api_server.parsers.calls import is_name
 
+# Returns the functions of one tool at a path; None when a server would run the tool. Raises RequestFailed.
 Reader = Callable[[Mapping[str, Any], str], list[dict[str, Any]] | None]
-"""The functions that one tool at a path stands for; None when a server would run it. Raises RequestFailed."""
 
 
 def listed(tools: Sequence[Any], read: Reader) -> list[dict[str, Any]]:
-    """All as functions. Tools that servers run themselves are left out beside functions, and refused alone."""
+    """All tools as functions. Tools that servers run themselves are skipped beside functions, and refused alone."""
     found: list[dict[str, Any]] = []
     left_out: list[tuple[str, Any]] = []
     for i, tool in enumerate(tools):
@@ -41,14 +41,17 @@ def listed(tools: Sequence[Any], read: Reader) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools to show to the model; of `forced` ones the answer must call one at least."""
+    """Tools to show to the model; the answer must call at least one of the `forced` ones."""
 
     tools: list[dict[str, Any]] | None = None
     forced: list[str] | None = None
 
 
 def tool_use(tools: Sequence[Any] | None, choice: Any) -> ToolUse:
-    """Raises RequestFailed. Tools may have their function's fields in `function` or, as Responses has it, beside it."""
+    """Reads tools and choice. Raises RequestFailed.
+
+    A tool may have its function's fields in `function` or, as in the Responses API, beside it.
+    """
     functions = listed(tools or (), _function)
     names = [tool["function"]["name"] for tool in functions]
     known: dict[str, None] = {}
@@ -67,14 +70,15 @@ def tool_use(tools: Sequence[Any] | None, choice: Any) -> ToolUse:
     return ToolUse(shown or None, (chosen or names) if mode == "required" else None)
 
 
+# A mode is a text, or, for some clients, `{"type": "auto"}`.
 _MODES = ("none", "auto", "required")
-"""Said as a text, or, by some clients, as `{"type": "auto"}`."""
 
 
 def _is_selection(choice: Any) -> bool:
     return isinstance(choice, Mapping) and choice.get("type") == "allowed_tools"
 
 
+# OpenAI's types of tools that no client runs; versions have a date behind the name.
 RUN_BY_SERVERS = frozenset(
     {
         "web_search",
@@ -87,7 +91,6 @@ RUN_BY_SERVERS = frozenset(
         "programmatic_tool_calling",
     }
 )
-"""OpenAI's types of tools that no client runs; versions have a date behind the name."""
 
 
 def is_run_by_servers(kind: Any) -> bool:
@@ -124,7 +127,7 @@ def _tool(given: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _choice(given: Any, names: Collection[str]) -> tuple[str, list[str] | None]:
-    """`none`, `auto` or `required`, and the tools that are meant; None: all."""
+    """Returns `none`, `auto` or `required`, and the tools that the choice names; None: all."""
     if given is None:
         return "auto", None
     if isinstance(given, str):
@@ -134,7 +137,8 @@ def _choice(given: Any, names: Collection[str]) -> tuple[str, list[str] | None]:
     if _is_selection(given):
         inner = given.get("allowed_tools")
         allowed = inner if isinstance(inner, Mapping) else given
-        mode, tools = allowed.get("mode", "auto"), allowed.get("tools")
+        mode = allowed.get("mode", "auto")
+        tools = allowed.get("tools")
         if mode not in _MODES or not isinstance(tools, list) or not tools:
             raise _wrong_choice(given)
         return mode, [_known(_named(tool), names) for tool in tools]

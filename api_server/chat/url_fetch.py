@@ -1,9 +1,9 @@
 """Fetches what a client names by URL, from hosts that the operator has listed and nowhere else.
 
 Each hop resolves its host once, judges every address that came back, and connects to those very addresses, so that a
-second answer of a name server changes nothing. Nothing of the process goes along: no cookies, credentials or proxies.
-It knows no media type and no dialect. What it says to clients, or logs, never has a path or a query, which may be
-secrets, nor an address that a name has led to.
+second answer of a name server changes nothing. No cookies, credentials or proxies of the process are sent. It knows no
+media type and no dialect. Its messages to clients and its log never contain a path or a query, which may be secrets,
+nor an address that a name has led to.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from shared.fetch_hosts import FetchHosts
 
 log = logging.getLogger("tokenyard")
 
+# Returns the addresses of a host, as text, for a port. Raises OSError or UnicodeError.
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""The addresses of a host, as text, for a port. Raises OSError or UnicodeError."""
 
 # Of one document.
 MOST_BYTES = 4 * 1024 * 1024
+# Addresses of one host that are tried one after the other.
 MOST_ADDRESSES = 4
-"""Of one host, that are tried one after the other."""
 RETRY_AFTER_SECONDS = 2
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = {"Accept": "text/*, application/json, */*;q=0.1", "Accept-Encoding": "gzip", "Connection": "close"}
@@ -40,12 +40,12 @@ _HEADERS = {"Accept": "text/*, application/json, */*;q=0.1", "Accept-Encoding": 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one fetch, and of all of one process (`at_once`)."""
+    """Limits of one fetch, and of all fetches of one process (`at_once`)."""
 
     seconds: float = 10.0
-    """From the call to the last byte, waiting for others and redirects included."""
+    """Time from the call to the last byte, waiting for others and redirects included."""
     bytes: int = MOST_BYTES
-    """On the wire, and again after decompression."""
+    """Most bytes, on the wire and again after decompression."""
     redirects: int = 4
     at_once: int = 8
 
@@ -54,7 +54,7 @@ class Limits:
 class Fetched:
     body: bytes
     content_type: str
-    """As the server names it; empty when it does not."""
+    """The server's content type; empty when the server names none."""
     name: str
     """The last part of the final URL's path; empty when that is a folder."""
 
@@ -65,11 +65,11 @@ async def system_addresses(host: str, port: int) -> Sequence[str]:
 
 
 class _Refused(Exception):
-    """Why, as the end of a sentence about the URL's host."""
+    """A refused fetch. The message is the end of a sentence about the URL's host."""
 
 
 class UrlFetcher:
-    """One per process."""
+    """Fetches URLs within the limits. One per process."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class UrlFetcher:
         self._slots = asyncio.Semaphore(self._limits.at_once)
 
     async def fetch(self, url: str, field: str) -> Fetched:
-        """`field` is what the client calls the URL. Raises RequestFailed."""
+        """Fetches a URL. `field` is the client's name of it, for errors. Raises RequestFailed."""
         hop = _Hop(field)
         placed = False
         try:
@@ -116,7 +116,7 @@ class UrlFetcher:
         raise _Refused(f"is the end of more than {self._limits.redirects} redirects")
 
     async def _addresses(self, url: httpx2.URL) -> list[str]:
-        """Those that may be connected to: all that the host has, or none."""
+        """The addresses to connect to. If one address of the host is not allowed, none is."""
         host = _host(url)
         if not self._hosts.lists(host):
             raise _Refused("is not among the hosts that this server fetches from (--fetch-hosts)")
@@ -133,7 +133,7 @@ class UrlFetcher:
         return list(found[:MOST_ADDRESSES])
 
     async def _get(self, url: httpx2.URL, addresses: Sequence[str]) -> Fetched | str:
-        """What is there, or the URL that it redirects to."""
+        """Requests a URL at its addresses; returns the content, or the URL that it redirects to."""
         for address in addresses:
             try:
                 return await self._exchange(url, address, self._limits.seconds / len(addresses))
@@ -146,7 +146,7 @@ class UrlFetcher:
         raise _Refused("does not take a connection")
 
     async def _exchange(self, url: httpx2.URL, address: str, connect_seconds: float) -> Fetched | str:
-        """One request on a connection of its own, which goes to the address and is meant for the URL's host."""
+        """Sends one request on a connection of its own, to the address, with the URL's host in its head."""
         host = _host(url).removesuffix(".")
         request = httpx2.Request(
             "GET",
@@ -182,7 +182,8 @@ class UrlFetcher:
         if encoding not in ("identity", "gzip", "x-gzip"):
             raise _Refused(f"encodes its answer as {encoding[:50]!r}; gzip is what can be read")
         unpacked = _Gzip() if encoding != "identity" else None
-        body, wire = bytearray(), 0
+        body = bytearray()
+        wire = 0
         async for chunk in response.aiter_raw():
             wire += len(chunk)
             body += unpacked.take(chunk, limit + 1 - len(body)) if unpacked else chunk
@@ -194,7 +195,7 @@ class UrlFetcher:
 
 
 class _Gzip:
-    """One gzip stream, unpacked as far as its reader has room: what is beyond never comes to exist."""
+    """One gzip stream, unpacked only as far as its reader has room."""
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
@@ -212,14 +213,14 @@ class _Gzip:
 
 
 class _Hop:
-    """Where a fetch stands: the host that an error is about."""
+    """The state of a fetch: the host that an error is about."""
 
     def __init__(self, field: str) -> None:
         self._field = field
         self._host = ""
 
     def enter(self, given: str) -> httpx2.URL:
-        """Raises _Refused for what is no plain http or https URL."""
+        """Starts a hop to a URL. Raises _Refused unless it is a plain http or https URL."""
         try:
             url = httpx2.URL(given)
         except (httpx2.InvalidURL, UnicodeError):
@@ -241,7 +242,7 @@ class _Hop:
 
 
 def _host(url: httpx2.URL) -> str:
-    """In ASCII and lower case."""
+    """The host in ASCII and lower case."""
     return url.raw_host.decode("ascii").lower()
 
 

@@ -1,1 +1,1 @@
-"""What the port answers before a route is found: connections, heads of requests, and pages of other origins."""
+"""The port below the routes: connections, heads of requests, and pages of other origins."""

@@ -1,7 +1,7 @@
-"""How many connections this process can hold, and a line in the log when more are wanted.
+"""Bounds the connections of this process by its file descriptors, and logs when more are wanted.
 
-Where file descriptors run out the event loop drops new connections without a word. So some are kept back: for sockets
-and files of the process itself, and to answer those that come too many.
+Where file descriptors run out the event loop drops new connections silently. So some are kept back: for sockets and
+files of the process itself, and to answer connections over the limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _last_line = -QUIET_SECONDS
 
 
 def are_short(connections: int) -> bool:
-    """Whether this is one connection more than can be held. The metrics count it, and the log has a line a minute."""
+    """True for one connection more than can be held. The metrics count it, and the log has a line a minute."""
     global _last_line
     if connections <= most_connections():
         return False
@@ -45,7 +45,7 @@ def are_short(connections: int) -> bool:
 
 @cache
 def most_connections() -> int:
-    """What the limit of open files leaves beside those that the process had open when it was first asked."""
+    """Most connections: the limit of open files less those that the process had open at the first call."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 1 << 31

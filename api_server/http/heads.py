@@ -1,6 +1,6 @@
-"""What the head of a request may be: how large, and of which form, so that no two readers see different requests in it.
+"""Limits on the head of a request: its size and its form, so that no two readers see different requests in it.
 
-The parser refuses most of what is malformed. What it lets pass, or might let pass in another version, is refused here.
+The parser refuses most malformed heads. Those that it accepts, or might accept in another version, are refused here.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 import orjson
 
+# Request line and headers together. Codex keeps its state in headers of up to 100 kB; proxies send much less.
 MAX_HEAD_BYTES = 128 * 1024
-"""Request line and headers together. Codex keeps its state in headers of up to 100 kB; proxies send much less."""
 
+# The longest URL that the parser can count.
 MAX_URL_BYTES = 65_535
-"""What the parser of URLs can count."""
 
 MAX_HEADERS = 256
 
+# Bytes of a Host header: names, addresses and ports.
 _IN_HOSTS = string.ascii_letters.encode() + string.digits.encode() + b".-_~!$&'()*+,;=%:[]"
-"""What a Host header may consist of: names, addresses and ports."""
 
 
 class Refused(Exception):
-    """The request cannot be read, so the connection ends with this answer; `reason` is written for the client."""
+    """An unreadable request. The connection ends with this answer; `reason` is written for the client."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -32,14 +32,15 @@ class Refused(Exception):
 
 
 def check(version: str, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Whether it is clear whom a request means and where it ends. Names are in lower case. Raises Refused."""
+    """Checks that the target and the end of a request are unambiguous. Names are in lower case. Raises Refused."""
     if version not in ("1.0", "1.1"):
         raise Refused(505, f"HTTP/{version} is not served; use HTTP/1.1")
     if len(url) > MAX_URL_BYTES:
         raise Refused(414, f"the URL is longer than {MAX_URL_BYTES} bytes")
     check_count(headers)
     names = [name for name, _ in headers]
-    hosts, codings = names.count(b"host"), names.count(b"transfer-encoding")
+    hosts = names.count(b"host")
+    codings = names.count(b"transfer-encoding")
     if hosts > 1 or (not hosts and version == "1.1"):
         raise Refused(400, f"{hosts} Host headers were sent; HTTP/1.1 wants one")
     if hosts and headers[names.index(b"host")][1].strip().translate(None, _IN_HOSTS):
@@ -53,13 +54,13 @@ def check(version: str, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> N
 
 
 def check_count(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Also for a head that is not complete. Raises Refused."""
+    """Checks the number of headers, also of an incomplete head. Raises Refused."""
     if len(headers) > MAX_HEADERS:
         raise Refused(431, f"more than {MAX_HEADERS} headers were sent")
 
 
 def answer(refused: Refused, status_line: bytes, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The whole answer; it ends the connection. The form is that of OpenAI's errors, as for paths of no dialect."""
+    """The whole answer; it ends the connection. Its form is that of OpenAI's errors, as for paths of no dialect."""
     kind = "server_error" if refused.status == 503 else "invalid_request_error"
     error = {"message": refused.reason, "type": kind, "param": None, "code": "bad_http_request"}
     body = orjson.dumps({"error": error})

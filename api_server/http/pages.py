@@ -1,8 +1,8 @@
-"""Web pages as callers: which of them a browser lets read this server's answers (CORS).
+"""Web pages as callers: the origins that a browser lets read this server's answers (CORS).
 
 A page in a browser on this host or in this network reaches addresses that its author does not. CORS decides which
 pages may read answers and send JSON. It does not keep a page from sending what a form can send; so a body without a
-content type is not taken from a page (`endpoint.py`), and operators' routes take no page's word (`access.py`).
+content type is not accepted from a page (`endpoint.py`), and operators' routes refuse pages (`access.py`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 PAGES_OF_THIS_HOST = r"https?://(localhost|([a-z0-9-]+\.)+localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
 
+# Headers of answers that a page could not read otherwise.
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "retry-after", "www-authenticate"),
     *("x-compute-type", "x-compute-time", "x-compute-characters", "x-total-time", "x-validation-time"),
     *("x-queue-time", "x-inference-time", "x-time-per-token", "x-prompt-tokens", "x-generated-tokens"),
 )
-"""Those of our answers that a page could not read otherwise."""
 
 
 def allow_pages(app: ASGIApp, origins: str, public_paths: frozenset[str], has_keys: bool) -> ASGIApp:
-    """`app` with the headers that the setting `cors_origins` asks for. Preflights end here: they never have a key.
+    """Adds the headers that the setting `cors_origins` asks for. Preflights end here: they never have a key.
 
-    By default a server with keys is open to pages from everywhere, because these need a key like anybody else; what it
-    tells without one stays with pages of this host.
+    By default a server with keys is open to pages from everywhere, because a page needs a key like any other caller.
+    Without keys it is open to pages of this host only.
     """
     if origins == "none":
         return app
@@ -35,7 +35,7 @@ def allow_pages(app: ASGIApp, origins: str, public_paths: frozenset[str], has_ke
 
 
 class _ForPages:
-    """Sends requests with an Origin through the middleware of their path; it would cost the others at each frame."""
+    """Sends requests with an Origin through the middleware of their path. Others skip it, which saves time."""
 
     def __init__(
         self, app: ASGIApp, cors: ASGIApp, public: frozenset[str] = frozenset(), public_cors: ASGIApp | None = None

@@ -1,7 +1,7 @@
-"""Which path of this server was meant by one that it does not have.
+"""Suggests the path of this server that an unknown path meant.
 
 Base URLs get a slash too many, `/v1` twice or not at all, a prefix of a proxy, or a whole endpoint. Such a path is
-refused, since what answers by chance today need not tomorrow, but the error says what to write.
+refused, since a guess that answers today need not answer tomorrow, but the error names the right path.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 _MOST_CHARACTERS = 300
+# Longer paths are no slips.
 _MOST_PARTS = 8
-"""Longer paths are no slips."""
 
 
 def meant(path: str, exists: Callable[[str], bool]) -> str | None:
@@ -22,7 +22,7 @@ def meant(path: str, exists: Callable[[str], bool]) -> str | None:
 
 
 def above(path: str) -> Iterator[str]:
-    """The paths that this one lies under, nearest first, without the root."""
+    """Yields the paths above this one, nearest first, without the root."""
     parts = _parts(path)
     return ("/" + "/".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
 

@@ -1,4 +1,4 @@
-"""One connection: uvicorn's protocol with its C parser, and what that lacks at an open port.
+"""One connection: uvicorn's protocol with its C parser, and the rules that an open port needs.
 
 Bounds (`heads.py`) and clocks on a request that is not complete, and on an answer that is not read (`unread.py`);
 offers to upgrade, which are ignored as RFC 9110 allows, with their bodies read; HTTP/1.0 without chunks; and clients
@@ -28,8 +28,8 @@ from api_server.http.unread import Unread
 
 log = logging.getLogger("tokenyard")
 
+# Time for a head, from its first byte or from the start of the connection; for a body, from one piece to the next.
 REQUEST_SECONDS = 30.0
-"""For a head, from its first byte or from the start of the connection; for a body, from one piece to the next."""
 
 # A body that comes in trickles holds a connection and a part of the budget of bodies. So it has REQUEST_SECONDS as a
 # whole, and a second more for each so many bytes (Apache's RequestReadTimeout works alike, and its default is 500).
@@ -39,27 +39,25 @@ BODY_BYTES_PER_SECOND = 1000
 # takes 16 bytes a second through a window of 8 KiB is far from being cut off.
 UNREAD_SECONDS = 300.0
 
+# Requests that are read while an earlier answer is under way.
 MOST_WAITING = 8
-"""Requests that are read while the answer to one before them is under way."""
 
+# A refused client that is still sending would lose the answer if its connection were closed at once.
 LINGER_SECONDS = 2.0
-"""A refused client that is still sending would lose the answer if its connection were closed at once."""
 
+# Shortest time between two looks at the clock of a connection.
 SHORTEST_LOOK_SECONDS = 0.05
-"""Between two looks at the clock of a connection."""
 
+# Time between two checks for the presence of a client that sends no more.
 PEER_LOOK_SECONDS = 0.05
-"""Between two looks at whether a client that sends no more is still there."""
 
+# The beginning of every answer.
 _ANY_ANSWER = b"HTTP/1.1 "
-"""How every answer begins."""
 
 
+# Reading state of the current request; `_NOTHING`: no byte of the connection's first request has come. Plain numbers:
+# to look up a member of an enumeration costs more than the rest of a callback, ten times a request.
 _NOTHING, _HEAD, _BODY, _COMPLETE = range(4)
-"""How far the request is that is being read; of a connection's first one perhaps no byte has come.
-
-Plain numbers: to look up a member of an enumeration costs more than the rest of a callback, ten times a request.
-"""
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -77,7 +75,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unpaid = 0
         """Bytes since the last piece of a body: a head, sizes and extensions of chunks, trailers."""
         self._deaf = False
-        """Nothing more is read from this client."""
+        """True when nothing more is read from this client."""
         self._heard = self.loop.time()
         self._body_began = self._heard
         self._body_bytes = 0
@@ -108,14 +106,15 @@ class HttpProtocol(HttpToolsProtocol):
             self._heard = self.loop.time()
         while data and not self._deaf:
             room = MAX_HEAD_BYTES - self._unpaid
-            piece, data = data[:room], data[room:]
+            piece = data[:room]
+            data = data[room:]
             self._unpaid += len(piece)
             data = self._feed(piece) + data
             if self._unpaid >= MAX_HEAD_BYTES:
                 self._refuse(self._too_large())
 
     def _feed(self, piece: bytes) -> bytes:
-        """What of the piece was not read, because it goes to another parser."""
+        """Feeds the parser; returns the unread rest of the piece, which belongs to another parser."""
         try:
             self.parser.feed_data(piece)
             check_count(self.headers or ())
@@ -128,7 +127,7 @@ class HttpProtocol(HttpToolsProtocol):
         return b""
 
     def _decline_upgrade(self, rest: bytes) -> bytes:
-        """The parser has skipped the body. A new one is told how the body is framed, and goes on where that one is."""
+        """Declines an upgrade: the parser has skipped the body, so a new one gets the body's framing."""
         self._unpaid -= len(rest)
         framing = [h for h in self.scope["headers"] if h[0] in (b"content-length", b"transfer-encoding")]
         head = [b"POST / HTTP/%s\r\n" % self.scope["http_version"].encode(), *(b"%s: %s\r\n" % h for h in framing)]
@@ -188,17 +187,17 @@ class HttpProtocol(HttpToolsProtocol):
             self._unset_keepalive_if_required()  # its own clock runs
 
     def _refuse(self, refused: Refused) -> None:
-        """Reads nothing more. The answer is sent if the client can tell which request it is about."""
+        """Stops reading. The answer is sent if the client can match it to a request."""
         if self._deaf:
             return
         self._deaf = True
         log.info("refused a request from %s: %s", self.client[0] if self.client else "?", refused.reason)
         pending = self.cycle is not None and not self.cycle.response_complete
         if self._phase == _BODY:
-            tells = pending and not self.cycle.response_started and not self.pipeline
+            can_answer = pending and not self.cycle.response_started and not self.pipeline
         else:
-            tells = not pending
-        if tells:
+            can_answer = not pending
+        if can_answer:
             self._answer(refused)
             self._linger()
         elif self._phase == _BODY:
@@ -225,7 +224,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._clock = self.loop.call_later(max(left, SHORTEST_LOOK_SECONDS), self._look_at_clock)
 
     def _time_to_read(self, now: float) -> float:
-        """Seconds until the next look at what the client sends. Ends its request when its time is up."""
+        """Checks the reading deadline and ends an overdue request. Returns the seconds until the next check."""
         if self._phase == _COMPLETE or self._deaf:
             return REQUEST_SECONDS
         left = self._heard + REQUEST_SECONDS - now
@@ -248,7 +247,7 @@ class HttpProtocol(HttpToolsProtocol):
         return Refused(408, f"the body comes more slowly than {BODY_BYTES_PER_SECOND} bytes a second")
 
     def _time_to_send(self, now: float) -> float:
-        """Seconds until the next look at what the client takes. Ends the connection when its time is up."""
+        """Checks the sending deadline and ends an overdue connection. Returns the seconds until the next check."""
         left = UNREAD_SECONDS - self._unread.seconds(now)
         if left > 0:
             return left
@@ -261,9 +260,9 @@ class HttpProtocol(HttpToolsProtocol):
         return UNREAD_SECONDS
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether the connection stays, for the answer. Closing and shutting down the sending side look alike.
+        """True when the connection stays, for the answer. Closing and shutting down the sending side look alike.
 
-        A byte that the client must get next in any case tells them apart: a socket that is closed resets the
+        A byte that the client must get next in any case distinguishes them: a socket that is closed resets the
         connection. asyncio's TLS cannot be half closed.
         """
         cycle = self._answering
@@ -293,7 +292,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _refused(error: httptools.HttpParserError) -> Refused:
-    """The parser's error, or what one of the callbacks has raised: the rules of heads, and the parser of URLs."""
+    """The refusal for a parser's error, or for one that a callback raised: the rules of heads, and the URL parser."""
     if isinstance(error.__context__, Refused):
         return error.__context__
     in_callback = isinstance(error, httptools.HttpParserCallbackError)
@@ -301,7 +300,7 @@ def _refused(error: httptools.HttpParserError) -> Refused:
 
 
 class _Begun:
-    """A transport on which an answer has begun before it is known."""
+    """A transport whose answer has begun before its request is known."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -318,7 +317,7 @@ class _Begun:
 async def _without_chunks(
     app: ASGIApp, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """HTTP/1.0 knows no chunks: a body of unknown length ends with the connection."""
+    """Runs HTTP/1.0, which has no chunks: a body of unknown length ends with the connection."""
     sized = False
 
     async def send_plain(message: Message) -> None:

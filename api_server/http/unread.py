@@ -1,7 +1,7 @@
-"""How long a client has taken nothing of an answer that waits for it.
+"""Measures for how long a client has read nothing of an answer that waits for it.
 
-The kernel of a client acknowledges bytes as long as it has room for them, and a client makes room by reading. So what
-counts is bytes that were acknowledged while others wait in this process. Knows sockets; knows no HTTP.
+The kernel of a client acknowledges bytes as long as it has room for them, and a client makes room by reading. The clock
+therefore counts acknowledged bytes while others wait in this process. Knows sockets; knows no HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DISCARD = struct.pack("ii", 1, 0)
 
 
 class Unread:
-    """The clock of one connection. It is read now and then, and costs nothing in between."""
+    """The clock of one connection. It is read from time to time, and costs nothing in between."""
 
     def __init__(self, transport: asyncio.Transport, now: float) -> None:
         self._transport = transport
@@ -27,7 +27,7 @@ class Unread:
         self._since = now
 
     def seconds(self, now: float) -> float:
-        """Since the client was last seen to take something; 0 while nothing waits for it."""
+        """Seconds since the client last read something; 0 while nothing waits for it."""
         acked = self._bytes_acked() if self._transport.get_write_buffer_size() else None
         if acked is None or acked != self._acked:
             self._acked = acked or 0
@@ -35,7 +35,7 @@ class Unread:
         return now - self._since
 
     def drop(self) -> None:
-        """End the connection at once, with all that waits."""
+        """Ends the connection at once, with all that waits."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _DISCARD)
         self._transport.abort()
 

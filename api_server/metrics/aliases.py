@@ -1,4 +1,4 @@
-"""The same figures under the names that TGI's and SGLang's dashboards already use.
+"""The figures under the names that TGI's and SGLang's dashboards use.
 
 Derived from this server's own families at scrape time, so nothing is counted twice. A name appears only where its
 meaning is the same; bucket bounds are this server's.
@@ -71,7 +71,7 @@ def total(families: Mapping[str, Metric], name: str, **labels: str) -> float:
 
 
 def _tgi_requests(families: Mapping[str, Metric]) -> Iterator[Metric]:
-    """Upstream's counters have no `_total` suffix, which the text format only allows to untyped families."""
+    """TGI's request counters. They have no `_total` suffix, which the text format only allows to untyped families."""
     requests = "tokenyard_requests"
     yield UntypedMetricFamily("tgi_request_count", f"As {requests}", value=total(families, requests))
     yield UntypedMetricFamily("tgi_request_success", f"As {requests}", value=total(families, requests, outcome="ok"))
@@ -96,7 +96,8 @@ def _sglang_memory(families: Mapping[str, Metric], labels: Mapping[str, str]) ->
     blocks = "tokenyard_kv_blocks"
     if blocks not in families:
         return
-    used, capacity = total(families, blocks, state="used"), total(families, blocks, state="total")
+    used = total(families, blocks, state="used")
+    capacity = total(families, blocks, state="total")
     size = total(families, "tokenyard_kv_block_size")
     yield _gauge("sglang:num_used_tokens", blocks, used * size, labels)
     yield _gauge("sglang:max_total_num_tokens", blocks, capacity * size, labels)

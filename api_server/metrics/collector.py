@@ -1,9 +1,9 @@
-"""What this server counts about its requests, in one set of figures for all dialects and all API replicas.
+"""The request figures of this server, one set for all dialects and all API replicas.
 
-Each replica keeps its counters in a file of the run directory (prometheus_client's multiprocess mode), so that
-whichever replica is scraped answers for all of them, dead ones included. Facts of the scheduler and of the processes
-come at scrape time from `server_facts.py`. Knows the figures and when they are taken; the names that other servers'
-dashboards use for them are in `aliases.py`.
+Each replica keeps its counters in a file of the run directory (prometheus_client's multiprocess mode), so that the
+scraped replica answers for all of them, dead ones included. Facts of the scheduler and of the processes come at scrape
+time from `server_facts.py`. Knows the figures and when they are taken; the names that other servers' dashboards use
+for them are in `aliases.py`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from shared.process_table import ProcessState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+# Bounds of durations of a whole request: 1 ms to 600 s, four a decade.
 SECONDS = tuple(round(base * 10.0**power, 6) for power in range(-3, 3) for base in (1, 2, 3.5, 6))
-"""Bounds of durations of a whole request: 1 ms to 600 s, four a decade."""
 
+# Bounds of the time of one token: 0.1 ms to 6 s.
 TOKEN_SECONDS = tuple(round(base * 10.0**power, 7) for power in range(-4, 1) for base in (1, 2, 3.5, 6))
-"""Bounds of the time of one token: 0.1 ms to 6 s."""
 
+# Seconds for which figures are gathered before they are written where other replicas read them.
 WRITE_SECONDS = 0.1
-"""That figures are gathered before they are written where other replicas read them."""
 
 LENGTHS = tuple(float(1 << power) for power in range(21))
 
 
 class _Tally:
-    """A shared counter, and what is still to be added to it."""
+    """A shared counter, and the amount that is not yet added to it."""
 
     __slots__ = ("_counter", "amount")
 
@@ -66,13 +66,13 @@ class _TalliedHistogram(Histogram):
     """A histogram that takes many observations in one go: a write per bucket that was hit, and one for the sum."""
 
     def tallied(self) -> Self:
-        """Itself, ready for `note`."""
+        """The histogram itself, ready for `note`."""
         self._counts = [0] * len(self._upper_bounds)
         self._total = 0.0
         return self
 
     def note(self, value: float, count: int = 1) -> None:
-        """`count` observations of `value`, for the next `write`."""
+        """Notes `count` observations of `value` for the next `write`."""
         self._counts[bisect_left(self._upper_bounds, value)] += count
         self._total += value * count
 
@@ -89,7 +89,7 @@ class _TalliedHistogram(Histogram):
 class Metrics:
     """The counters of this replica (an `Observer`), and the exposition for all replicas.
 
-    What happens is added up in plain numbers, which `write` adds to the shared counters: a tenth of a second after the
+    Events are added up in plain numbers, which `write` adds to the shared counters: a tenth of a second after the
     first of them, at a scrape, and when the server ends. PROMETHEUS_MULTIPROC_DIR names where replicas keep their
     counters, from before prometheus_client is imported; without it this process counts alone. `routes` are the paths
     that generate: errors of others are not counted.
@@ -180,12 +180,12 @@ class Metrics:
             self._count(path, outcome_of(error.kind))
 
     def connection_refused(self) -> None:
-        """For want of a file descriptor."""
+        """Counts a connection refused for want of a file descriptor."""
         self._refused_connections.amount += 1
         self._write_soon()
 
     def write(self) -> None:
-        """What was added up goes into the shared counters."""
+        """Adds the pending amounts to the shared counters."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
@@ -206,7 +206,9 @@ class Metrics:
         self._write_soon()
 
     def _note_times(self, choice: Choice) -> None:
-        received, first, last = choice.request.received, choice.first_token, choice.last_token
+        received = choice.request.received
+        first = choice.first_token
+        last = choice.last_token
         self._validation.note(choice.submitted - received)
         if choice.queued is not None:
             self._queue.note(choice.queued)
@@ -231,7 +233,7 @@ class Metrics:
 
 
 def generation_paths(routes: Iterable[BaseRoute]) -> list[str]:
-    """The paths that generate. Their requests are counted, others' are not."""
+    """The paths that generate. Requests to other paths are not counted."""
     documents = ((route, getattr(getattr(route, "endpoint", None), "document", None)) for route in routes)
     return [
         route.path
@@ -244,7 +246,8 @@ def metrics_route(metrics: Metrics) -> Route:
     """GET /metrics."""
 
     async def show(call: Call) -> Response:
-        engine, processes = call.server.engine, call.server.processes
+        engine = call.server.engine
+        processes = call.server.processes
         text = metrics.exposition(engine.status, engine.silence, engine.draining, processes)
         return Response(text, media_type=CONTENT_TYPE)
 

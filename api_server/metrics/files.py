@@ -1,4 +1,4 @@
-"""The files in which API processes share their figures, and what happens where there is no room for them.
+"""The files in which API processes share their figures, and the fallback when there is no room for them.
 
 prometheus_client maps a file per process and kind of figure. A page of a mapped file for which the file system has no
 room ends the process that touches it, so room is reserved before the first figure is made. Knows the names of these
@@ -15,13 +15,13 @@ from prometheus_client import values
 
 log = logging.getLogger("tokenyard")
 
+# Bytes by kind. The library would enlarge a full file without reserving anything; a test shows that these do not get
+# full, whatever labels there are.
 FILES = {"counter": 1 << 18, "histogram": 1 << 17}
-"""Bytes by kind. The library would enlarge a full file without reserving anything; a test shows that these do not get
-full, whatever labels there are."""
 
 
 def shared_directory() -> str | None:
-    """Where this process keeps its figures for all to read, with room for them; None when it keeps them to itself.
+    """The directory of this process's shared figures, with room reserved; None when figures are not shared.
 
     Figures that exist by then stay where they are.
     """

@@ -1,6 +1,4 @@
-"""Facts of a scrape that this process does not count itself: the scheduler's, from its last `Status`, and what the
-supervisor sees of the processes.
-"""
+"""Scrape-time facts: the scheduler's, from its last `Status`, and the supervisor's about the processes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ _WORKER_LABELS = ["device", "index"]
 
 
 def scheduler_facts(status: Status | None, silence: float, draining: bool) -> list[Metric]:
-    """Of the last `Status`. When that is too old, gauges of a state that has passed are left out; ages go on."""
+    """Facts of the last `Status`. When that is too old, gauges of a past state are left out; ages go on."""
     fresh = status is not None and silence <= STALE_SECONDS
     ready = GaugeMetricFamily("tokenyard_scheduler_ready", "1 while the scheduler accepts work")
     ready.add_metric([], float(status is not None and status.ready and fresh and not draining))
@@ -34,7 +32,7 @@ def scheduler_facts(status: Status | None, silence: float, draining: bool) -> li
 
 
 def process_facts(processes: Mapping[str, ProcessState]) -> Iterator[Metric]:
-    """What the supervisor sees of all processes of this server."""
+    """The supervisor's facts about all processes of this server."""
     silent = GaugeMetricFamily(
         "tokenyard_process_silent_seconds", "Since a process was heard that hangs; 0 for the others", labels=["process"]
     )

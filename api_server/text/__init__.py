@@ -1,1 +1,1 @@
-"""Text and tokens, both ways, and where a text ends."""
+"""Text and tokens: tokenizing, detokenizing, and stops."""

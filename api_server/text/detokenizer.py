@@ -1,4 +1,4 @@
-"""From tokens to text, as they come: the pieces joined are the text decoded at once, and no piece cuts a character.
+"""Decodes tokens to text as they come: the pieces joined are the text decoded at once; no piece cuts a character.
 
 Two ways. A byte-level vocabulary (GPT-2's alphabet: most models today) turns each token into bytes, and an
 incremental UTF-8 decoder does the rest. Every other vocabulary is decoded by the tokenizer itself over a short window,
@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from tokenizers import decoders
 
+# Prompt tokens that decide how the answer's first token is spelled (a leading space, say).
 _CONTEXT = 6
-"""Tokens of the prompt that decide how the answer's first token is spelled (a leading space, say)."""
 
+# Most tokens of an unfinished character. A character has at most 4 bytes; more tokens are garbage, which is shown.
 _LONGEST_WAIT = 16
-"""Tokens an unfinished character may take. A character has at most 4 bytes, so more is garbage that shall be seen."""
 
 _REPLACEMENT = "�"
 
@@ -30,11 +30,11 @@ class Detokenizer(Protocol):
         """The text that `token` completes; empty while a character is unfinished."""
 
     def flush(self) -> str:
-        """What is left at the end: unfinished bytes, as replacement characters."""
+        """The rest at the end: unfinished bytes, as replacement characters."""
 
 
 class Vocabulary:
-    """What detokenizers of one model share."""
+    """The vocabulary that the detokenizers of one model share."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
@@ -45,16 +45,16 @@ class Vocabulary:
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
         self.whole: dict[int, str] = {}
-        """Of the byte-level tokens met so far, those whose bytes are whole characters, as text."""
+        """Text of the byte-level tokens met so far whose bytes are whole characters."""
         self._pieces: dict[int, str] = {}
 
     def detokenizer(self, context: Sequence[int], skip_special_tokens: bool, kept: Collection[int] = ()) -> Detokenizer:
-        """`kept` are special tokens that are not skipped."""
+        """Makes a detokenizer. The special tokens in `kept` are not skipped."""
         skipped = self.special.difference(kept) if skip_special_tokens else frozenset()
         return _ByteLevel(self, skipped) if self._byte_level else _Windowed(self, context, skipped)
 
     def piece(self, token: int) -> str:
-        """A token as it reads inside a text; bytes that are no whole character, as replacement characters."""
+        """The text of a token inside a text; bytes that are no whole character, as replacement characters."""
         if self._byte_level:
             return self.bytes_of(token).decode("utf-8", "replace")
         found = self._pieces.get(token)
@@ -65,11 +65,11 @@ class Vocabulary:
         return found
 
     def raw(self, token: int) -> bytes:
-        """The bytes a token stands for, as far as the vocabulary tells."""
+        """The bytes of a token, as far as the vocabulary has them."""
         return self.bytes_of(token) if self._byte_level else self.piece(token).encode()
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes a byte-level token stands for; of an id the vocabulary does not have, none."""
+        """The bytes of a byte-level token; empty for an id that the vocabulary does not have."""
         found = self._bytes.get(token)
         if found is None:
             found = self._bytes[token] = _to_bytes(self.backend.id_to_token(token) or "")
@@ -98,7 +98,7 @@ def _to_bytes(token: str) -> bytes:
 
 
 class _ByteLevel:
-    """Bytes that are whole characters by themselves need no decoder unless it waits for the rest of one."""
+    """Decodes bytes. Whole characters bypass the decoder unless it waits for the rest of a character."""
 
     __slots__ = ("_bytes_of", "_decoder", "_skipped", "_waits", "_whole")
 

@@ -1,4 +1,4 @@
-"""Texts that a client keeps for this server, and that come back unchanged: what was thought in an answer, say.
+"""Texts that a client keeps for this server and returns unchanged, such as the reasoning of an answer.
 
 They are opaque and authentic, not secret: a client that gets one has the text, too, or could ask for it. The key
 follows from the model, so that any replica, and the same server tomorrow, reads what one of them has sealed.
@@ -16,7 +16,7 @@ _TAG_BYTES = 16
 
 
 class Seal:
-    """Of the server of one model."""
+    """Seals and opens texts with the key of one model."""
 
     def __init__(self, model: str) -> None:
         self._key = blake2b(model.encode(), person=b"tokenyard seal").digest()
@@ -26,10 +26,12 @@ class Seal:
         return base64.urlsafe_b64encode(_MARK + self._tag(content) + content).decode()
 
     def opened(self, sealed: str) -> str | None:
-        """None for what another server, or nobody, has sealed."""
+        """The sealed text, or None if this model's key did not seal it."""
         try:
             packed = base64.b64decode(sealed.encode(), b"-_", validate=True)
-            mark, tag, content = packed[:3], packed[3 : 3 + _TAG_BYTES], packed[3 + _TAG_BYTES :]
+            mark = packed[:3]
+            tag = packed[3 : 3 + _TAG_BYTES]
+            content = packed[3 + _TAG_BYTES :]
             authentic = mark == _MARK and hmac.compare_digest(tag, self._tag(content))
             return content.decode() if authentic else None
         except (ValueError, binascii.Error):

@@ -1,4 +1,4 @@
-"""Stop patterns (`stop_regex`) over text that comes token by token; what matched stays in the text, as upstream.
+"""Stop patterns (`stop_regex`) over text that comes token by token; the match stays in the text, as upstream.
 
 The engine is RE2, whose time is linear in the text whatever the pattern: Python's `re` backtracks, and one short
 pattern of a stranger could hold the process for hours. Its word boundaries and classes are those of ASCII, and `$`
@@ -12,20 +12,21 @@ from typing import Any
 
 import re2
 
-MOST_PATTERNS, MOST_BYTES = 32, 256
+MOST_PATTERNS = 32
+MOST_BYTES = 256
 
+# A match is searched in this many characters before the end of the text, so that each token costs the same.
 WINDOW = 1024
-"""Characters before the end of the text in which a match is looked for; so each token costs the same."""
 
+# Most instructions of a request's patterns together: the steps for each character of the window in the worst text.
 MOST_INSTRUCTIONS = 4096
-"""Of all patterns of a request together: the worst text costs as many steps for each character of the window."""
 
+# Bytes for one pattern's program; compiling stops there.
 _MEMORY = 1 << 17
-"""Bytes for one pattern's program; compiling stops there."""
 
 
 def pattern_problem(patterns: Sequence[str]) -> str | None:
-    """Why these cannot be used, or None."""
+    """The reason why these patterns cannot be used, or None."""
     if len(patterns) > MOST_PATTERNS:
         return f"at most {MOST_PATTERNS} stop_regex patterns are allowed, got {len(patterns)}."
     if "" in patterns:
@@ -41,7 +42,7 @@ def pattern_problem(patterns: Sequence[str]) -> str | None:
 
 
 def compiled(patterns: Sequence[str]) -> list[Any]:
-    """The patterns as RE2 programs. ValueError says which one is none, and why."""
+    """The patterns as RE2 programs. ValueError names the pattern that is not valid, and the reason."""
     if not patterns:
         return []
     options: Any = re2.Options()
@@ -76,12 +77,13 @@ class StopPatterns:
         self.matched: str | None = None
 
     def add(self, piece: str) -> None:
-        """Looks at the text after one more token, as often as there are tokens: how they arrive changes nothing."""
+        """Adds one token's text and searches it. One search per token: the chunks of arrival change nothing."""
         if not self._programs or not piece:
             return
         self._tail += piece
         if len(self._tail) > WINDOW + 1:
-            self._tail, self._start = self._tail[-WINDOW - 1 :], 1
+            self._tail = self._tail[-WINDOW - 1 :]
+            self._start = 1
         found = (p for p, program in zip(self._patterns, self._programs, strict=True) if self._in_tail(program))
         self.matched = next(found, None)
 

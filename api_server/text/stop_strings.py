@@ -1,4 +1,4 @@
-"""Stop strings over text that comes in pieces: nothing that could be the beginning of one gets out too early.
+"""Stop strings over text that comes in pieces: a possible beginning of a stop string is held back.
 
 The match that ends first wins, and of those that end together the longest; so the result does not depend on how the
 text was cut into pieces. Knows text only.
@@ -20,10 +20,11 @@ class StopStrings:
         self.matched: str | None = None
 
     def add(self, piece: str) -> str:
-        """The text that may go out now. Once `matched` is set nothing more may be added."""
+        """Adds a piece; returns the text that may go out now. Once `matched` is set nothing more may be added."""
         if not self._stops:
             return piece
-        held, text = self._held, self._held + piece
+        held = self._held
+        text = self._held + piece
         found = self._first_match(text)
         if found is not None:
             end, self.matched = found
@@ -33,8 +34,9 @@ class StopStrings:
         return piece if self._keep else text[: len(text) - len(self._held)]
 
     def flush(self) -> str:
-        """What was held back when the text ends without a stop string."""
-        held, self._held = self._held, ""
+        """Returns the held-back text when the text ends without a stop string."""
+        held = self._held
+        self._held = ""
         return "" if self._keep else held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:

@@ -1,4 +1,4 @@
-"""What ends an answer by its text: stop strings and patterns. Knows nothing but the text that the client sees."""
+"""Ends an answer by its text: stop strings and patterns. Knows only the text that the client sees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from api_server.text.stop_strings import StopStrings
 
 
 class Stops:
-    """State of one answer. While it is not `active`, text passes unseen: the answer has not its least length yet."""
+    """State of one answer. While it is not `active`, before the minimum length, text passes unchecked."""
 
     def __init__(self, strings: Sequence[str], patterns: Sequence[str], keep: bool) -> None:
         self._strings = StopStrings(strings, keep)
@@ -23,7 +23,7 @@ class Stops:
         return self._strings.matched if self._strings.matched is not None else self._patterns.matched
 
     def add(self, piece: str) -> str:
-        """The text that may go out now."""
+        """Adds a piece; returns the text that may go out now."""
         if not self.exist or not self.active:
             return piece
         text = self._strings.add(piece)
@@ -32,5 +32,5 @@ class Stops:
         return text
 
     def flush(self) -> str:
-        """What was held back when the text ends, or something that is no text follows."""
+        """Returns the held-back text when the text ends, or when something other than text follows."""
         return "" if self._strings.matched is not None else self._strings.flush()

@@ -1,4 +1,4 @@
-"""The model's tokenizer: prompts to token ids, in threads, and the facts about tokens that the rest needs.
+"""The model's tokenizer: turns prompts into token ids, in threads, and knows the tokens' properties.
 
 Knows transformers' tokenizers (with torch hidden), generation_config.json and the vocabulary; knows no dialect and no
 scheduler.
@@ -34,19 +34,19 @@ log = logging.getLogger("tokenyard")
 
 T = TypeVar("T")
 
+# Prompts that may wait for a tokenizer thread; further requests are refused instead of queued without end.
 MAX_JOBS = 512
-"""Prompts that may wait for a tokenizer thread; further requests are refused instead of queued without end."""
 THREADS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt as the model reads it. `text` is None when the client sent token ids."""
+    """A prompt as token ids. `text` is None when the client sent token ids."""
 
     text: str | None
     tokens: NDArray[np.int32]
     parts: tuple[str, ...] = ()
-    """Of the text, which were tokenized one by one, if they are several (control_tokens.py)."""
+    """Parts of the text that were tokenized one by one, if there are several (control_tokens.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,10 @@ class TokenSpan:
 
 
 class Tokenizer:
-    """Safe to use from several threads: the underlying tokenizer is never changed after loading."""
+    """A model's tokenizer. Safe to use from several threads: it is never changed after loading."""
 
     def __init__(self, tokenizer: Any, generation_config: dict[str, Any], control_tokens: bool = False) -> None:
-        """With `control_tokens` their names stand for them in messages, too."""
+        """Wraps a tokenizer. With `control_tokens`, their names act as control tokens in messages, too."""
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # Truncation and padding are state of the backend, which several threads read at once.
@@ -82,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str, control_tokens: bool = False) -> Tokenizer:
-        """From a Hugging Face directory or hub name. Raises ValueError, with the reason, if it cannot.
+        """Loads from a Hugging Face directory or hub name. Raises ValueError with the reason.
 
         transformers is imported here, so that a process can `hide_torch` first.
         """
@@ -100,7 +100,7 @@ class Tokenizer:
     async def prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
         """The request's prompt as token ids. Raises RequestFailed.
 
-        `max_tokens` lets a text that is too long by any reckoning be refused without tokenizing it; without it, and
+        With `max_tokens` a text that is too long by any reckoning is refused without tokenizing it. Without it, and
         when the prompt will be truncated, the limit is MAX_TEXT.
         """
         if request.prompt is None and not request.messages:
@@ -123,7 +123,7 @@ class Tokenizer:
         return await self._in_thread(lambda: str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens)))
 
     def detokenizer(self, context: Sequence[int], skip_special_tokens: bool, kept: Collection[int] = ()) -> Detokenizer:
-        """Decodes the continuation of `context`, token by token; the special tokens in `kept` are not skipped."""
+        """A detokenizer for the continuation of `context`; the special tokens in `kept` are not skipped."""
         return self._vocabulary.detokenizer(context, skip_special_tokens, kept)
 
     @property
@@ -143,7 +143,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template; of several, all of them; without any, nothing."""
+        """The text of the chat template; all of them if there are several; empty if there is none."""
         found = getattr(self._tokenizer, "chat_template", None) or ""
         return "\n".join(found.values()) if isinstance(found, dict) else str(found)
 
@@ -151,11 +151,11 @@ class Tokenizer:
         return token in self._vocabulary.special
 
     def token_text(self, token: int) -> str:
-        """A token alone, as text."""
+        """The text of a token by itself."""
         return str(self._backend.decode([token], skip_special_tokens=False))
 
     def piece(self, token: int) -> str:
-        """A token as it reads inside a text: the same wherever it stands."""
+        """The text of a token inside a text, the same at every place."""
         return self._vocabulary.piece(token)
 
     def raw(self, token: int) -> bytes:
@@ -163,16 +163,16 @@ class Tokenizer:
         return self._vocabulary.raw(token)
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """What each token adds to the text of all of them, special ones included."""
+        """The text that each token adds to the text of all of them, special ones included."""
         return await self._in_thread(lambda: list(map(self.detokenizer([], False).add, tokens)))
 
     def exact(self, text: str) -> list[int]:
-        """The tokens of a text as it stands: special tokens that it names are those, and none is added."""
+        """The tokens of a text: special tokens that it names become those tokens, and none is added."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
     def grammar_vocabulary(self) -> tuple[str, list[int]]:
-        """What a matcher of grammars needs to know: the tokenizer as JSON, and the tokens that end a text."""
+        """The vocabulary for a grammar matcher: the tokenizer as JSON, and the tokens that end a text."""
         return str(self._backend.to_str()), self.eos_token_ids
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class Tokenizer:
         return Prompt(text, _truncated(ids, request), tuple(parts) if len(parts) > 1 else ())
 
     def _encoded(self, parts: Sequence[str], add_special_tokens: bool) -> Any:
-        """The tokens of a text that no token crosses the parts of, as `tokenizers` has them."""
+        """The encoding of a text whose parts no token crosses, as `tokenizers` returns it."""
         if len(parts) == 1:
             return self._backend.encode(parts[0], add_special_tokens=add_special_tokens)
         first, *others = parts
@@ -222,13 +222,13 @@ class Tokenizer:
 
     @cached_property
     def _inner(self) -> Any:
-        """The backend for what does not stand where a text begins, where some put a space."""
+        """The tokenizer backend for text after the beginning, without the space that some put first."""
         form = json.loads(self._backend.to_str())
         unspaced = _without_first_space(form)
         return self._backend if unspaced == form else type(self._backend).from_str(json.dumps(unspaced))
 
     def _refuse_endless_turns(self, request: TextGenerationRequest, max_tokens: int | None) -> None:
-        """Before a template is rendered, which takes time for every character, and may take it several times.
+        """Refuses messages that are too long before a template is rendered: rendering takes time for every character.
 
         A template may leave out a part of what it is given, so this limit is generous where the context is small.
         """
@@ -272,7 +272,7 @@ class Tokenizer:
 
 
 def _without_first_space(form: Any) -> Any:
-    """A tokenizer's JSON without whatever puts a space before a text."""
+    """A tokenizer's JSON without the parts that put a space before a text."""
     if isinstance(form, list):
         return [_without_first_space(part) for part in form if not _is_prepend(part)]
     if not isinstance(form, dict):
@@ -319,7 +319,7 @@ def _eos_ids(tokenizer: Any, config: dict[str, Any]) -> list[int]:
 
 
 def _defaults(config: dict[str, Any], eos: list[int]) -> SamplingParamsGenerationConfigDefaults:
-    """Only what the file itself says: transformers' own class defaults are not the model's wish."""
+    """Values of the file itself; transformers' own class defaults are left out."""
     names = {f.name for f in dataclasses.fields(SamplingParamsGenerationConfigDefaults)} - {"eos_token_id"}
     given = {name: value for name, value in config.items() if name in names and value is not None}
     return SamplingParamsGenerationConfigDefaults(**given, eos_token_id=eos)

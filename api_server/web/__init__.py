@@ -1,1 +1,1 @@
-"""What every HTTP request passes: access, bodies, fields, endpoints, event streams."""
+"""The path of every HTTP request: access, bodies, fields, endpoints, event streams."""

@@ -1,7 +1,7 @@
-"""Who may do what: API keys for every route but the public ones, and the operator's routes.
+"""Access rules: API keys for every route but the public ones, and the operator's routes.
 
-The operator's routes touch other clients' requests. With an admin key they want it. Without one they answer callers on
-this host only, and where that cannot be known they answer nobody: see `_stranger`.
+The operator's routes touch other clients' requests. With an admin key they require it. Without one they answer callers
+on this host only. Where the host cannot be known they refuse every caller: see `_stranger`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shared.access_keys import AccessKeys, Caller
 from shared.addresses import is_loopback
 from shared.settings import Settings
 
+# Paths for load balancers, orchestrators, Prometheus, and API documentation. They expose no secret.
 PUBLIC_PATHS = frozenset(
     {"/health", "/ping", "/health_generate", "/ready", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"}
 )
-"""For load balancers, orchestrators, Prometheus, and for those who want to learn how to ask. They tell no secret."""
 METRICS_PATH = "/metrics"
 
 _OF_PROXIES = frozenset(
@@ -38,17 +38,17 @@ _OF_PROXIES = frozenset(
         "fastly-client-ip",
     }
 )
+# Headers that a proxy adds. A request that has one came from another host.
 _OF_PROXIES_BEGIN = ("x-forwarded", "x-envoy-")
-"""Headers that a proxy adds. A request that has one came from another host."""
 
 
 def public_paths(settings: Settings) -> frozenset[str]:
-    """The paths of this server that want no key, beside its front page."""
+    """The paths of this server that need no key, beside its front page."""
     return PUBLIC_PATHS - {METRICS_PATH} if settings.private_metrics else PUBLIC_PATHS
 
 
 def identify(keys: AccessKeys, public: frozenset[str], scope: Scope) -> Caller:
-    """Who makes this request. Raises RequestFailed(UNAUTHORIZED)."""
+    """Identifies the caller of a request. Raises RequestFailed(UNAUTHORIZED)."""
     given = _presented(scope)
     callers = [caller for key in (given or (None,)) if (caller := keys.caller(key))]
     if callers:
@@ -63,7 +63,7 @@ def identify(keys: AccessKeys, public: frozenset[str], scope: Scope) -> Caller:
 
 
 def operators_only(handler: Handler) -> Handler:
-    """The handler, refused to callers who do not run this server."""
+    """Wraps a handler so that it refuses callers who do not run this server."""
 
     @wraps(handler)
     async def guarded(call: Call) -> Response:
@@ -88,11 +88,11 @@ def _require_operator(call: Call) -> None:
 
 
 def _stranger(call: Call) -> str | None:
-    """Why a caller without an admin key may not be on this host, in words; None when it is certainly here.
+    """The reason why a caller without an admin key may not be on this host; None when it certainly is.
 
-    Behind a proxy on this host every client has a loopback address. So only a server that listens on loopback alone
-    has local callers at all, and only those who come without any trace of a proxy are. A page in a browser of this host
-    is somebody else's, too, unless it came from this server.
+    Behind a proxy on this host every client has a loopback address. So only a server that listens on loopback alone has
+    local callers at all, and only requests without any trace of a proxy are local. A page in a browser of this host
+    counts as a stranger, too, unless it came from this server.
     """
     headers = call.headers
     peer = call.scope.get("client")
@@ -123,7 +123,7 @@ def _foreign_page(headers: Headers, own_host: str) -> str | None:
 
 
 def _place(url: str) -> SplitResult:
-    """The parts of a URL; none of one that is broken."""
+    """The parts of a URL; empty parts for a broken one."""
     try:
         return urlsplit(url)
     except ValueError:
@@ -142,7 +142,7 @@ def _presented(scope: Scope) -> list[str]:
     return [key.decode("latin-1") for key in found[:_MOST_KEYS] if key]
 
 
+# Key headers of Anthropic and Azure; all others send `Authorization: Bearer`.
 _KEY_HEADERS = (b"x-api-key", b"api-key")
-"""Anthropic's and Azure's way; all others say `Authorization: Bearer`."""
+# Most keys of a request: each is hashed and compared.
 _MOST_KEYS = 4
-"""Each is hashed and compared."""

@@ -32,15 +32,15 @@ log = logging.getLogger("tokenyard")
 
 T = TypeVar("T")
 
+# Most levels of a body: code that writes parts of it again goes no deeper than 254.
 DEEPEST = 200
-"""Levels of a body: what writes parts of it again goes no deeper than 254."""
+# A body over the limit is read up to here and thrown away: a client that is still sending would not see the answer.
 _MAX_DISCARDED_BYTES = 4 * MAX_BODY_BYTES
-"""A body over the limit is read up to here and thrown away: a client that is still sending would not see the answer."""
 
 
 @dataclass
 class Call:
-    """One HTTP request as a handler sees it."""
+    """One HTTP request for a handler."""
 
     server: ServerState
     scope: Scope
@@ -49,11 +49,11 @@ class Call:
     """The client's x-request-id, or a fresh one; also in the response's header."""
     received: float = field(default_factory=time.monotonic)
     generates: bool = False
-    """Whether the body may carry terms of a generation (`scheduling.py`)."""
+    """True when the body may carry scheduling options (`scheduling.py`)."""
     size: int = 0
     """Bytes of the body."""
     light: bool = True
-    """Whether the body is small enough to be read on the event loop."""
+    """True when the body is small enough to be read on the event loop."""
 
     @property
     def path(self) -> str:
@@ -74,7 +74,7 @@ class Call:
         return Headers(scope=self.scope)
 
     async def apart(self, job: Callable[[], T]) -> T:
-        """The result of work that grows with the body; a large one's is done in a thread, which shares the lock."""
+        """Runs work that grows with the body; for a large body in a thread, which shares the lock."""
         return job() if self.light else await self.server.bodies.apart(job)
 
     @cached_property
@@ -88,7 +88,7 @@ class Call:
 
     @cached_property
     def parsed(self) -> dict[str, Any] | RequestFailed:
-        """What `json` tells. It is parsed once, also if that fails; from then on the text is not held any more."""
+        """The result of `json`, or its error. Parsed once, also if that fails; the text is released then."""
         try:
             return self._parse()
         except RequestFailed as error:
@@ -131,7 +131,7 @@ class Call:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects stand in each other more than so many times."""
+    """True when lists and objects are nested deeper than `levels`."""
     layer = [value]
     for _ in range(levels):
         inner = (part.values() if isinstance(part, dict) else part for part in layer)
@@ -141,34 +141,34 @@ def _deeper(value: Any, levels: int) -> bool:
     return True
 
 
+# Raises RequestFailed with the error for the client. It is cancelled when the client goes away.
 Handler = Callable[[Call], Awaitable[Response]]
-"""Raises RequestFailed for whatever the client is to be told. When the client goes away it is cancelled."""
 
 ErrorRenderer = Callable[[RequestFailed, Call], Response]
 
 
 @dataclass(frozen=True)
 class Document:
-    """What the OpenAPI document says of an endpoint."""
+    """An endpoint's entry in the OpenAPI document."""
 
     summary: str
     tag: str
     body: type[BaseModel] | None = None
     answer: type[BaseModel] | None = None
-    """None: plain text, or nothing."""
+    """The model of the answer; None for plain text or an empty answer."""
     frame: type[BaseModel] | None = None
     """One event of the answer when it is streamed."""
     listed: bool = False
     """The answer is a list of `answer`."""
     example: Mapping[str, Any] | None = None
-    """A body that works as it is."""
+    """A body that works unchanged."""
     errors: Mapping[int, type[BaseModel]] = field(default_factory=dict)
-    """Statuses that this endpoint answers in case of an error, with their bodies."""
+    """Error statuses of this endpoint, with the models of their bodies."""
     description: str = ""
     also: Sequence[Document] = ()
-    """What the same path takes and answers in other dialects."""
+    """Documents of other dialects on the same path."""
     generates: bool = False
-    """Text is generated, although no answer can be streamed (where one can, that goes without saying)."""
+    """True when text is generated although no answer can be streamed (a streamed answer implies it)."""
 
 
 def endpoint(
@@ -178,7 +178,7 @@ def endpoint(
     methods: Sequence[str] = ("POST",),
     document: Document | None = None,
 ) -> Route:
-    """A route for `app.py`; `document` is found again as `route.endpoint.document`."""
+    """Makes a route for `app.py`; `document` is found again as `route.endpoint.document`."""
     return Route(path, Endpoint(handler, render_error, document), methods=list(methods))
 
 
@@ -202,7 +202,8 @@ class Endpoint:
         try:
             call.body = await _read_body(receive, held)
             await held.weigh(call.body)
-            call.size, call.light = len(call.body), held.light
+            call.size = len(call.body)
+            call.light = held.light
         except RequestFailed as error:
             failure = error
             call.body = b""
@@ -245,18 +246,22 @@ class ClientGone(Exception):
 
 
 def internal_error(request_id: str) -> RequestFailed:
-    """What a client is told of a bug; the traceback stays in the log."""
+    """The error that a client gets for a bug; the traceback stays in the log."""
     return RequestFailed(
         ErrorKind.INTERNAL, f"internal error; the server's log has the details of request {request_id}"
     )
 
 
 async def discard_body(scope: Scope, receive: Receive) -> None:
-    """Reads on to the end of a request that is refused by its head: a connection that is closed with bytes unread is
-    reset, and the client may lose the answer. Who expects a word before the body has sent none."""
+    """Reads a request that is refused by its head to its end.
+
+    A connection that is closed with bytes unread is reset, and the client may lose the answer. A client that expects
+    100 Continue has sent no body.
+    """
     if any(name == b"expect" for name, _ in scope["headers"]):
         return
-    size, more = 0, True
+    size = 0
+    more = True
     while more and size <= _MAX_DISCARDED_BYTES:
         message = await receive()
         size += len(message.get("body", b""))
@@ -264,13 +269,16 @@ async def discard_body(scope: Scope, receive: Receive) -> None:
 
 
 async def _read_body(receive: Receive, held: Held) -> bytearray:
-    body, refused = bytearray(), None
-    size, more = 0, True
+    body = bytearray()
+    refused = None
+    size = 0
+    more = True
     while more and size <= _MAX_DISCARDED_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        chunk, more = message.get("body", b""), message.get("more_body", False)
+        chunk = message.get("body", b"")
+        more = message.get("more_body", False)
         size += len(chunk)
         if refused is None:
             refused = _taken(body, chunk, held)
@@ -280,7 +288,7 @@ async def _read_body(receive: Receive, held: Held) -> bytearray:
 
 
 def _taken(body: bytearray, chunk: bytes, held: Held) -> RequestFailed | None:
-    """Why no more of this body is kept, or None."""
+    """Takes a chunk of the body. Returns the reason to keep no more of it, or None."""
     if len(body) + len(chunk) > MAX_BODY_BYTES:
         body.clear()
         return RequestFailed(ErrorKind.BODY_TOO_LARGE, f"the request body is larger than {MAX_BODY_BYTES} bytes")
@@ -302,7 +310,8 @@ class _Client:
         self.task = task
         self.gone = False
         self._complete = False
-        self._receive, self._send = receive, send
+        self._receive = receive
+        self._send = send
 
     def send(self, message: Message) -> Awaitable[None]:
         self._complete = message["type"] == "http.response.body" and not message.get("more_body", False)

@@ -26,11 +26,11 @@ from api_server.web.endpoint import Document
 
 _PAGE = Path(__file__).parent / "docs_page.html"
 
+# Starlette's path templates have convertors; OpenAPI's have none.
 _CONVERTOR = re.compile(r":\w+}")
-"""What Starlette's path templates have and OpenAPI's have not."""
 
+# 529 is no standard status; Anthropic's clients know it.
 _PHRASES = {status.value: status.phrase for status in HTTPStatus} | {529: "Overloaded"}
-"""529 is no standard status; Anthropic's clients know it."""
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"
@@ -53,14 +53,14 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _Schemas:
-    """Component schemas of one dialect and where each model's is."""
+    """Component schemas of one dialect and the place of each model's."""
 
     components: dict[str, Any] = field(default_factory=dict)
     references: dict[tuple[Model, JsonSchemaMode], dict[str, Any]] = field(default_factory=dict)
 
 
 def routes(described: Sequence[BaseRoute], version: str) -> list[BaseRoute]:
-    """GET /openapi.json (and where TGI has it, /api-doc/openapi.json) and GET /docs, for these routes."""
+    """GET /openapi.json (on TGI's servers also /api-doc/openapi.json) and GET /docs, for these routes."""
 
     @cache
     def encoded() -> bytes:
@@ -168,7 +168,7 @@ def _identifier(operation: _Operation) -> str:
 
 
 def _merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One operation out of those that several dialects serve under the same path and method."""
+    """Merges the operations that several dialects serve under the same path and method into one."""
     first = dict(parts[0])
     if len(parts) == 1:
         return first

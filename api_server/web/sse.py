@@ -1,4 +1,4 @@
-"""Server-sent events: frames out, a comment when there is silence, and an end that is always noticed.
+"""Server-sent events: frames, a comment during silence, and an end that is always noticed.
 
 Knows the event-stream format and ASGI's send; knows no dialect.
 """
@@ -30,8 +30,8 @@ def frame(value: Any) -> bytes:
     return b"data: " + (data if data.isascii() else _in_one_line(data)) + b"\n\n"
 
 
+# Characters that end no line of an event stream, but a line of Unicode text, and so of many clients.
 _LINE_ENDS = {"\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029", "\u0085".encode(): b"\\u0085"}
-"""Characters that end no line of an event stream, but one of Unicode, and so in many clients."""
 
 
 def _in_one_line(data: bytes) -> bytes:
@@ -46,7 +46,7 @@ def named_frame(value: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends the frames of an async iterator as they come; `close` is called at the end, however the end comes.
+    """Sends the frames of an async iterator as they come; calls `close` at every kind of end.
 
     The status is 200 already when something fails, so the failure becomes one last event, `error_frame(error)`.
     """
@@ -101,9 +101,9 @@ class EventStream(Response):
 
 
 class _Pulse:
-    """Writes a comment line whenever nothing has been written for a while, so that proxies keep the connection.
+    """Writes a comment line when nothing has been written for a while, so that proxies keep the connection.
 
-    One timer per stream that looks at the clock, instead of one per frame.
+    One timer per stream looks at the clock, instead of one timer per frame.
     """
 
     def __init__(self, send: Send) -> None:
