@@ -35,7 +35,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from interfaces import Join, SamplingParams, Step
 from model_worker.batch import ForwardBatch
-from model_worker.engine import Engine, Flight, WorkerIdentity
+from model_worker.engine import Engine
+from model_worker.execution import executors_for
+from model_worker.execution.base import Backend, DeviceStep, WorkerIdentity
+from model_worker.execution.flight import Pending
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.rows import WorkerRows
@@ -166,8 +169,8 @@ class Worker:
         table = WorkerRows(rows, length, loaded.block_size, runner.num_blocks)
         sampler = SamplerRows(rows, loaded.vocab_size, loaded.device)
         sampler.warm_up()
-        ahead, identity = loaded.device.type == "cuda", WorkerIdentity(0, 0)
-        self._engine = Engine(runner.forward, table, sampler, loaded.device, identity, ahead=ahead)
+        shared = DeviceStep(table, sampler, Backend(loaded.device, runner.forward), WorkerIdentity(0, 0))
+        self._engine = Engine(shared, executors_for(shared, loaded.device.type))
         self._rows, self._prompt, self._output = rows, prompt, output
         self._blocks = -(-length // loaded.block_size)
         self._vocab_size = loaded.vocab_size
@@ -177,13 +180,13 @@ class Worker:
         """Prefills all rows, and takes the time of the decode steps that follow."""
         for start in range(0, self._rows, self._at_once):
             self._begin(self._joining(range(start, min(start + self._at_once, self._rows)), sampled)).result()
-        flights: deque[Flight] = deque()
+        pending: deque[Pending] = deque()
         rows, busy, tokens = np.arange(self._rows, dtype=np.int32), 0, 0
         started = time.perf_counter()
         for i in range(self._output - 1):
-            flights.append(self._begin({"rows": rows}))
-            while len(flights) > (1 if i < self._output - 2 else 0):
-                result = flights.popleft().result()
+            pending.append(self._begin({"rows": rows}))
+            while len(pending) > (1 if i < self._output - 2 else 0):
+                result = pending.popleft().result()
                 busy, tokens = busy + result.device_us, tokens + len(result.tokens)
         return Speed(self._rows, tokens, time.perf_counter() - started, busy / 1e6)
 
@@ -191,7 +194,7 @@ class Worker:
     def _at_once(self) -> int:
         return max(1, PREFILL_TOKENS // self._prompt)
 
-    def _begin(self, fields: dict[str, Any]) -> Flight:
+    def _begin(self, fields: dict[str, Any]) -> Pending:
         self._steps += 1
         usual: dict[str, Any] = {"ntok": None, "new_blocks": NONE.reshape(0, 3), "drop": NONE, "joins": []}
         return self._engine.begin(Step(incarnation=1, epoch=0, step=self._steps, **usual | fields))

@@ -24,6 +24,7 @@ from shared.settings import Settings, parse_memory
 if TYPE_CHECKING:
     from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
+    from model_worker.execution.base import Backend
     from model_worker.model import LoadedModel
     from model_worker.runner import ModelRunner
     from model_worker.sampling.sampler import SamplerRows
@@ -86,7 +87,9 @@ def build(
 
     from model_worker.capacity import capacity_for
     from model_worker.cpu import kernel_cache
-    from model_worker.engine import Engine, WorkerIdentity
+    from model_worker.engine import Engine
+    from model_worker.execution import executors_for
+    from model_worker.execution.base import Backend, DeviceStep, WorkerIdentity
     from model_worker.grammar import mask_process
     from model_worker.grammar.masks import Masks
     from model_worker.loading.load import load_model
@@ -119,12 +122,16 @@ def build(
     masks = Masks(nursery, settings.max_running, loaded.vocab_size)
     if loaded.unproven is None:
         _warm_up(sampler, loaded)
-    hidden_forward = runner.forward_with_hidden if runner.gives_hidden_states else None
-    identity, pick, ahead = WorkerIdentity(index, epoch), runner.pick, loaded.device.type == "cuda"
-    begin_pick = runner.begin_pick if runner.runs_ahead else None
-    more = masks, pick, ahead, begin_pick, 0 if ahead else settings.speculate
-    engine = Engine(runner.forward, rows, sampler, loaded.device, identity, hidden_forward, *more)
-    compilation = None if loaded.unproven is None else _compilation(loaded, runner, sampler, engine)
+    backend = Backend(
+        loaded.device,
+        runner.forward,
+        greedy=runner.pick,
+        hidden=runner.forward_with_hidden if runner.gives_hidden_states else None,
+        launch_greedy=runner.begin_pick if runner.runs_ahead else None,
+    )
+    shared = DeviceStep(rows, sampler, backend, WorkerIdentity(index, epoch), masks)
+    engine = Engine(shared, executors_for(shared, loaded.device.type, settings.speculate))
+    compilation = None if loaded.unproven is None else _compilation(loaded, runner, sampler, backend)
     hello = WorkerHello(
         device=device,
         index=index,
@@ -157,7 +164,7 @@ def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:
 
 
 def _compilation(
-    loaded: LoadedModel, runner: ModelRunner, sampler: SamplerRows, engine: Engine
+    loaded: LoadedModel, runner: ModelRunner, sampler: SamplerRows, backend: Backend
 ) -> kernel_cache.Compilation:
     """Has the kernels compiled; at the end of it they prove themselves, and all go over to them."""
     from model_worker.cpu import kernel_cache
@@ -171,7 +178,7 @@ def _compilation(
             sys.exit("the compiled stack gives other logits than the model: starting anew, without it")
         runner.go_over()
         if runner.runs_ahead:
-            engine.run_ahead(runner.begin_pick)
+            backend.launch_greedy = runner.begin_pick
         log.info("the kernels are compiled: from now on answers come at full speed")
 
     log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")

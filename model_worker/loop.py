@@ -17,7 +17,8 @@ import zmq
 
 from interfaces import Retire, Step, StepResult, WireError, WorkerGoodbye, WorkerHello, decode, encode
 from model_worker.cpu.kernel_cache import Compilation
-from model_worker.engine import Engine, Flight
+from model_worker.engine import Engine
+from model_worker.execution.flight import Pending
 from shared import phases
 from shared.endpoints import worker_identity
 from shared.sockets import connect_dealer, same_host
@@ -52,8 +53,8 @@ class Loop:
         self._same_host = same_host(endpoint)
         self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
-        self._flights: deque[Flight] = deque()
-        self._begun: tuple[Step, Flight] | None = None
+        self._pending: deque[Pending] = deque()
+        self._begun: tuple[Step, Pending] | None = None
         self._waiting: Step | None = None
         self._ended: tuple[int, int] | None = None
         self._stopping = False
@@ -69,16 +70,16 @@ class Loop:
         try:
             while not self._stopping:
                 now = time.monotonic()
-                if self._compilation is not None and self._compilation.over and not self._flights:
+                if self._compilation is not None and self._compilation.over and not self._pending:
                     self._compilation.settle()
                     self._compilation, self._hello = None, replace(self._hello, compiling=False)
                     next_hello = now
                 if now >= next_hello:
                     phases.beat()
-                    drafted, accepted = self._engine.drafted, self._engine.accepted
-                    self._send(encode(replace(self._hello, drafted=drafted, accepted=accepted)))
+                    counters = self._engine.counters
+                    self._send(encode(replace(self._hello, drafted=counters.drafted, accepted=counters.accepted)))
                     next_hello = now + HELLO_SECONDS
-                    idle = not self._flights and now >= began + HELLO_SECONDS
+                    idle = not self._pending and now >= began + HELLO_SECONDS
                     if not rested and (idle or now >= began + RESTLESS_SECONDS):
                         rested = True
                         self._engine.rest()
@@ -88,7 +89,7 @@ class Loop:
                 step = self._next(timeout_ms=0 if self._left > 1 else waiting)
                 if step is not None:
                     self._begin(step)
-                self._answer(leave=self._left - 1 if step is None or not self._flights else self._flights[-1].left)
+                self._answer(leave=self._left - 1 if step is None or not self._pending else self._pending[-1].left)
             self._answer(leave=0)
             self._send(encode(self._goodbye))
         finally:
@@ -98,7 +99,7 @@ class Loop:
     @property
     def _left(self) -> int:
         """Steps that were begun, or will be without another word, and whose results were not sent."""
-        return sum(flight.left for flight in self._flights)
+        return sum(pending.left for pending in self._pending)
 
     @property
     def _again(self) -> Step | None:
@@ -106,23 +107,23 @@ class Loop:
         return None if self._begun is None else self._begun[0].after(self._begun[1].steps)
 
     def _begin(self, step: Step) -> None:
-        flight = self._engine.begin(step)
-        self._begun = step, flight
-        self._flights.append(flight)
+        pending = self._engine.begin(step)
+        self._begun = step, pending
+        self._pending.append(pending)
 
     def _answer(self, leave: int) -> None:
         """Sends the results of steps that were begun, oldest first: those that are there, and all but the last few."""
-        while self._flights and (self._left > leave or self._flights[0].over):
-            flight = self._flights[0]
-            result = flight.result()
-            if not flight.left:
-                self._flights.popleft()
+        while self._pending and (self._left > leave or self._pending[0].done):
+            pending = self._pending[0]
+            result = pending.result()
+            if not pending.left:
+                self._pending.popleft()
             self._tell(result)
 
     def _tell(self, result: StepResult) -> None:
         """Sends a result, and with it whether the step's repetitions are over because another step has come."""
         again = self._again
-        if again is not None and not self._flights and self._waiting is None:
+        if again is not None and not self._pending and self._waiting is None:
             self._waiting = self._receive(0)
         if again is not None and self._waiting is not None:
             self._ended = again.incarnation, again.step - 1

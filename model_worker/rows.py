@@ -63,6 +63,11 @@ class PackedStep:
     hidden: list[HiddenPart]
     embeddings: tuple[NDArray[np.int64], NDArray[np.float32]] | None
 
+    @property
+    def plain(self) -> bool:
+        """Whether tokens are all that goes in and comes out: no reported prompts, hidden states or embeddings."""
+        return not self.prompts and not self.hidden and self.embeddings is None
+
 
 class WorkerRows:
     """`max_rows` rows of sequences up to `max_model_len` tokens."""
@@ -138,11 +143,16 @@ class WorkerRows:
         self._tokens[rows, packed.positions] = tokens
         self._computed(packed)
 
-    def begun_steps(self, packed: PackedStep, number: int, steps: int) -> None:
-        """As `computed_step` for so many steps in a row, before their tokens are known: `read_step` brings them."""
+    def begun_steps(self, packed: PackedStep, steps: int) -> int:
+        """Books `steps` forwards in a row before their tokens are known: `read_step` brings them.
+
+        Returns the number by which the other methods know them.
+        """
         self._computed(packed)
         self._add(packed.rows, steps - 1)
-        self._begun = self._unread[packed.rows[packed.sampling]] = number
+        self._begun += 1
+        self._unread[packed.rows[packed.sampling]] = self._begun
+        return self._begun
 
     def drafted_step(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
         """Books a forward over the step's one token and over guesses at those that follow, all of which but the last

@@ -17,11 +17,32 @@ from interfaces import Step, StepResult
 from interfaces.messages.forced_tokens import ForcedTokens
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
+from model_worker.execution.base import DeviceStep
+from model_worker.execution.flight import Pending
+from model_worker.execution.synchronous import Synchronous
+from model_worker.rows import PackedStep
 
 
-def parts(step: Step, alone: Collection[int]) -> list[Step]:
-    """One step for the rows that run together, and one for each of `alone`; changes of rows are in none of them."""
-    apart = np.isin(step.rows, list(alone))
+class Isolation:
+    """Takes every step while a row must not depend on its neighbours: such rows run one by one, the others together."""
+
+    def __init__(self, shared: DeviceStep, synchronous: Synchronous) -> None:
+        self._shared = shared
+        self._synchronous = synchronous
+
+    def accepts(self, step: Step, packed: PackedStep) -> bool:
+        return bool(self._shared.isolated)
+
+    def launch(self, step: Step, packed: PackedStep) -> Pending:
+        self._shared.in_flight.finish()
+        pack = self._shared.rows.pack
+        results = [self._synchronous.run(part, pack(part)) for part in parts(step, self._shared.isolated)]
+        return Pending.finished(together(step, results) if len(results) > 1 else results[0])
+
+
+def parts(step: Step, isolated: Collection[int]) -> list[Step]:
+    """One step for the rows that run together, and one for each of `isolated`; changes of rows are in none of them."""
+    apart = np.isin(step.rows, list(isolated))
     cuts: list[NDArray[Any]] = [np.array([i]) for i in np.flatnonzero(apart)]
     if not apart.all():
         cuts.append(np.flatnonzero(~apart))

@@ -29,7 +29,9 @@ from interfaces.request.sampling import MOST_TOP_LOGPROBS, LogprobMode, Sampling
 from interfaces.result.outputs import TextGenerationOutput
 from model_worker.batch import ForwardBatch
 from model_worker.capacity import Capacity, capacity_for
-from model_worker.engine import Engine, WorkerIdentity
+from model_worker.engine import Engine
+from model_worker.execution import executors_for
+from model_worker.execution.base import Backend, DeviceStep, WorkerIdentity
 from model_worker.grammar import mask_process
 from model_worker.grammar.masks import Masks
 from model_worker.loading.load import load_model
@@ -63,7 +65,9 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         rows = WorkerRows(capacity.max_rows, capacity.max_model_len, capacity.block_size, capacity.num_blocks)
         sampler = SamplerRows(capacity.max_rows, runner.loaded.vocab_size, runner.loaded.device)
         self._runner = runner
-        self._engine = Engine(self._forward, rows, sampler, runner.loaded.device, WorkerIdentity(0, 0), masks=masks)
+        backend = Backend(runner.loaded.device, self._forward)
+        shared = DeviceStep(rows, sampler, backend, WorkerIdentity(0, 0), masks)
+        self._engine = Engine(shared, executors_for(shared))
         self._masks = masks
         self._capacity = capacity
         self._max_batch_tokens = max_batch_tokens

@@ -15,7 +15,9 @@ import zmq
 
 from interfaces import Step, StepResult, WorkerGoodbye, WorkerHello, decode, encode
 from model_worker.cpu.kernel_cache import Compilation
-from model_worker.engine import Engine, Flight
+from model_worker.engine import Engine
+from model_worker.execution.base import Counters
+from model_worker.execution.flight import Pending
 from model_worker.loop import HELLO_SECONDS, Loop
 from shared.sockets import bind_router, receive_from
 
@@ -25,7 +27,7 @@ NOTHING = np.empty(0, np.int32)
 class Device:
     """An engine that runs ahead and writes down what is asked of it. Step 4 needs the host."""
 
-    drafted, accepted = 5, 3
+    counters = Counters(drafted=5, accepted=3)
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -35,7 +37,7 @@ class Device:
     def rest(self) -> None:
         self.rested.release()
 
-    def begin(self, step: Step) -> Flight:
+    def begin(self, step: Step) -> Pending:
         assert self.go.wait(10)
         self.heard.append(f"begin {step.step}")
         result = StepResult(1, 0, 0, step.step, NOTHING, NOTHING, None, {}, 0)
@@ -44,7 +46,7 @@ class Device:
             self.heard.append(f"read {step.step}")
             return result
 
-        return Flight.landed(result) if step.step == 4 else Flight(read)
+        return Pending.finished(result) if step.step == 4 else Pending(read)
 
 
 class Scheduler:
@@ -164,21 +166,21 @@ class FarAhead(Device):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flight = Flight.landed(StepResult(1, 0, 0, 0, NOTHING, NOTHING, None, {}, 0))
+        self.pending = Pending.finished(StepResult(1, 0, 0, 0, NOTHING, NOTHING, None, {}, 0))
 
-    def begin(self, step: Step) -> Flight:
-        self.flight.stop()
+    def begin(self, step: Step) -> Pending:
+        self.pending.stop()
         assert self.go.wait(10)
         self.heard.append(f"begin {step.step}")
         told: list[int] = []
 
         def read(number: int) -> StepResult:
             told.append(number)
-            last = number == flight.steps - 1 < step.repeats
+            last = number == pending.steps - 1 < step.repeats
             return StepResult(1, 0, 0, step.step + number, NOTHING, NOTHING, None, {}, 0, last=last)
 
-        self.flight = flight = Flight(read, 1 + step.repeats, stop=lambda _: len(told) + 1)
-        return flight
+        self.pending = pending = Pending(read, 1 + step.repeats, stop=lambda _: len(told) + 1)
+        return pending
 
 
 def test_repetitions_that_the_device_takes_at_once_are_told_one_by_one(scheduler: Scheduler) -> None:

@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 from interfaces import Finish, SamplingParams, Step, StepResult, Submit, Terms, TextContext, WorkerHello, decode, encode
 from interfaces.base.log_probabilities import LogProbabilities
-from model_worker.engine import Engine, Flight, WorkerIdentity
+from model_worker.engine import Engine
+from model_worker.execution import executors_for
+from model_worker.execution.base import Backend, DeviceStep, WorkerIdentity
+from model_worker.execution.flight import Pending
 from model_worker.grammar.masks import Masks
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
@@ -44,9 +47,9 @@ class Shape:
     workers: int = 1
     prefix_cache: bool = True
     backend: str = "auto"
-    ahead: bool = False
-    stack_ahead: bool = False
-    most_drafts: int = 0
+    device_overlap: str = "off"
+    """As `executors_for` has it; with "cuda", torch's CPU is the device."""
+    most_guesses: int = 0
     processors: Mapping[str, Processor] = field(default_factory=dict)
 
 
@@ -83,14 +86,17 @@ class InProcessServer:
         self.scheduler = Scheduler(limits, incarnation=1)
         self.answers: dict[int, Answer] = defaultdict(Answer)
         self.engines: dict[int, Engine] = {}
+        self.backends: dict[int, Backend] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
-        self.begun: dict[int, tuple[Step, Flight]] = {}
-        self.flights: dict[int, deque[Flight]] = defaultdict(deque)
+        self.begun: dict[int, tuple[Step, Pending]] = {}
+        self.pending: dict[int, deque[Pending]] = defaultdict(deque)
         for made in masks:
             for row in range(shape.max_rows):  # what another server has left there
                 made.drop(row)
         for index in range(shape.workers):
-            self.engines[index] = _engine(loaded, shape, index, masks[index] if masks else None)
+            shared = _device_step(loaded, shape, index, masks[index] if masks else None)
+            self.backends[index] = shared.backend
+            self.engines[index] = Engine(shared, executors_for(shared, shape.device_overlap, shape.most_guesses))
             self.scheduler.worker_hello(_hello(loaded, shape, index))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> int:
@@ -115,7 +121,7 @@ class InProcessServer:
             message = decode(encode(step))
             assert isinstance(message, Step)
             self.in_flight[index].append(message)
-        busy = [index for index in self.engines if self.in_flight[index] or self._again(index) or self.flights[index]]
+        busy = [index for index in self.engines if self.in_flight[index] or self._again(index) or self.pending[index]]
         for index in busy:
             result = self._next_result(index)
             if result is not None:
@@ -124,23 +130,25 @@ class InProcessServer:
         return bool(busy)
 
     def _next_result(self, index: int) -> StepResult | None:
-        engine, sent, flights = self.engines[index], self.in_flight[index], self.flights[index]
+        engine = self.engines[index]
+        sent = self.in_flight[index]
+        launched = self.pending[index]
         step = sent.popleft() if sent else self._again(index)
         # As in the worker's loop, a step's result is read when the next one has begun, or when there is none.
         if step is not None:
-            flight = engine.begin(step)
-            self.begun[index] = step, flight
-            flights.append(flight)
-            if len(flights) == 1 and not flight.over:
+            pending = engine.begin(step)
+            self.begun[index] = step, pending
+            launched.append(pending)
+            if len(launched) == 1 and not pending.done:
                 return None
-        result = flights[0].result()
-        if not flights[0].left:
-            flights.popleft()
+        result = launched[0].result()
+        if not launched[0].left:
+            launched.popleft()
         return result
 
     def _again(self, index: int) -> Step | None:
-        step, flight = self.begun.get(index, (None, None))
-        return None if step is None or flight is None else step.after(flight.steps)
+        step, pending = self.begun.get(index, (None, None))
+        return None if step is None or pending is None else step.after(pending.steps)
 
     def _read_news(self) -> None:
         for _, results in self.scheduler.take_results():
@@ -166,15 +174,18 @@ class InProcessServer:
                 self.answers[handle].error = error.message
 
 
-def _engine(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | None) -> Engine:
+def _device_step(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | None) -> DeviceStep:
     runner = ModelRunner(loaded, shape.num_blocks, shape.block_size, shape.backend)
     rows = WorkerRows(shape.max_rows, shape.max_model_len, shape.block_size, shape.num_blocks)
     sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device, shape.processors)
-    identity = WorkerIdentity(index, 0)
-    cpu, hidden = torch.device("cpu"), runner.forward_with_hidden
-    begin_pick = runner.begin_pick if shape.stack_ahead else None
-    more = masks, runner.pick, shape.ahead, begin_pick, shape.most_drafts
-    return Engine(runner.forward, rows, sampler, cpu, identity, hidden, *more)
+    backend = Backend(
+        torch.device("cpu"),
+        runner.forward,
+        greedy=runner.pick,
+        hidden=runner.forward_with_hidden,
+        launch_greedy=runner.begin_pick if shape.device_overlap == "cpu" else None,
+    )
+    return DeviceStep(rows, sampler, backend, WorkerIdentity(index, 0), masks)
 
 
 def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:

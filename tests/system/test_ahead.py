@@ -11,7 +11,9 @@ import pytest
 
 from interfaces import Finish, SamplingParams
 from interfaces.request.sampling import LogprobMode
-from model_worker.engine import Engine, Flight
+from model_worker.execution.flight import Pending
+from model_worker.execution.overlap_cpu import OverlapCpu
+from model_worker.execution.overlap_cuda import OverlapCuda
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 from tests.system.test_sampled_stability import random_params
@@ -59,9 +61,9 @@ GROWING = [([token], SamplingParams(temperature=0.0, max_new_tokens=60)) for tok
 STOPPING = ([7], SamplingParams(temperature=0.0, max_new_tokens=5, stop_token_ids=list(range(VOCAB))))
 
 
-ON_DEVICE = ("olmo2", Shape(num_blocks=24), Shape(num_blocks=24, ahead=True))
+ON_DEVICE = ("olmo2", Shape(num_blocks=24), Shape(num_blocks=24, device_overlap="cuda"))
 """As on CUDA, with torch's CPU as the device."""
-IN_STACK = ("llama", Shape(num_blocks=5, block_size=16), Shape(num_blocks=5, block_size=16, stack_ahead=True))
+IN_STACK = ("llama", Shape(num_blocks=5, block_size=16), Shape(num_blocks=5, block_size=16, device_overlap="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -83,15 +85,16 @@ def test_the_host_being_behind_changes_nothing(
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(24)]
     asked = [*GROWING, STOPPING, *((prompt, rng.choice(kinds)(rng)) for prompt in prompts)]
     behind: list[int] = []
-    flights: list[Flight] = []
-    launch = Engine._launch
+    launched: list[Pending] = []
+    overlap: Any = OverlapCpu if where is IN_STACK else OverlapCuda
+    launch = overlap.launch
 
-    def counted(engine: Engine, *arguments: Any) -> Any:
-        behind.append(sum(flight.flying for flight in engine._flights))
-        flights.append(launch(engine, *arguments))
-        return flights[-1]
+    def counted(executor: Any, *arguments: Any) -> Pending:
+        behind.append(len(executor._shared.in_flight))
+        launched.append(launch(executor, *arguments))
+        return launched[-1]
 
-    monkeypatch.setattr(Engine, "_launch", counted)
+    monkeypatch.setattr(overlap, "launch", counted)
     answers = []
     for shape in shapes:
         assert not behind, "only the second engine runs ahead"
@@ -101,7 +104,7 @@ def test_the_host_being_behind_changes_nothing(
         answers.append(server.run())
     assert behind, "some steps were meant to need no host"
     assert len(kinds) > 1 or max(behind) == 1, "two steps were meant to be in flight"
-    assert len(kinds) > 1 or any(flight.steps > 1 for flight in flights) == (where is IN_STACK)
+    assert len(kinds) > 1 or any(pending.steps > 1 for pending in launched) == (where is IN_STACK)
     plain, early = answers
     for one, other, (_, params) in zip(plain, early, asked, strict=True):
         assert one.tokens == other.tokens, f"seed {seed}"

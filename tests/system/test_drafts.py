@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from interfaces import Finish, SamplingParams
-from model_worker import engine as engine_module
+from model_worker.execution import speculation
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 from tests.system.in_process import Answer, InProcessServer, Shape, load
 from tests.system.test_ahead import device_params, greedy_params, host_params
 
 ROOM = Shape(num_blocks=40, block_size=16, max_model_len=120)
-IN_STACK = replace(ROOM, stack_ahead=True)
+IN_STACK = replace(ROOM, device_overlap="cpu")
 OUTLASTING = SamplingParams(temperature=0.0, max_new_tokens=80, ignore_eos=True)
 
 Asked = list[tuple[list[int], SamplingParams]]
@@ -70,14 +70,14 @@ def test_no_guess_changes_a_token(
         guessed = [token if rng.random() < 0.8 else rng.randrange(VOCAB) for token in following]
         return np.array(guessed[: rng.randint(0, most)], np.int32)
 
-    monkeypatch.setattr(engine_module, "draft", half_right)
-    server = InProcessServer(loaded, replace(shape, most_drafts=7))
+    monkeypatch.setattr(speculation, "draft", half_right)
+    server = InProcessServer(loaded, replace(shape, most_guesses=7))
     guessing = answers_of(server, asked, together)
     for one, other in zip(plain, guessing, strict=True):
         assert one.tokens == other.tokens, f"seed {seed}"
         assert one.finished == other.finished
     (engine,) = server.engines.values()
-    assert 0 < engine.accepted < engine.drafted, "some were meant to be right, and some wrong"
+    assert 0 < engine.counters.accepted < engine.counters.drafted, "some were meant to be right, and some wrong"
     assert {answer.finished for answer in plain} == {Finish.STOP, Finish.LENGTH}
 
 
@@ -98,13 +98,14 @@ def test_a_text_that_repeats_itself_takes_fewer_passes(shape: Shape, temperature
     loaded = load(model_that_goes_round(tmp_path))
     params = SamplingParams(temperature=temperature, max_new_tokens=100)
     answers = []
-    for most_drafts in (0, 3, 7):
-        server = InProcessServer(loaded, replace(shape, most_drafts=most_drafts))
+    for most_guesses in (0, 3, 7):
+        server = InProcessServer(loaded, replace(shape, most_guesses=most_guesses))
         server.submit([5], params)
         (answer,) = server.run()
         answers.append(answer.tokens)
         (engine,) = server.engines.values()
-        assert engine.accepted <= engine.drafted
-        assert engine.accepted > 40 if most_drafts else engine.drafted == 0
+        counters = engine.counters
+        assert counters.accepted <= counters.drafted
+        assert counters.accepted > 40 if most_guesses else counters.drafted == 0
     assert answers[0] == answers[1] == answers[2]
     assert len(answers[0]) == 100

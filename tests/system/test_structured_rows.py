@@ -105,7 +105,7 @@ def test_the_crowd_does_not_matter(loaded: LoadedModel, masks: Masks, overlap: b
         server = InProcessServer(loaded, small, [masks])
         server.submit(prompt, values, **fields)
         alone.append(server.run()[0])
-    crowd = InProcessServer(loaded, dataclasses.replace(small, ahead=overlap), [masks])
+    crowd = InProcessServer(loaded, dataclasses.replace(small, device_overlap="cuda" if overlap else "off"), [masks])
     for prompt, values, fields in asked:
         crowd.submit(prompt, values, **fields)
     together = crowd.run()
@@ -151,7 +151,9 @@ def test_forced_tokens_come_in_fewer_steps(loaded: LoadedModel, masks: Masks, ki
     jumping, fast = served(room)
     told, slow = served(room, logprobs=LogprobMode.TEMPERED)
     blocks = 18 if kind == "regex" else 24
-    small = dataclasses.replace(room, num_blocks=blocks, block_size=8, max_batch_tokens=24, ahead=overlap)
+    small = dataclasses.replace(
+        room, num_blocks=blocks, block_size=8, max_batch_tokens=24, device_overlap="cuda" if overlap else "off"
+    )
     crowded, crowd = served(small)
     for answer, one_by_one, again in zip(jumping, told, crowded, strict=True):
         assert answer.tokens == one_by_one.tokens == again.tokens, f"seed {seed}"

@@ -1,0 +1,168 @@
+"""What every way to run a step shares: the rows, the model's ways to compute a batch, and how a result is made.
+
+Knows columns of rows and tensors. Does not know which executor takes which step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces import Step, StepResult
+from model_worker.batch import ForwardBatch
+from model_worker.cpu.fused.stack import Drawn, Passes
+from model_worker.execution.flight import InFlight, Pending
+from model_worker.grammar.masks import Masks
+from model_worker.rows import PackedStep, WorkerRows
+from model_worker.sampling.sampler import Sampled, SamplerRows
+
+Forward = Callable[[ForwardBatch], torch.Tensor]
+Greedy = Callable[[ForwardBatch, NDArray[np.bool_]], tuple[NDArray[np.int64], torch.Tensor]]
+HiddenForward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
+LaunchGreedy = Callable[[ForwardBatch, Drawn, int], Passes]
+
+
+class Executor(Protocol):
+    """One way to run a step. `launch` is called for a step that `accepts` was asked about just before."""
+
+    def accepts(self, step: Step, packed: PackedStep) -> bool: ...
+
+    def launch(self, step: Step, packed: PackedStep) -> Pending: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIdentity:
+    """Which worker slot this is, and how many starts it had before."""
+
+    index: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Backend:
+    """The ways in which a model computes a batch; None: it has no such way.
+
+    `forward` gives logits [L, vocab]; `hidden` also the hidden states [L, hidden] that they were made of. `greedy`
+    gives the token of each row's largest logit (-1: not finite), and logits of the wanted rows only. `launch_greedy`
+    does not wait for these tokens and may compute further passes; see `ModelRunner.begin_pick`.
+    """
+
+    device: torch.device
+    forward: Forward
+    greedy: Greedy | None = None
+    hidden: HiddenForward | None = None
+    launch_greedy: LaunchGreedy | None = None
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a worker reports of its executors: tokens that were guessed, and guesses that were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+class RunningRows:
+    """Everything known of the running rows: the engine changes it step by step, executors read it."""
+
+    def __init__(
+        self, rows: WorkerRows, sampler: SamplerRows, masks: Masks | None, *, gives_hidden_states: bool
+    ) -> None:
+        self.rows = rows
+        self.sampler = sampler
+        self.masks = masks
+        self.gives_hidden_states = gives_hidden_states
+        # Rows that share no forward pass.
+        self.isolated: set[int] = set()
+        # Rows whose next token is an error instead, and which.
+        self.refused: dict[int, str] = {}
+        self.in_flight = InFlight()
+        self.counters = Counters()
+
+
+class DeviceStep(RunningRows):
+    """The running rows, and what it takes to compute a step of them on one device."""
+
+    def __init__(
+        self,
+        rows: WorkerRows,
+        sampler: SamplerRows,
+        backend: Backend,
+        identity: WorkerIdentity,
+        masks: Masks | None = None,
+    ) -> None:
+        super().__init__(rows, sampler, masks, gives_hidden_states=backend.hidden is not None)
+        self.backend = backend
+        self.identity = identity
+
+    def batch(self, packed: PackedStep, wanted: NDArray[np.int64] | None = None) -> ForwardBatch:
+        """The forward's input. `wanted` are the packed tokens whose logits count, if not those of `_wanted`."""
+        return ForwardBatch.build(
+            tokens=packed.tokens,
+            query_lens=packed.ntok,
+            kv_lens=packed.kv_len,
+            block_tables=packed.block_tables,
+            block_size=self.rows.block_size,
+            logit_positions=_wanted(packed) if wanted is None else wanted,
+            device=self.backend.device,
+            embeddings=packed.embeddings,
+        )
+
+    def needs_logits(self, packed: PackedStep) -> NDArray[np.bool_]:
+        """Which of the rows that sample need more than their largest logit; all, where more than tokens is reported."""
+        rows = packed.rows[packed.sampling]
+        if self.backend.greedy is None or packed.prompts or packed.hidden:
+            return np.ones(len(rows), np.bool_)
+        needed = self.sampler.needs_logits(rows, packed.positions)
+        return needed if self.masks is None else needed | self.masks.constrain(rows)
+
+    def needs_host(self, rows: NDArray[np.int32]) -> bool:
+        """Whether sampling these rows takes or gives more than a draw on the device does."""
+        return self.sampler.needs_host(rows) or (self.masks is not None and bool(self.masks.constrain(rows).any()))
+
+    def refusals(self, rows: NDArray[np.int32]) -> dict[int, str]:
+        """Those of the rows that were refused, and why."""
+        refused = self.refused
+        return {row: refused[row] for row in rows.tolist() if row in refused} if refused else {}
+
+    def result(
+        self,
+        number: int,
+        incarnation: int,
+        rows: NDArray[np.int32],
+        sampled: Sampled,
+        errors: dict[int, str],
+        device_us: int,
+    ) -> StepResult:
+        """The answer to step `number`, in which `rows` sampled."""
+        if sampled.bad is not None:
+            errors = errors | {row: self.sampler.why_bad(row) for row in rows[sampled.bad].tolist()}
+        kept = _kept(rows, errors)
+        return StepResult(
+            incarnation=incarnation,
+            epoch=self.identity.epoch,
+            index=self.identity.index,
+            step=number,
+            rows=rows[kept],
+            tokens=sampled.tokens[kept],
+            logprobs=None if sampled.logprobs is None else sampled.logprobs[kept],
+            errors=errors,
+            device_us=device_us,
+        )
+
+
+def _wanted(packed: PackedStep) -> NDArray[np.signedinteger[Any]]:
+    """Packed tokens whose logits count: of rows that sample, then of reported prompts, then of hidden states."""
+    wanted: list[NDArray[np.signedinteger[Any]]] = [np.cumsum(packed.ntok)[packed.sampling] - 1]
+    wanted += [part.offset + np.arange(len(part.tokens)) for part in packed.prompts]
+    wanted += [part.offset + np.arange(part.count) for part in packed.hidden]
+    return np.concatenate(wanted) if len(wanted) > 1 else wanted[0]
+
+
+def _kept(rows: NDArray[np.int32], errors: dict[int, str]) -> NDArray[np.bool_] | slice:
+    return ~np.isin(rows, list(errors)) if errors else slice(None)

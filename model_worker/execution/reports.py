@@ -1,0 +1,54 @@
+"""What a result tells beside its tokens: log-probabilities, hidden states, and tokens that a grammar forced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from interfaces import StepResult
+from interfaces.messages.forced_tokens import ForcedTokens
+from interfaces.messages.hidden_states import HiddenStates
+from interfaces.messages.logprob_reports import LogprobReports
+from model_worker.rows import HiddenPart, PackedStep
+from model_worker.sampling.logprobs import ReportBuilder
+from model_worker.sampling.sampler import Sampled, SamplerRows
+
+
+def of_step(sampler: SamplerRows, packed: PackedStep, logits: torch.Tensor, sampled: Sampled) -> LogprobReports | None:
+    """Reports of the step's parts of prompts, and of its sampled rows. Logits of prompts follow those of rows."""
+    if not packed.prompts:
+        return sampled.reports
+    builder = ReportBuilder()
+    start = len(packed.sampling)
+    for part in packed.prompts:
+        stop = start + len(part.tokens)
+        sampler.report_prompt(builder, part.row, part.first, logits[start:stop], part.tokens)
+        start = stop
+    found = [reports for reports in (builder.columns(), sampled.reports) if reports is not None]
+    return LogprobReports.joined(found)
+
+
+def hidden_states(parts: list[HiddenPart], vectors: torch.Tensor) -> HiddenStates:
+    return HiddenStates(
+        owners=np.repeat([part.row for part in parts], [part.count for part in parts]).astype(np.int32),
+        positions=np.concatenate([part.first + np.arange(part.count) for part in parts]).astype(np.int32),
+        values=vectors.float().cpu().numpy().ravel(),
+    )
+
+
+def with_forced(result: StepResult, forced: dict[int, list[int]]) -> StepResult:
+    """The result with the tokens that follow by force. Rows that failed go on with nothing."""
+    kept = {row: tokens for row, tokens in forced.items() if row not in result.errors}
+    return replace(result, forced=ForcedTokens.of(kept)) if kept else result
+
+
+def with_reports(result: StepResult, reports: LogprobReports | None, hidden: HiddenStates | None) -> StepResult:
+    """The result with what was asked for. Rows that failed report nothing."""
+    if reports is not None:
+        reports = reports.select(~np.isin(reports.owners, list(result.errors)))
+    if hidden is not None:
+        kept = ~np.isin(hidden.owners, list(result.errors))
+        hidden = hidden.select(kept) if kept.any() else None
+    return replace(result, reports=reports, hidden=hidden)

@@ -1,0 +1,101 @@
+"""The plain way: run the forward, wait for it, sample on the host. Takes every step; the others are its fast twins."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from interfaces import Step, StepResult
+from interfaces.messages.hidden_states import HiddenStates
+from model_worker.execution import reports
+from model_worker.execution.base import DeviceStep
+from model_worker.execution.flight import Pending
+from model_worker.rows import PackedStep
+from model_worker.sampling.sampler import Sampled, with_largest
+
+# Tokens that rows go on by without sampling, because a grammar forces them.
+Forced = dict[int, list[int]]
+
+
+class Synchronous:
+    """Runs a step and has its result."""
+
+    def __init__(self, shared: DeviceStep) -> None:
+        self._shared = shared
+
+    def accepts(self, step: Step, packed: PackedStep) -> bool:
+        return True
+
+    def launch(self, step: Step, packed: PackedStep) -> Pending:
+        if self._shared.in_flight:
+            self._shared.in_flight.finish()
+            # The tokens that this has read are missing in what was packed.
+            packed = self._shared.rows.pack(step)
+        return Pending.finished(self.run(step, packed))
+
+    def run(self, step: Step, packed: PackedStep) -> StepResult:
+        """The step's result. Nothing may be in flight."""
+        shared = self._shared
+        started = time.perf_counter_ns()
+        needed = shared.needs_logits(packed)
+        if needed.all():
+            logits, hidden = self._forward(packed)
+            sampled, forced = self._sample(packed, logits)
+            told = reports.of_step(shared.sampler, packed, logits, sampled)
+        else:
+            sampled, forced = self._greedy(packed, needed)
+            hidden = None
+            told = sampled.reports
+        shared.rows.computed_step(packed, sampled.tokens)
+        for row, tokens in forced.items():
+            shared.rows.follow(row, tokens)
+            shared.sampler.follow(row, tokens)
+        rows = packed.rows[packed.sampling]
+        device_us = (time.perf_counter_ns() - started) // 1000
+        result = shared.result(step.step, step.incarnation, rows, sampled, shared.refusals(rows), device_us)
+        if forced:
+            result = reports.with_forced(result, forced)
+        if told is None and hidden is None:
+            return result
+        return reports.with_reports(result, told, hidden)
+
+    def _forward(self, packed: PackedStep) -> tuple[torch.Tensor, HiddenStates | None]:
+        backend = self._shared.backend
+        batch = self._shared.batch(packed)
+        if not packed.hidden or backend.hidden is None:
+            return backend.forward(batch), None
+        logits, hidden = backend.hidden(batch)
+        count = sum(part.count for part in packed.hidden)
+        return logits, reports.hidden_states(packed.hidden, hidden[len(hidden) - count :])
+
+    def _sample(self, packed: PackedStep, logits: torch.Tensor) -> tuple[Sampled, Forced]:
+        """The new tokens, and what follows them by force."""
+        if not len(packed.sampling):
+            return Sampled(np.empty(0, np.int32), None, None), {}
+        rows = packed.rows[packed.sampling]
+        sampled = self._draw(logits[: len(rows)], rows, packed.positions)
+        return sampled, self._forced(rows, sampled)
+
+    def _greedy(self, packed: PackedStep, needed: NDArray[np.bool_]) -> tuple[Sampled, Forced]:
+        """As `_forward` and `_sample`, where some rows need no logits: their largest one is enough."""
+        greedy = self._shared.backend.greedy
+        assert greedy is not None
+        largest, logits = greedy(self._shared.batch(packed), needed)
+        rows = packed.rows[packed.sampling]
+        drawn = self._draw(logits, rows[needed], packed.positions[needed]) if needed.any() else None
+        sampled = with_largest(largest, needed, drawn)
+        return sampled, self._forced(rows, sampled)
+
+    def _draw(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
+        """One token for each row; what its grammar forbids is no choice."""
+        shared = self._shared
+        if shared.masks is not None:
+            shared.refused |= shared.masks.apply(logits, rows)
+        return shared.sampler.sample(logits, rows, positions)
+
+    def _forced(self, rows: NDArray[np.int32], sampled: Sampled) -> Forced:
+        masks = self._shared.masks
+        return {} if masks is None else masks.sampled(rows, sampled.tokens)
