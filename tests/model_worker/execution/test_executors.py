@@ -1,0 +1,285 @@
+"""Which executor takes which step, and that the overlapped ones give the tokens of the synchronous one."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from interfaces import SamplingParams, Step, StepResult
+from interfaces.request.sampling import LogprobMode
+from model_worker.execution.isolation import Isolation
+from model_worker.execution.overlap_cpu import OverlapCpu
+from model_worker.execution.overlap_cuda import OverlapCuda
+from model_worker.execution.speculation import Speculation
+from model_worker.execution.synchronous import Synchronous
+from model_worker.grammar.masks import Masks
+from model_worker.loading.checkpoint import LoadedModel, load_model
+from tests.model_worker.execution.tiny_worker import ROWS, TinyWorker, join
+from tests.model_worker.tiny_models import VOCAB, tiny_model
+
+PROMPT = [5, 6, 7, 8]
+OVERLAPPED = {"cpu": "OverlapCpu", "cuda": "OverlapCuda", "off": "Synchronous"}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    path: Path = tiny_model("llama", tmp_path_factory.mktemp("executors"), seed=1)
+    return load_model(path, "float32", "cpu", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "most_guesses", "expected"),
+    [
+        ("off", 0, [Isolation, Synchronous]),
+        ("off", 3, [Isolation, Speculation, Synchronous]),
+        ("cpu", 0, [Isolation, OverlapCpu, Synchronous]),
+        ("cpu", 3, [Isolation, Speculation, OverlapCpu, Synchronous]),
+        ("cuda", 3, [Isolation, OverlapCuda, Synchronous]),
+        ("mps", 0, [Isolation, Synchronous]),
+    ],
+)
+def test_a_device_has_its_executors(loaded: LoadedModel, overlap: str, most_guesses: int, expected: list[type]) -> None:
+    worker = TinyWorker(loaded, overlap, most_guesses)
+    assert [type(executor) for executor in worker.executors] == expected
+
+
+@pytest.mark.parametrize("overlap", ["cpu", "cuda", "off"])
+def test_greedy_steps_overlap(loaded: LoadedModel, overlap: str) -> None:
+    worker = TinyWorker(loaded, overlap)
+    worker.prefill(join(0, PROMPT), join(1, PROMPT[:3]))
+    first, second = worker.begin([0, 1]), worker.begin([0, 1])
+    assert worker.taken == [OVERLAPPED[overlap]] * 2
+    assert [first.done, second.done] == [overlap == "off"] * 2
+    assert len(worker.shared.in_flight) == (0 if overlap == "off" else 2)
+    assert [first.result().step + 1, second.result().step] == [2, 2]
+
+
+def test_greedy_steps_overlap_as_soon_as_the_backend_can_launch_them(loaded: LoadedModel) -> None:
+    worker = TinyWorker(loaded, "cpu")
+    launch_greedy = worker.backend.launch_greedy
+    worker.backend.launch_greedy = None
+    worker.prefill(join(0, PROMPT))
+    worker.begin([0]).result()
+    worker.backend.launch_greedy = launch_greedy
+    worker.begin([0]).result()
+    assert worker.taken == ["Synchronous", "OverlapCpu"]
+
+
+@pytest.mark.parametrize("overlap", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("params", "fields"),
+    [
+        ({"logprobs": LogprobMode.TEMPERED}, {}),
+        ({"min_new_tokens": 9, "stop_token_ids": [3]}, {}),
+        ({"logit_bias": {5: 4.0}}, {}),
+        ({"frequency_penalty": 0.5}, {}),
+        ({"watermark": True}, {}),
+        ({}, {"hidden_from": 0}),
+    ],
+)
+def test_rows_that_need_the_host_wait(loaded: LoadedModel, overlap: str, params: Any, fields: Any) -> None:
+    worker = TinyWorker(loaded, overlap)
+    worker.prefill(join(0, PROMPT), join(1, PROMPT, SamplingParams(temperature=0.0, **params), **fields))
+    worker.begin([0])
+    pending = worker.begin([0, 1])
+    assert worker.taken == [OVERLAPPED[overlap], "Synchronous"]
+    assert pending.done
+    worker.begin([0]).result()
+    assert worker.taken[-1] == OVERLAPPED[overlap]
+
+
+@pytest.mark.parametrize("overlap", ["cpu", "cuda"])
+@pytest.mark.parametrize("fields", [{"report_from": 1}, {"embeddings": np.zeros((2, 48), np.float32)}])
+def test_prompts_with_more_than_tokens_wait(loaded: LoadedModel, overlap: str, fields: Any) -> None:
+    worker = TinyWorker(loaded, overlap)
+    worker.begin([0], [4], [join(0, PROMPT, **fields)]).result()
+    worker.begin([0], joins=[]).result()
+    assert worker.taken == ["Synchronous", OVERLAPPED[overlap]]
+
+
+@pytest.mark.parametrize(("overlap", "taker"), [("cpu", "Synchronous"), ("cuda", "OverlapCuda")])
+def test_drawn_rows_overlap_where_the_device_draws(loaded: LoadedModel, overlap: str, taker: str) -> None:
+    worker = TinyWorker(loaded, overlap)
+    worker.prefill(join(0, PROMPT, SamplingParams(temperature=0.8, top_p=0.9, seed=1)))
+    worker.begin([0]).result()
+    assert worker.taken == [taker]
+
+
+class EveryRow:
+    """Masks of which each row has one."""
+
+    def constrain(self, rows: np.ndarray) -> np.ndarray:
+        return np.ones(len(rows), np.bool_)
+
+
+@pytest.mark.parametrize("overlap", ["cpu", "cuda"])
+def test_only_the_synchronous_executor_accepts_grammars(loaded: LoadedModel, overlap: str) -> None:
+    worker = TinyWorker(loaded, overlap, most_guesses=3)
+    worker.prefill(join(0, PROMPT * 3))
+    worker.shared.masks = cast(Masks, EveryRow())
+    step = worker.step([0], repeats=3)
+    packed = worker.shared.rows.pack(step)
+    accepting = [type(executor) for executor in worker.executors if executor.accepts(step, packed)]
+    assert accepting == [Synchronous]
+
+
+@pytest.mark.parametrize("overlap", ["cpu", "cuda", "off"])
+def test_while_a_row_is_isolated_every_step_is_cut(loaded: LoadedModel, overlap: str) -> None:
+    worker = TinyWorker(loaded, overlap, most_guesses=3)
+    worker.prefill(join(0, PROMPT), join(1, PROMPT))
+    calls: list[int] = []
+    forward = worker.backend.forward
+    greedy = worker.backend.greedy
+    assert greedy is not None
+
+    def counted(batch: Any, *wanted: Any) -> Any:
+        calls.append(batch.num_sequences)
+        return cast(Any, greedy if wanted else forward)(batch, *wanted)
+
+    worker.backend.forward = counted
+    worker.backend.greedy = counted
+    pending = worker.begin([0, 2, 1], [1, 4, 1], [join(2, PROMPT, alone=True)])
+    assert pending.result().rows.tolist() == [0, 2, 1]
+    assert sorted(calls) == [1, 2]
+    worker.begin([0], repeats=3).result()
+    worker.begin([0], drop=[2]).result()
+    assert worker.taken == ["Isolation", "Isolation", OVERLAPPED[overlap]]
+
+
+def test_a_row_whose_text_comes_again_is_guessed(loaded: LoadedModel) -> None:
+    worker = TinyWorker(loaded, "cpu", most_guesses=3)
+    worker.prefill(join(0, PROMPT * 3), join(1, PROMPT))
+    # The last token is not one of the text before: the guess is that of a sequence that goes on as it has begun.
+    worker.shared.rows._tokens[0, 12] = PROMPT[0]
+    worker.begin([0], repeats=5)
+    assert worker.taken == ["Speculation"]
+    assert worker.engine.counters.drafted == 3
+    worker.taken.clear()
+    worker.begin([0]).result()  # guesses save passes only where more are to follow
+    worker.begin([0, 1], repeats=5).result()
+    assert worker.taken == ["OverlapCpu", "OverlapCpu"]
+
+
+def test_a_row_with_an_unread_token_is_not_guessed(loaded: LoadedModel) -> None:
+    worker = TinyWorker(loaded, "cpu", most_guesses=3)
+    worker.prefill(join(0, PROMPT * 3))
+    worker.shared.rows._tokens[0, 12] = PROMPT[0]
+    pending = worker.begin([0])
+    worker.begin([0], repeats=5)
+    assert worker.taken == ["OverlapCpu", "OverlapCpu"]
+    # What may be guessed is seen when the token is read: then the next step waits until everything is.
+    worker.shared.rows._tokens[0, 13:] = 0
+    guess = (PROMPT * 4)[13]
+    speculation = worker.executors[1]
+    assert isinstance(speculation, Speculation)
+    speculation.may_guess = lambda packed, read: True  # type: ignore[method-assign]
+    speculation.propose = lambda packed, read, most: np.array([guess], np.int32)  # type: ignore[method-assign]
+    pending.result()
+    worker.begin([0], repeats=5)
+    assert worker.taken[-1] == "Speculation"
+    assert not worker.shared.in_flight
+
+
+Sequence = tuple[list[int], SamplingParams]
+"""A prompt, and what it asks for: exactly `max_new_tokens`, so that steps do not depend on tokens."""
+
+
+def greedy_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=rng.randint(1, 30))
+
+
+def drawn_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.3, 1.0, 1.6]),
+        top_k=rng.choice([-1, 5, 40]),
+        top_p=rng.choice([1.0, 0.9]),
+        seed=rng.randrange(2**64),
+        max_new_tokens=rng.randint(1, 30),
+    )
+
+
+def biased_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(temperature=0.0, logit_bias={rng.randrange(VOCAB): 3.0}, max_new_tokens=rng.randint(1, 30))
+
+
+def schedule(worker: TinyWorker, sequences: list[Sequence], rng: random.Random) -> list[tuple[Step, dict[int, int]]]:
+    """Steps that serve the sequences, each with the sequence of every row: rows are used again and again."""
+    waiting = deque(range(len(sequences)))
+    owners: dict[int, int] = {}
+    left: dict[int, int] = {}
+    drop: list[int] = []
+    steps = []
+    while waiting or owners:
+        joins = []
+        for row in range(ROWS):
+            if row not in owners and waiting and rng.random() < 0.7:
+                owners[row] = waiting.popleft()
+                prompt, params = sequences[owners[row]]
+                left[row] = params.max_new_tokens or 0
+                joins.append(join(row, prompt, params))
+        if not owners:
+            continue
+        rows = rng.sample(sorted(owners), len(owners))
+        lengths = {joined.row: len(joined.tokens) for joined in joins}
+        repeats = 0 if joins or rng.random() < 0.6 else rng.randrange(min(left.values()))
+        ntok = [lengths.get(row, 1) for row in rows] if joins else None
+        steps.append((worker.step(rows, ntok, joins, drop, repeats), dict(owners)))
+        for row in rows:
+            left[row] -= 1 + repeats
+        drop = [row for row in rows if not left[row]]
+        for row in drop:
+            del owners[row], left[row]
+    return steps
+
+
+def run(worker: TinyWorker, steps: list[tuple[Step, dict[int, int]]]) -> dict[int, list[int]]:
+    """Tokens by sequence. A step is begun before the one before is read, unless that one has repetitions."""
+    tokens: dict[int, list[int]] = defaultdict(list)
+    launched: deque[Any] = deque()
+
+    def read(keep: int) -> None:
+        while len(launched) > keep:
+            pending, owners = launched.popleft()
+            while pending.left:
+                result: StepResult = pending.result()
+                assert not result.errors
+                for row, token in zip(result.rows.tolist(), result.tokens.tolist(), strict=True):
+                    tokens[owners[row]].append(token)
+
+    for step, owners in steps:
+        again: Step | None = step
+        while again is not None:
+            pending = worker.engine.begin(again)
+            launched.append((pending, owners))
+            read(0 if again.repeats else 1)
+            again = again.after(pending.steps)
+    read(0)
+    return tokens
+
+
+@pytest.mark.parametrize("kinds", [(greedy_params,), (greedy_params, drawn_params), (greedy_params, biased_params)])
+@pytest.mark.parametrize("overlap", ["cpu", "cuda"])
+def test_an_overlapped_executor_gives_the_tokens_of_the_synchronous_one(
+    loaded: LoadedModel, overlap: str, kinds: Any
+) -> None:
+    seed = random.randrange(2**31)
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(16)]
+    sequences = [(prompt, rng.choice(kinds)(rng)) for prompt in prompts]
+    # The last one is by itself in the end, so that some steps are greedy.
+    sequences.append((prompts[0], SamplingParams(temperature=0.0, max_new_tokens=60)))
+    plain = TinyWorker(loaded)
+    overlapped = TinyWorker(loaded, overlap)
+    steps = schedule(plain, sequences, rng)
+    expected = run(plain, steps)
+    assert [len(expected[i]) for i in range(17)] == [params.max_new_tokens for _, params in sequences]
+    assert run(overlapped, steps) == expected, f"seed {seed}"
+    assert set(plain.taken) == {"Synchronous"}
+    assert OVERLAPPED[overlap] in overlapped.taken
+    needs_host = biased_params in kinds or (overlap == "cpu" and drawn_params in kinds)
+    assert ("Synchronous" in overlapped.taken) == needs_host
