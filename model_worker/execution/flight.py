@@ -89,7 +89,7 @@ class InFlight:
             pending.stop()
 
     def hold(self) -> None:
-        """Begin nothing more, and have the next step read everything first if it has one row: it may be guessed."""
+        """Begin nothing more. If the next step has one row, which may be guessed then, read everything before it."""
         self._read_first = True
         for pending in self._pending:
             pending.stop(for_good=False)

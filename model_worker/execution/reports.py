@@ -1,4 +1,4 @@
-"""What a result tells beside its tokens: log-probabilities, hidden states, and tokens that a grammar forced."""
+"""What a result has beside its tokens: log-probabilities, hidden states, and tokens that a grammar forced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from model_worker.sampling.logprobs import ReportBuilder
 from model_worker.sampling.sampler import Sampled, SamplerRows
 
 
-def of_step(sampler: SamplerRows, packed: PackedStep, logits: torch.Tensor, sampled: Sampled) -> LogprobReports | None:
+def logprob_reports(
+    sampler: SamplerRows, packed: PackedStep, logits: torch.Tensor, sampled: Sampled
+) -> LogprobReports | None:
     """Reports of the step's parts of prompts, and of its sampled rows. Logits of prompts follow those of rows."""
     if not packed.prompts:
         return sampled.reports

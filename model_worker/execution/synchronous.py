@@ -1,4 +1,4 @@
-"""The plain way: run the forward, wait for it, sample on the host. Takes every step; the others are its fast twins."""
+"""The plain way: run the forward, wait for it, sample on the host. The overlapped executors are its fast twins."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Forced = dict[int, list[int]]
 
 
 class Synchronous:
-    """Runs a step and has its result."""
+    """Takes every step, and returns it with its result."""
 
     def __init__(self, shared: DeviceStep) -> None:
         self._shared = shared
@@ -44,11 +44,11 @@ class Synchronous:
         if needed.all():
             logits, hidden = self._forward(packed)
             sampled, forced = self._sample(packed, logits)
-            told = reports.of_step(shared.sampler, packed, logits, sampled)
+            logprobs = reports.logprob_reports(shared.sampler, packed, logits, sampled)
         else:
             sampled, forced = self._greedy(packed, needed)
             hidden = None
-            told = sampled.reports
+            logprobs = sampled.reports
         shared.rows.computed_step(packed, sampled.tokens)
         for row, tokens in forced.items():
             shared.rows.follow(row, tokens)
@@ -58,9 +58,9 @@ class Synchronous:
         result = shared.result(step.step, step.incarnation, rows, sampled, shared.refusals(rows), device_us)
         if forced:
             result = reports.with_forced(result, forced)
-        if told is None and hidden is None:
+        if logprobs is None and hidden is None:
             return result
-        return reports.with_reports(result, told, hidden)
+        return reports.with_reports(result, logprobs, hidden)
 
     def _forward(self, packed: PackedStep) -> tuple[torch.Tensor, HiddenStates | None]:
         backend = self._shared.backend
