@@ -89,7 +89,7 @@ def build(
     from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
     from model_worker.execution import executors_for
-    from model_worker.execution.base import Backend, DeviceStep, WorkerIdentity
+    from model_worker.execution.base import DeviceStep, WorkerIdentity
     from model_worker.grammar import mask_process
     from model_worker.grammar.masks import Masks
     from model_worker.loading.load import load_model
@@ -122,13 +122,7 @@ def build(
     masks = Masks(nursery, settings.max_running, loaded.vocab_size)
     if loaded.unproven is None:
         _warm_up(sampler, loaded)
-    backend = Backend(
-        loaded.device,
-        runner.forward,
-        greedy=runner.pick,
-        hidden=runner.forward_with_hidden if runner.gives_hidden_states else None,
-        launch_greedy=runner.begin_pick if runner.runs_ahead else None,
-    )
+    backend = _backend(runner)
     shared = DeviceStep(rows, sampler, backend, WorkerIdentity(index, epoch), masks)
     engine = Engine(shared, executors_for(shared, loaded.device.type, settings.speculate))
     compilation = None if loaded.unproven is None else _compilation(loaded, runner, sampler, backend)
@@ -161,6 +155,19 @@ def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:
     sampler.warm_up()
     for dtype in {torch.float32, loaded.dtype}:
         apply_mask.warm_up(dtype)
+
+
+def _backend(runner: ModelRunner) -> Backend:
+    """The ways in which the runner computes a batch."""
+    from model_worker.execution.base import Backend
+
+    return Backend(
+        runner.loaded.device,
+        runner.forward,
+        greedy=runner.pick,
+        hidden=runner.forward_with_hidden if runner.gives_hidden_states else None,
+        launch_greedy=runner.begin_pick if runner.runs_ahead else None,
+    )
 
 
 def _compilation(
