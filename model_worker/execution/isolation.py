@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Step, StepResult
-from interfaces.messages.forced_tokens import ForcedTokens
-from interfaces.messages.hidden_states import HiddenStates
-from interfaces.messages.logprob_reports import LogprobReports
+from interfaces import ForcedTokens, HiddenStates, LogprobReports, Step, StepResult
 from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending
 from model_worker.execution.synchronous import Synchronous

@@ -7,10 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from interfaces import StepResult
-from interfaces.messages.forced_tokens import ForcedTokens
-from interfaces.messages.hidden_states import HiddenStates
-from interfaces.messages.logprob_reports import LogprobReports
+from interfaces import ForcedTokens, HiddenStates, LogprobReports, StepResult
 from model_worker.rows import HiddenPart, PackedStep
 from model_worker.sampling.logprobs import ReportBuilder
 from model_worker.sampling.sampler import Sampled, SamplerRows

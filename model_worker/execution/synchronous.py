@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces import Step, StepResult
-from interfaces.messages.hidden_states import HiddenStates
+from interfaces import HiddenStates, Step, StepResult
 from model_worker.execution import reports
 from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from interfaces import ImageMetadata, Join, RowGrammar, SamplingParams, Step, StepResult
-from interfaces.context.grammar_state import GrammarState
+from interfaces import GrammarState, ImageMetadata, Join, RowGrammar, SamplingParams, Step, StepResult
 from model_worker import engine as engine_module
 from model_worker.engine import Engine
 from model_worker.execution.base import RunningRows

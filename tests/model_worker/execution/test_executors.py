@@ -10,8 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from interfaces import SamplingParams, Step, StepResult
-from interfaces.request.sampling import LogprobMode
+from interfaces import LogprobMode, SamplingParams, Step, StepResult
 from model_worker.execution.isolation import Isolation
 from model_worker.execution.overlap_cpu import OverlapCpu
 from model_worker.execution.overlap_cuda import OverlapCuda
