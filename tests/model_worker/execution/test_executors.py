@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from interfaces import LogprobMode, SamplingParams, Step, StepResult
+from model_worker.cpu.fused.stack import Passes
 from model_worker.execution.isolation import Isolation
 from model_worker.execution.overlap_cpu import OverlapCpu
 from model_worker.execution.overlap_cuda import OverlapCuda
@@ -55,7 +56,9 @@ def test_greedy_steps_overlap(loaded: LoadedModel, overlap: str) -> None:
     assert worker.taken == [OVERLAPPED[overlap]] * 2
     assert [first.done, second.done] == [overlap == "off"] * 2
     assert len(worker.shared.in_flight) == (0 if overlap == "off" else 2)
-    assert [first.result().step + 1, second.result().step] == [2, 2]
+    assert [first.result().step, second.result().step] == [1, 2]
+    places, _ = worker.shared.rows.unread(worker.shared.rows.pack(worker.step([0, 1])))
+    assert not len(places)
 
 
 def test_greedy_steps_overlap_as_soon_as_the_backend_can_launch_them(loaded: LoadedModel) -> None:
@@ -150,14 +153,79 @@ def test_while_a_row_is_isolated_every_step_is_cut(loaded: LoadedModel, overlap:
     assert worker.taken == ["Isolation", "Isolation", OVERLAPPED[overlap]]
 
 
+@pytest.mark.parametrize("overlap", ["cpu", "cuda"])
+def test_a_step_that_waits_has_the_tokens_that_were_not_read(loaded: LoadedModel, overlap: str) -> None:
+    biased = SamplingParams(temperature=0.0, logit_bias={5: 1.0})
+    told = []
+    for worker in (TinyWorker(loaded), TinyWorker(loaded, overlap)):
+        worker.prefill(join(0, PROMPT), join(1, PROMPT, biased))
+        first = worker.begin([0])
+        second = worker.begin([0, 1])
+        told.append([first.result().tokens.tolist(), second.result().tokens.tolist()])
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("overlap", ["cpu", "cuda", "off"])
+def test_a_refused_row_fails_with_its_first_token(loaded: LoadedModel, overlap: str) -> None:
+    worker = TinyWorker(loaded, overlap)
+    refused = SamplingParams(temperature=0.0, allowed_token_ids=[VOCAB])
+    worker.prefill(join(0, PROMPT))
+    result = worker.begin([0, 1], [1, 4], [join(1, PROMPT, refused)]).result()
+    assert worker.taken == [OVERLAPPED[overlap]]
+    assert result.rows.tolist() == [0]
+    assert list(result.errors) == [1]
+    assert "allowed_token_ids" in result.errors[1]
+
+
+class Held:
+    """Passes of which the second one is in progress whenever they are stopped; they draw 9, 10 and so on."""
+
+    def __init__(self, rows: int, count: int) -> None:
+        self.rows = rows
+        self.count = count
+
+    def wait(self, number: int) -> np.ndarray:
+        return np.full(self.rows, 9 + number)
+
+    def stop(self) -> None:
+        self.count = min(self.count, 2)
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+def test_repetitions_that_had_not_begun_are_taken_back(loaded: LoadedModel, for_good: bool) -> None:
+    worker = TinyWorker(loaded, "cpu")
+    worker.prefill(join(0, PROMPT))
+    worker.backend.launch_greedy = lambda batch, drawn, count: cast(Passes, Held(len(drawn.rows), count))
+    pending = worker.begin([0], repeats=7)
+    rows = worker.shared.rows
+    assert (pending.steps, rows.computed[0], rows.known[0]) == (8, 12, 13)
+    if for_good:
+        worker.begin([0])
+        assert (pending.steps, rows.computed[0], rows.known[0]) == (2, 7, 8)
+    else:
+        worker.shared.in_flight.hold()
+        assert (pending.steps, rows.computed[0], rows.known[0]) == (2, 6, 7)
+    results = [pending.result(), pending.result()]
+    assert [(result.step, result.tokens.tolist(), result.last) for result in results] == [
+        (1, [9], False),
+        (2, [10], for_good),
+    ]
+
+
 def test_a_row_whose_text_comes_again_is_guessed(loaded: LoadedModel) -> None:
     worker = TinyWorker(loaded, "cpu", most_guesses=3)
-    worker.prefill(join(0, PROMPT * 3), join(1, PROMPT))
-    # The last token is not one of the text before: the guess is that of a sequence that goes on as it has begun.
-    worker.shared.rows._tokens[0, 12] = PROMPT[0]
-    worker.begin([0], repeats=5)
+    plain = TinyWorker(loaded)
+    for each in (worker, plain):
+        each.prefill(join(0, PROMPT * 3), join(1, PROMPT))
+        # A sequence that goes on as it has begun, whatever the model says.
+        each.shared.rows._tokens[0, 12] = PROMPT[0]
+    pending = worker.begin([0], repeats=5)
     assert worker.taken == ["Speculation"]
-    assert worker.engine.counters.drafted == 3
+    counters = worker.engine.counters
+    assert (counters.drafted, counters.accepted) == (3, pending.steps - 1)
+    for _ in range(pending.steps):
+        assert pending.result().tokens.tolist() == plain.begin([0]).result().tokens.tolist()
+    assert worker.shared.rows.known.tolist() == plain.shared.rows.known.tolist()
     worker.taken.clear()
     worker.begin([0]).result()  # guesses save passes only where more are to follow
     worker.begin([0, 1], repeats=5).result()
@@ -167,17 +235,17 @@ def test_a_row_whose_text_comes_again_is_guessed(loaded: LoadedModel) -> None:
 def test_a_row_with_an_unread_token_is_not_guessed(loaded: LoadedModel) -> None:
     worker = TinyWorker(loaded, "cpu", most_guesses=3)
     worker.prefill(join(0, PROMPT * 3))
-    worker.shared.rows._tokens[0, 12] = PROMPT[0]
+    text = worker.shared.rows._tokens[0]
+    text[12] = PROMPT[0]
     pending = worker.begin([0])
+    # What was there before the token is read must not be taken for it.
+    text[13] = PROMPT[1]
     worker.begin([0], repeats=5)
     assert worker.taken == ["OverlapCpu", "OverlapCpu"]
     # What may be guessed is seen when the token is read: then the next step waits until everything is.
-    worker.shared.rows._tokens[0, 13:] = 0
-    guess = (PROMPT * 4)[13]
     speculation = worker.executors[1]
     assert isinstance(speculation, Speculation)
-    speculation.may_guess = lambda packed, read: True  # type: ignore[method-assign]
-    speculation.propose = lambda packed, read, most: np.array([guess], np.int32)  # type: ignore[method-assign]
+    speculation.propose = lambda packed, read, most: np.array([5], np.int32)  # type: ignore[method-assign]
     pending.result()
     worker.begin([0], repeats=5)
     assert worker.taken[-1] == "Speculation"
@@ -204,6 +272,9 @@ def drawn_params(rng: random.Random) -> SamplingParams:
 
 def biased_params(rng: random.Random) -> SamplingParams:
     return SamplingParams(temperature=0.0, logit_bias={rng.randrange(VOCAB): 3.0}, max_new_tokens=rng.randint(1, 30))
+
+
+MOSTLY_GREEDY = (greedy_params,) * 4
 
 
 def schedule(worker: TinyWorker, sequences: list[Sequence], rng: random.Random) -> list[tuple[Step, dict[int, int]]]:
@@ -261,7 +332,7 @@ def run(worker: TinyWorker, steps: list[tuple[Step, dict[int, int]]]) -> dict[in
     return tokens
 
 
-@pytest.mark.parametrize("kinds", [(greedy_params,), (greedy_params, drawn_params), (greedy_params, biased_params)])
+@pytest.mark.parametrize("kinds", [(greedy_params,), (*MOSTLY_GREEDY, drawn_params), (*MOSTLY_GREEDY, biased_params)])
 @pytest.mark.parametrize("overlap", ["cpu", "cuda"])
 def test_an_overlapped_executor_gives_the_tokens_of_the_synchronous_one(
     loaded: LoadedModel, overlap: str, kinds: Any
@@ -269,7 +340,8 @@ def test_an_overlapped_executor_gives_the_tokens_of_the_synchronous_one(
     seed = random.randrange(2**31)
     rng = random.Random(seed)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(16)]
-    sequences = [(prompt, rng.choice(kinds)(rng)) for prompt in prompts]
+    chosen = [rng.choice(kinds) for _ in prompts]
+    sequences = [(prompt, kind(rng)) for prompt, kind in zip(prompts, chosen, strict=True)]
     # The last one is by itself in the end, so that some steps are greedy.
     sequences.append((prompts[0], SamplingParams(temperature=0.0, max_new_tokens=60)))
     plain = TinyWorker(loaded)
@@ -280,5 +352,5 @@ def test_an_overlapped_executor_gives_the_tokens_of_the_synchronous_one(
     assert run(overlapped, steps) == expected, f"seed {seed}"
     assert set(plain.taken) == {"Synchronous"}
     assert OVERLAPPED[overlap] in overlapped.taken
-    needs_host = biased_params in kinds or (overlap == "cpu" and drawn_params in kinds)
-    assert ("Synchronous" in overlapped.taken) == needs_host
+    host = {"cpu": (drawn_params, biased_params), "cuda": (biased_params,)}[overlap]
+    assert ("Synchronous" in overlapped.taken) == any(kind in host for kind in chosen)
