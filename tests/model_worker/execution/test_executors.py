@@ -18,7 +18,8 @@ from model_worker.execution.overlap_cuda import OverlapCuda
 from model_worker.execution.speculation import Speculation
 from model_worker.execution.synchronous import Synchronous
 from model_worker.grammar.masks import Masks
-from model_worker.loading.checkpoint import LoadedModel, load_model
+from model_worker.loading.load import load_model
+from model_worker.model import LoadedModel
 from tests.model_worker.execution.tiny_worker import ROWS, TinyWorker, join
 from tests.model_worker.tiny_models import VOCAB, tiny_model
 

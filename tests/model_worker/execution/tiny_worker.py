@@ -13,7 +13,7 @@ from model_worker.engine import Engine
 from model_worker.execution import executors_for
 from model_worker.execution.base import Backend, DeviceStep, Executor, WorkerIdentity
 from model_worker.execution.flight import Pending
-from model_worker.loading.checkpoint import LoadedModel
+from model_worker.model import LoadedModel
 from model_worker.rows import PackedStep, WorkerRows
 from model_worker.runner import ModelRunner
 from model_worker.sampling.sampler import SamplerRows
