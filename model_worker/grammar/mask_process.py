@@ -25,7 +25,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces.context.grammar_state import GrammarState
+from interfaces import GrammarState
 from model_worker.nursery import Nursery, nurse
 from shared.grammar import GrammarError, Matcher, Vocabulary, set_bits
 from shared.liveness import become, limit_memory

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces.context.grammar_state import GrammarState
-from interfaces.messages import RowGrammar
+from interfaces import GrammarState, RowGrammar
 from model_worker.grammar.apply_mask import forbid
 from model_worker.grammar.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
 from model_worker.nursery import Nursery

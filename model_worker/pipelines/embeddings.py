@@ -20,11 +20,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils.hub import cached_file
 
-from interfaces.base.request_id import RequestID
-from interfaces.context.protocols import EmbeddingsContext
-from interfaces.pipelines.inputs import EmbeddingsGenerationInputs
-from interfaces.pipelines.pipeline import Pipeline
-from interfaces.result.outputs import EmbeddingsOutput
+from interfaces import EmbeddingsContext, EmbeddingsGenerationInputs, EmbeddingsOutput, Pipeline, RequestID
 from model_worker.loading.checkpoint import read_config, weights_dtype
 from model_worker.model import ModelRefused, first_line
 

@@ -17,16 +17,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces.base.log_probabilities import LogProbabilities
-from interfaces.base.request_id import RequestID
-from interfaces.base.status import GenerationStatus
-from interfaces.context.text import TextContext
-from interfaces.messages import Join, RowGrammar, Step, StepResult
-from interfaces.pipelines.inputs import TextGenerationInputs
-from interfaces.pipelines.pipeline import Pipeline
-from interfaces.pipelines.processors import BatchLogitsProcessor, BatchProcessorInputs, ProcessorInputs
-from interfaces.request.sampling import MOST_TOP_LOGPROBS, LogprobMode, SamplingParams
-from interfaces.result.outputs import TextGenerationOutput
+from interfaces import (
+    MOST_TOP_LOGPROBS,
+    BatchLogitsProcessor,
+    BatchProcessorInputs,
+    GenerationStatus,
+    Join,
+    LogProbabilities,
+    LogprobMode,
+    Pipeline,
+    ProcessorInputs,
+    RequestID,
+    RowGrammar,
+    SamplingParams,
+    Step,
+    StepResult,
+    TextContext,
+    TextGenerationInputs,
+    TextGenerationOutput,
+)
 from model_worker.batch import ForwardBatch
 from model_worker.capacity import Capacity, capacity_for
 from model_worker.engine import Engine

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces.request.sampling import LogprobMode
+from interfaces import LogprobMode
 from model_worker.cpu import kernel_cache
 from model_worker.sampling import draw_cpu, rng
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces.request.sampling import LogprobMode
+from interfaces import LogprobMode
 from model_worker.sampling.rng import uniform_at
 
 PER_NAT = 8

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces.messages.logprob_reports import LogprobReports
+from interfaces import LogprobReports
 
 CHUNK = 1 << 22
 """Logits that are float64 at a time: 32 MB."""

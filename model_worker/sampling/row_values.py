@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces.request.sampling import SamplingParams
+from interfaces import SamplingParams
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
 """Beyond these, float32 turns logits into infinities, and the choice is the largest logit or any token anyway."""

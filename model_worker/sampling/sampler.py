@@ -40,8 +40,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces.messages.logprob_reports import LogprobReports
-from interfaces.request.sampling import LogprobMode, SamplingParams
+from interfaces import LogprobMode, LogprobReports, SamplingParams
 from model_worker.device_copy import upload
 from model_worker.sampling import draw_cuda, rng
 from model_worker.sampling.bad_words import BadWords
