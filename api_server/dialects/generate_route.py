@@ -1,7 +1,7 @@
-"""The paths that TGI and SGLang share, and the rule that tells from a body which of the two it is.
+"""The paths that TGI and SGLang share, and the rule that finds the dialect of a body.
 
 A body with `inputs` is TGI's; one with `text`, `input_ids` or `input_embeds` is SGLang's; both is an error, never a
-guess. The dialect, once chosen, is kept for everything: defaults, validation, errors and frames.
+guess. The chosen dialect is kept for everything: defaults, validation, errors and frames.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _SGLANG_TOKENIZE_INPUTS = ("prompt", "messages")
 
 
 def routes() -> list[Route]:
-    """`POST /generate` answers SGLang's errors when the dialect is unknown, the other paths TGI's."""
+    """The shared routes.
+
+    For an unknown dialect `POST /generate` answers with SGLang's errors, the others with TGI's.
+    """
     return [
         endpoint(
             "/generate",
@@ -87,7 +90,7 @@ async def tokenize(call: Call) -> Response:
 
 
 def dialect_of(body: Mapping[str, Any], sglang_inputs: tuple[str, ...] = _SGLANG_INPUTS) -> Dialect:
-    """Which dialect the keys say. A null under one of SGLang's names is the same as no such key."""
+    """The dialect of a body, by its keys. A null under one of SGLang's names counts as absent."""
     is_sglang = any(body.get(name) is not None for name in sglang_inputs)
     if "inputs" in body:
         return "both" if is_sglang else "tgi"

@@ -57,7 +57,10 @@ _CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "m
 
 
 class VertexBody(BaseModel):
-    """Each instance is a body of `/generate` (`inputs`) or of `/v1/chat/completions` (`messages`)."""
+    """The body of /vertex.
+
+    Each instance is a body of `/generate` (`inputs`) or of `/v1/chat/completions` (`messages`).
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -106,7 +109,7 @@ def routes() -> list[Route]:
 
 
 async def invocations(call: Call) -> Response:
-    """Whatever `POST /`, `/generate`, `/v1/chat/completions` and `/v1/completions` take, told apart by its keys."""
+    """Serves bodies of `POST /`, `/generate`, `/v1/chat/completions` and `/v1/completions`, by their keys."""
     names = _given(call.json)
     forms = {_KEYS[name] for name in names}
     if len(forms) > 1:
@@ -177,12 +180,12 @@ async def _prediction(body: GenerateRequest | None, choices: list[Choice], call:
 
 
 def _given(body: Mapping[str, Any]) -> list[str]:
-    """Keys that say whose body it is. A null is the same as no such key, except for `inputs`, which TGI reports."""
+    """Keys that show the dialect of a body. A null counts as absent, except for `inputs`, which TGI reports."""
     return [name for name in _KEYS if name in body and (name == "inputs" or body[name] is not None)]
 
 
 def _render_error(error: RequestFailed, call: Call) -> Response:
-    """In the dialect of the body that caused it; TGI's when that cannot be told."""
+    """Renders an error in the dialect of the body that caused it, and in TGI's when that is unknown."""
     try:
         forms = {_KEYS[name] for name in _given(call.json)}
     except RequestFailed:

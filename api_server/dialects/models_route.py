@@ -19,7 +19,8 @@ from api_server.web.endpoint import Call, Document, endpoint
 
 
 def routes() -> list[Route]:
-    everything, one = "The served models", "One served model"
+    everything = "The served models"
+    one = "One served model"
     page = Document(everything, ANTHROPIC, answer=anthropic_models.ModelPage)
     info = Document(one, ANTHROPIC, answer=anthropic_models.ModelInfo, errors={404: anthropic_schema.ErrorAnswer})
     listed = Document(everything, OPENAI, answer=openai_schema.ModelList, also=(page,))
@@ -45,5 +46,5 @@ def render_error(error: RequestFailed, call: Call) -> Response:
 
 
 def _is_anthropics(call: Call) -> bool:
-    """Every client of Anthropic's API sends this header, and no other does."""
+    """True for a client of Anthropic's API: every one sends this header, and no other client does."""
     return "anthropic-version" in call.headers

@@ -1,6 +1,6 @@
-"""Anthropic's own tools that the client runs (a shell, an editor, a memory, a screen), as the functions they are.
+"""Anthropic's own tools that the client runs (a shell, an editor, a memory, a screen), as functions.
 
-Their schemas are known to Claude, and so no client sends them; any other model has to be told. Knows no requests.
+Claude knows their schemas, and so no client sends them; any other model needs them in its prompt. Knows no requests.
 """
 
 from __future__ import annotations
@@ -83,11 +83,12 @@ def is_run_by_servers(kind: str) -> bool:
 
 
 def as_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The tool in the form of a custom one; None when it is not one of these."""
+    """The tool in the form of a custom one; None for any other tool."""
     found = _KIND.fullmatch(str(tool.get("type")))
     if found is None:
         return None
     description, schema = _TOOLS[found[1]]
-    width, height = tool.get("display_width_px"), tool.get("display_height_px")
+    width = tool.get("display_width_px")
+    height = tool.get("display_height_px")
     size = f" The screen has {width} x {height} pixels." if found[1] == "computer" and width and height else ""
     return {"name": tool.get("name", found[1]), "description": description + size, "input_schema": schema}

@@ -1,8 +1,8 @@
-"""`context_management`: what of a conversation the model is not shown any more, as Anthropic's API has it.
+"""`context_management`: the parts of a conversation that the model no longer sees, by the rules of Anthropic's API.
 
-Old thinking, and the results of old tool uses, are taken out of the messages before they are read. An edit that has
-nothing to do does nothing, whatever it is; one that would have to act and cannot is refused. Knows blocks, and no
-tokens: how many they are, the caller counts.
+Old thinking, and the results of old tool uses, are removed from the messages before they are read. An edit that has
+nothing to do is accepted, of any kind; one that would have to act and cannot is refused. Knows blocks, and no tokens:
+the caller counts them.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from api_server.errors import unsupported
 
 Messages = Sequence[dict[str, Any]]
+# Counts the tokens of the prompt with these messages.
 Count = Callable[[Messages], Awaitable[int]]
-"""The tokens of the prompt with these messages."""
 
 _CLEARED = "[The result of this tool use was removed to save context.]"
+# Defaults that Anthropic's API documents for absent values.
 _TRIGGER_TOKENS = 100_000
 _COMPACTION_TOKENS = 150_000
 _KEPT_TOOL_USES = 3
 _KEPT_THINKING_TURNS = 1
-"""The values that Anthropic's API documents for what is left out."""
 
 
 class _Edit(BaseModel):
@@ -51,7 +51,7 @@ class AllThinkingTurns(_Edit):
 
 
 class ClearToolUses(_Edit):
-    """Results of old tool uses become a short text."""
+    """Replaces results of old tool uses by a short text."""
 
     type: Literal["clear_tool_uses_20250919"]
     trigger: Annotated[InputTokens | ToolUses, Field(discriminator="type")] | None = Field(
@@ -68,7 +68,7 @@ class ClearToolUses(_Edit):
 
 
 class ClearThinking(_Edit):
-    """Thinking of old turns goes."""
+    """Removes thinking of old turns."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | Annotated[ThinkingTurns | AllThinkingTurns, Field(discriminator="type")] | None = Field(
@@ -77,7 +77,7 @@ class ClearThinking(_Edit):
 
 
 class Compact(_Edit):
-    """A summary instead of the conversation: not built, and refused when it would have to act."""
+    """Replaces the conversation by a summary: not built, and refused when it would have to act."""
 
     type: Literal["compact_20260112"]
     trigger: InputTokens | None = None
@@ -96,14 +96,14 @@ class ContextManagement(_Edit):
 
 @dataclass(frozen=True)
 class Edited:
-    """What is left of a conversation, and what the client is told of it; `applied` None: it asked for nothing."""
+    """The edited conversation, and the edits to report to the client; `applied` None: it asked for no edit."""
 
     messages: Messages
     applied: list[dict[str, Any]] | None = None
 
 
 async def edited(messages: Messages, management: ContextManagement | None, count: Count) -> Edited:
-    """Raises RequestFailed for an edit that would have to act and cannot."""
+    """Applies the edits of a request. Raises RequestFailed for an edit that would have to act and cannot."""
     if management is None:
         return Edited(messages)
     applied: list[dict[str, Any]] = []
@@ -113,9 +113,9 @@ async def edited(messages: Messages, management: ContextManagement | None, count
             if await count(messages) > limit:
                 raise unsupported(f"context_management.edits[{i}]", f"compacting a context of over {limit} tokens")
             continue
-        left, told = await _without(messages, edit, count)
-        if told is not None:
-            applied.append({"type": edit.type, **told})
+        left, report = await _without(messages, edit, count)
+        if report is not None:
+            applied.append({"type": edit.type, **report})
             messages = left
     return Edited(messages, applied)
 
@@ -123,15 +123,17 @@ async def edited(messages: Messages, management: ContextManagement | None, count
 async def _without(
     messages: Messages, edit: ClearToolUses | ClearThinking, count: Count
 ) -> tuple[Messages, dict[str, int] | None]:
-    """What is left, and what the client is told; None when the edit has not acted."""
+    """Applies one edit: returns the messages left, and its report; None when the edit has not acted."""
     if isinstance(edit, ClearThinking):
         left, cleared = _without_thinking(messages, edit)
-        name, least = "cleared_thinking_turns", 0
+        name = "cleared_thinking_turns"
+        least = 0
     else:
         if not await _is_triggered(messages, edit, count):
             return messages, None
         left, cleared = _without_results(messages, edit)
-        name, least = "cleared_tool_uses", edit.clear_at_least.value if edit.clear_at_least else 0
+        name = "cleared_tool_uses"
+        least = edit.clear_at_least.value if edit.clear_at_least else 0
     if not cleared:
         return messages, None
     tokens = max(0, await count(messages) - await count(left))
@@ -146,7 +148,7 @@ async def _is_triggered(messages: Messages, edit: ClearToolUses, count: Count) -
 
 
 def _without_thinking(messages: Messages, edit: ClearThinking) -> tuple[Messages, int]:
-    """Turns are told apart by what a user says: the results of tools go on with the turn that wanted them."""
+    """Removes old thinking. A user's text separates turns; results of tools belong to the turn that called them."""
     if edit.keep == "all" or isinstance(edit.keep, AllThinkingTurns):
         return messages, 0
     keep = edit.keep.value if isinstance(edit.keep, ThinkingTurns) else _KEPT_THINKING_TURNS
@@ -169,7 +171,8 @@ def _without_results(messages: Messages, edit: ClearToolUses) -> tuple[Messages,
     uses = _uses(messages)
     keep = edit.keep.value if edit.keep else _KEPT_TOOL_USES
     old = list(uses.items())[: max(0, len(uses) - keep)]
-    excluded, given = frozenset(edit.exclude_tools or ()), edit.clear_tool_inputs
+    excluded = frozenset(edit.exclude_tools or ())
+    given = edit.clear_tool_inputs
     cleared = {call_id: name for call_id, name in old if name not in excluded}
     emptied = frozenset(given if isinstance(given, list) else ())
     without_input = {i for i, name in cleared.items() if given is True or name in emptied}
@@ -185,7 +188,7 @@ def _without_results(messages: Messages, edit: ClearToolUses) -> tuple[Messages,
 
 
 def _uses(messages: Messages) -> dict[str, str]:
-    """The tool uses that have a result, oldest first: their ids, and the names of the tools."""
+    """Tool uses that have a result, oldest first: their ids, and the names of the tools."""
     blocks = [block for message in messages for block in _blocks(message)]
     answered = {b.get("tool_use_id") for b in blocks if _is(b, "tool_result") and isinstance(b.get("tool_use_id"), str)}
     return {

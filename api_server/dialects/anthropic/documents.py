@@ -1,4 +1,4 @@
-"""Anthropic's blocks of type document, and what of them this server refuses."""
+"""Anthropic's blocks of type document, and their fields that this server refuses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from api_server.errors import ErrorKind, RequestFailed, invalid, unsupported
 
 
 def document_block(block: Mapping[str, Any], path: str) -> Document | None:
-    """Raises RequestFailed."""
+    """The document of a block, or None for another block. Raises RequestFailed."""
     if block.get("type") != "document":
         return None
-    source, citations = block.get("source"), block.get("citations")
+    source = block.get("source")
+    citations = block.get("citations")
     if isinstance(citations, Mapping) and citations.get("enabled"):
         raise unsupported(f"{path}.citations", "citing places of a document")
     if not isinstance(source, Mapping):
         raise invalid(f"{path}.source must be an object with type and data or url", f"{path}.source")
-    name, context = text_field(block, "title", path), text_field(block, "context", path)
+    name = text_field(block, "title", path)
+    context = text_field(block, "context", path)
     return _document(source, f"{path}.source", name, context)
 
 

@@ -49,7 +49,7 @@ def error_frame(error: RequestFailed, request_id: str) -> bytes:
 
 
 def render_error(error: RequestFailed, call: Call) -> Response:
-    """An error known before the first byte."""
+    """The response to an error known before the first byte."""
     headers = {"request-id": call.request_id}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -58,8 +58,12 @@ def render_error(error: RequestFailed, call: Call) -> Response:
 
 
 def _message(error: RequestFailed) -> str:
-    """Clients that shorten a conversation when it has grown too long look for Anthropic's own words."""
-    prompt, limit = error.numbers.get("prompt_tokens"), error.numbers.get("limit")
+    """The error's message.
+
+    Clients that shorten a conversation when it has grown too long look for Anthropic's own words.
+    """
+    prompt = error.numbers.get("prompt_tokens")
+    limit = error.numbers.get("limit")
     if error.kind is ErrorKind.TOO_LONG and prompt is not None and limit is not None:
         return f"prompt is too long: {prompt} tokens > {limit - 1} maximum"
     return error.renamed(_NAMES).message

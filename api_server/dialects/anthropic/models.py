@@ -1,4 +1,4 @@
-"""The served model as Anthropic's clients list it: a page of one, by its name."""
+"""The served model in the form of Anthropic's clients: a page of one, by its name."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class ModelPage(BaseModel):
 
 
 async def list_models(call: Call) -> Response:
-    """A page that begins after the one model, or ends before it, is empty."""
-    model, query = _model(call.server), QueryParams(call.scope["query_string"])
+    """Lists the models. A page that begins after the one model, or ends before it, is empty."""
+    model = _model(call.server)
+    query = QueryParams(call.scope["query_string"])
     found = [] if model["id"] in (query.get("after_id"), query.get("before_id")) else [model]
     edge = found[0]["id"] if found else None
     return _json({"data": found, "has_more": False, "first_id": edge, "last_id": edge}, call)
@@ -46,7 +47,7 @@ async def show_model(call: Call) -> Response:
 
 def _model(server: ServerState) -> dict[str, Any]:
     created = datetime.fromtimestamp(server.created, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    # Until the first worker is there nobody knows the length of the context.
+    # The length of the context is unknown until the first worker is there.
     length = server.max_model_len
     lengths = {} if length is None else {"max_input_tokens": length, "max_tokens": length}
     name = server.model_name

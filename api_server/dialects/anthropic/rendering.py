@@ -17,8 +17,8 @@ from api_server.web.sse import named_frame
 _REASON = {"stop_token": "end_turn", "stop_string": "stop_sequence"}
 
 
+# The edits of the context that have acted; None: the request asked for none.
 Edits = list[dict[str, Any]] | None
-"""The edits of the context that have acted; None: the request asked for none."""
 
 
 def message(model: str, choice: Choice, edits: Edits) -> dict[str, Any]:
@@ -28,16 +28,16 @@ def message(model: str, choice: Choice, edits: Edits) -> dict[str, Any]:
 
 
 async def frames(model: str, generation: Generation, edits: Edits) -> AsyncIterator[bytes]:
-    """Block by block, as each is generated; the reason and the final usage at the end."""
+    """Yields events block by block, as each is generated; the reason and the final usage come at the end."""
     choice = generation.choices[0]
     opening = _message(model, [], {"stop_reason": None, "stop_sequence": None}, _usage(choice))
     yield named_frame({"type": "message_start", "message": opening}) + named_frame({"type": "ping"})
-    told = ParsedAnswer()
+    sent = ParsedAnswer()
     async for delta in generation:
-        news = b"".join(_news(told, piece) for piece in delta.pieces)
-        if news:
-            yield news
-    last = len(told.blocks) - 1
+        events = b"".join(_events_of(sent, piece) for piece in delta.pieces)
+        if events:
+            yield events
+    last = len(sent.blocks) - 1
     yield (
         (_start(0, _EMPTY) + _stop(0) if last < 0 else _stop(last))
         + named_frame({"type": "message_delta", "delta": _ending(choice), "usage": _usage(choice)} | _managed(edits))
@@ -49,23 +49,23 @@ def _managed(edits: Edits) -> dict[str, Any]:
     return {} if edits is None else {"context_management": {"applied_edits": edits}}
 
 
-def _news(told: ParsedAnswer, piece: Piece) -> bytes:
-    """The events of one piece; `told` are the blocks that the client knows, of which the last is open."""
-    known = len(told.blocks)
-    told.add([piece])
-    index = len(told.blocks) - 1
+def _events_of(sent: ParsedAnswer, piece: Piece) -> bytes:
+    """The events of one piece. `sent` holds the blocks that the client has; the last one is open."""
+    known = len(sent.blocks)
+    sent.add([piece])
+    index = len(sent.blocks) - 1
     opening = b""
     if index == known:
-        opening = (_stop(known - 1) if known else b"") + _start(index, _begun(told.blocks[-1]))
+        opening = (_stop(known - 1) if known else b"") + _start(index, _begun(sent.blocks[-1]))
     if isinstance(piece, Thought):
-        news = {"type": "thinking_delta", "thinking": piece.text}
+        delta = {"type": "thinking_delta", "thinking": piece.text}
     elif piece.content is not None:
-        news = {"type": "text_delta", "text": piece.content}
+        delta = {"type": "text_delta", "text": piece.content}
     elif piece.arguments:
-        news = {"type": "input_json_delta", "partial_json": piece.arguments}
+        delta = {"type": "input_json_delta", "partial_json": piece.arguments}
     else:
         return opening
-    return opening + named_frame({"type": "content_block_delta", "index": index, "delta": news})
+    return opening + named_frame({"type": "content_block_delta", "index": index, "delta": delta})
 
 
 def _start(index: int, block: dict[str, Any]) -> bytes:
@@ -85,7 +85,7 @@ def _block(block: Block) -> dict[str, Any]:
 
 
 def _begun(block: Block) -> dict[str, Any]:
-    """A block as it is before its content comes."""
+    """An opened block, before its content."""
     if isinstance(block, Call):
         return _block(Call(block.id, block.name))
     return _block(Passage(block.is_thought))
@@ -95,7 +95,7 @@ _EMPTY = _block(Passage(False))
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments that broke off, or were no JSON, are none that could be acted upon."""
+    """The input of a tool use. Arguments that broke off, or are not JSON, give an empty input."""
     try:
         found = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -130,7 +130,7 @@ def _ending(choice: Choice) -> dict[str, Any]:
 
 
 def _usage(choice: Choice) -> dict[str, int]:
-    """Anthropic counts cached tokens beside the input tokens, not among them."""
+    """The usage of an answer. Anthropic counts cached tokens beside the input tokens, not among them."""
     return {
         "input_tokens": choice.prompt_tokens - choice.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,7 +1,7 @@
 """Reads the bodies of Anthropic's Messages API and maps them to the internal request.
 
-Whatever a body asks for and this server cannot do is refused by name: nothing that changes an answer is ignored. What
-asks for nothing passes.
+A field that this server cannot serve is refused by name: nothing that changes an answer is ignored. A value that asks
+for nothing passes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def _only_from_code(callers: Any) -> bool:
     return isinstance(callers, list) and bool(callers) and "direct" not in callers
 
 
+# Fields that are documented and not built.
 REFUSED: Refusals = {
     "mcp_servers": ("running tools", unless(None, [])),
     "container": ("running code", unless(None, {})),
@@ -40,8 +41,8 @@ REFUSED: Refusals = {
     "output_config.task_budget": ("a budget of several answers", ALWAYS),
     "tools.allowed_callers": ("calling tools from code", _only_from_code),
 }
-"""Fields that are documented and not built."""
 
+# Prompts are cached without being asked, there is one tier in one place, and tools are shown at once.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_control",
@@ -54,11 +55,10 @@ _WITHOUT_EFFECT = frozenset(
         "tools.input_examples",
     }
 )
-"""Prompts are cached without being asked, there is one tier in one place, and tools are shown at once."""
 
 
 def read(call: Call, model: type[B]) -> B:
-    """The body, checked. Raises RequestFailed."""
+    """Reads and checks the body. Raises RequestFailed."""
     raw = call.json
     if isinstance(raw.get("tools"), list):
         raw["tools"] = listed(raw["tools"], _functions)
@@ -73,7 +73,7 @@ def read(call: Call, model: type[B]) -> B:
 
 @dataclass(frozen=True)
 class Asked:
-    """A conversation as the model is to see it."""
+    """A conversation for the model, after the edits of its context."""
 
     request: TextGenerationRequest
     edited: Edited
@@ -81,12 +81,12 @@ class Asked:
 
     @property
     def edits(self) -> list[dict[str, Any]] | None:
-        """What was taken out; None when the request asked for nothing of the kind."""
+        """The edits that have acted; None when the request asked for no edit."""
         return self.edited.applied
 
 
 async def request(call: Call, given: Conversation) -> Asked:
-    """The conversation as one internal request; its length and sampling if it is to be answered."""
+    """Maps the conversation to one internal request, with length and sampling if it is to be answered."""
     await call.apart(lambda: item_limits.check_parts(given.messages, "messages"))
     await documents.load(call.server.url_fetcher, given.messages, "messages", document_block)
     counted: list[tuple[Messages, int]] = []
@@ -95,7 +95,7 @@ async def request(call: Call, given: Conversation) -> Asked:
         return await call.apart(lambda: _request(call, given, messages))
 
     async def count(messages: Messages) -> int:
-        """Each conversation is counted once."""
+        """Makes the counter of tokens, which counts each conversation once."""
         known = next((tokens for same, tokens in counted if same is messages), None)
         if known is not None:
             return known
@@ -112,7 +112,8 @@ def _request(call: Call, given: Conversation, said: Messages) -> TextGenerationR
     system = []
     if given.system:
         system.append(TextGenerationRequestMessage(role="system", content=system_parts(given.system)))
-    choice, thinking = given.tool_choice, given.thinking
+    choice = given.tool_choice
+    thinking = given.thinking
     effort, constraint = _output(given) if isinstance(given, MessagesBody) else ({}, None)
     use = tool_use([_tool(tool) for tool in given.tools or ()], _choice(choice))
     return TextGenerationRequest(
@@ -160,7 +161,7 @@ def _sampling(given: MessagesBody) -> SamplingParamsInput:
 
 
 def _output(given: MessagesBody) -> tuple[dict[str, Any], Constraint | None]:
-    """What the chat template is told of the effort, and the form of the answer."""
+    """The effort for the chat template, and the form of the answer."""
     config = given.output_config or OutputConfig()
     if config.format is not None and given.output_format is not None:
         raise invalid("output_format is the older name of output_config.format: give one of them", "output_format")
@@ -170,7 +171,7 @@ def _output(given: MessagesBody) -> tuple[dict[str, Any], Constraint | None]:
 
 
 def _tool(given: Tool) -> dict[str, Any]:
-    """In the form of OpenAI, which chat templates know."""
+    """A tool in the form of OpenAI, which chat templates know."""
     function: dict[str, Any] = {
         "name": given.name,
         "description": given.description,

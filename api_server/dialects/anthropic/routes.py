@@ -81,6 +81,6 @@ def _json(value: dict[str, Any], call: Call) -> Response:
 
 
 def _named(response: Response, call: Call) -> Response:
-    """Anthropic's clients look for the request's id under this name."""
+    """Adds the request's id under the name that Anthropic's clients look for."""
     response.headers["request-id"] = call.request_id
     return response

@@ -1,6 +1,6 @@
 """The bodies of Anthropic's Messages API, its answers, and the events of its streams.
 
-Types only: what belongs together is judged in `requests.py`.
+Types only; `requests.py` checks how fields fit together.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Metadata(_Body):
 
 
 class Thinking(_Body):
-    """`adaptive` leaves the length to the model."""
+    """Whether and how long the model reasons; `adaptive` leaves the length to the model."""
 
     type: Literal["enabled", "adaptive", "disabled"] = Field(
-        description="Whether the model reasons before it answers: told to its chat template (enable_thinking)"
+        description="Whether the model reasons before it answers: passed to its chat template (enable_thinking)"
     )
     budget_tokens: int | None = Field(None, ge=1, description="Reasoning that has become so long is ended")
     display: str | None = Field(None, description="Accepted, without effect: reasoning is shown as it is")
@@ -51,7 +51,7 @@ class ToolChoice(_Body):
 
 
 class Conversation(_Body):
-    """What is counted, and what is answered."""
+    """A conversation, to be counted or answered."""
 
     model: str | None = Field(None, description="The served model's name, or nothing")
     messages: Annotated[Turns, Field(min_length=1)] = Field(
@@ -68,7 +68,7 @@ class Conversation(_Body):
 
 
 class OutputConfig(_Body):
-    """How the answer is to be."""
+    """The form and the effort of the answer."""
 
     format: dict[str, Any] | None = Field(
         None, description="The form of the answer: type json_schema, and schema: a JSON schema"
@@ -102,7 +102,7 @@ class TokenCount(BaseModel):
 
 
 class Usage(BaseModel):
-    """`input_tokens` are those that did not come from the prefix cache."""
+    """Tokens of a message; `input_tokens` are those that did not come from the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -132,7 +132,7 @@ ContentBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discrim
 
 
 class AppliedEdit(BaseModel):
-    """What an edit of `context_management` has taken out."""
+    """The report of one edit of `context_management`."""
 
     type: Literal["clear_tool_uses_20250919", "clear_thinking_20251015"]
     cleared_input_tokens: int
@@ -219,7 +219,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """Also the event that ends a stream that failed."""
+    """An error, in an answer or in the event that ends a failed stream."""
 
     type: Literal["error"]
     error: ErrorDetail

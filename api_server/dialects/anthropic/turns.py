@@ -1,4 +1,4 @@
-"""From Anthropic's turns, whose content is a list of blocks, to messages as chat templates know them.
+"""Turns Anthropic's messages, whose content is a list of blocks, into messages of chat templates.
 
 A turn of the assistant has text, thinking and calls; the results of calls are blocks of the user's turn there, and
 messages of their own here.
@@ -19,15 +19,15 @@ from interfaces import MessageContent, TextContentPart, TextGenerationRequestMes
 
 _ROLES = ("user", "assistant", "system")
 _BLOCKS = {"text": "text"}
+# Blocks without content that the model could read.
 _NOT_SHOWN = ("redacted_thinking", "container_upload", "compaction")
-"""Blocks that say nothing that the model could read."""
+# Tools that another server has run in a conversation that goes on here.
 _RUN_ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result")
-"""Tools that another server has run in a conversation that goes on here."""
 
 
 @dataclass
 class _Turn:
-    """What one message says: results of calls, thinking, text, calls."""
+    """The content of one message: results of calls, thinking, text, calls."""
 
     role: str
     parts: list[TextContentPart] = field(default_factory=list)
@@ -40,11 +40,12 @@ class _Turn:
 
 
 def turns(given: Sequence[Any]) -> list[TextGenerationRequestMessage]:
-    """Messages of one role in a row are one turn; an empty last one of the assistant is none at all.
+    """Joins messages of one role in a row to one turn. An empty last message of the assistant is dropped.
 
     Raises RequestFailed for the first message that is wrong.
     """
-    last, answered = len(given) - 1, last_answer(given)
+    last = len(given) - 1
+    answered = last_answer(given)
     read = [_turn(message, f"messages[{i}]", i == last, i < answered) for i, message in enumerate(given)]
     found = [
         m for role, group in groupby(filter(None, read), key=lambda t: t.role) for m in _messages(role, list(group))
@@ -62,7 +63,7 @@ def system_parts(given: Any) -> list[MessageContent]:
 
 
 def _check_continued(turn: TextGenerationRequestMessage, path: str) -> None:
-    """The answer continues a last turn of the assistant, which must be a text to be continued."""
+    """Checks a last turn of the assistant, which the answer continues: it must be a text."""
     if turn.tool_calls:
         raise invalid(f"{path}: the final assistant content has a tool_use, which needs its tool_result", path)
     if turn.text != turn.text.rstrip():
@@ -86,7 +87,9 @@ def _turn(given: Any, path: str, last: bool, answered: bool) -> _Turn:
     role = given.get("role")
     if role not in _ROLES:
         raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r:.100}", f"{path}.role")
-    content, turn, path = given.get("content"), _Turn(role), f"{path}.content"
+    content = given.get("content")
+    turn = _Turn(role)
+    path = f"{path}.content"
     if last and role == "assistant" and content in ("", []):
         return turn
     if not isinstance(content, list):
@@ -124,7 +127,8 @@ def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _result(block: Mapping[str, Any], path: str) -> TextGenerationRequestMessage:
-    content, call_id = block.get("content"), _text(block, "tool_use_id", path)
+    content = block.get("content")
+    call_id = _text(block, "tool_use_id", path)
     parts: Any = content or ""
     if isinstance(content, list):
         parts = text_content(list(map(_shown, content)), f"{path}.content", _BLOCKS, unseen=True)
@@ -136,14 +140,14 @@ def _result(block: Mapping[str, Any], path: str) -> TextGenerationRequestMessage
 
 
 def _failed(parts: str | list[MessageContent]) -> str | list[MessageContent]:
-    """No chat template has a place for it: the result itself says that it is an error."""
+    """A failed call's result with a text that says so, since no chat template has a field for it."""
     if isinstance(parts, str):
         return f"Error: {parts}".rstrip()
     return [TextContentPart(text="Error:"), *parts]
 
 
 def _shown(block: Any) -> Any:
-    """Blocks that are texts in another form, as blocks of text."""
+    """A block; other forms of text become a block of text."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind == "tool_reference":
         return {"type": "text", "text": f"[You have the tool {block.get('tool_name')}.]"}

@@ -1,4 +1,4 @@
-"""OpenAI's dialect: chat, completions, responses and models under /v1, with the extra parameters that vLLM knows."""
+"""OpenAI's dialect: chat, completions, responses and models under /v1, with vLLM's extra parameters."""
 
 from api_server.dialects.openai.routes import routes
 

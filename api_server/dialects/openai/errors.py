@@ -33,12 +33,12 @@ _FORM: dict[ErrorKind, tuple[int, str, str | None]] = {
     ErrorKind.INTERNAL: (500, "server_error", "internal_error"),
 }
 
+# This dialect's names of fields that the common path names otherwise.
 _PARAM = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
-"""This dialect's names of fields that the common path names otherwise."""
 
 
 def error_body(error: RequestFailed) -> dict[str, Any]:
-    """The object that a client finds in the body, or in a stream's last event."""
+    """The error object of a body, or of a stream's last event."""
     _, kind, code = _FORM[error.kind]
     named = error.renamed(_PARAM)
     return {"error": {"message": named.message, "type": kind, "param": named.field, "code": code}}
@@ -50,6 +50,6 @@ def error_frame(error: RequestFailed) -> bytes:
 
 
 def render_error(error: RequestFailed, call: Call) -> Response:
-    """An error known before the first byte."""
+    """The response to an error known before the first byte."""
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     return Response(orjson.dumps(error_body(error)), _FORM[error.kind][0], headers, "application/json")

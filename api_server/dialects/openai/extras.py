@@ -1,4 +1,4 @@
-"""What vLLM's clients may ask for in an answer beyond OpenAI's fields: token ids, and log probabilities of the prompt.
+"""Additions of vLLM's clients to OpenAI's answers: token ids, and log probabilities of the prompt.
 
 Log probabilities of the prompt are in whole answers only. Knows the JSON forms and nothing of requests.
 """
@@ -14,7 +14,7 @@ from api_server.text.tokenizer import Tokenizer
 
 
 def add_to_chat(answer: dict[str, Any], body: ExtendedBody, choices: Sequence[Choice], tokenizer: Tokenizer) -> None:
-    """A chat has one prompt, whatever the number of answers."""
+    """Adds token ids and prompt log probabilities to a chat answer, which has one prompt for all choices."""
     if body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = _prompt_logprobs(choices[0], body.prompt_logprobs, tokenizer)
     if body.return_token_ids:
@@ -26,7 +26,7 @@ def add_to_chat(answer: dict[str, Any], body: ExtendedBody, choices: Sequence[Ch
 def add_to_completion(
     answer: dict[str, Any], body: ExtendedBody, choices: Sequence[Choice], tokenizer: Tokenizer
 ) -> None:
-    """`choices` are those of the answer, in its order."""
+    """Adds token ids and prompt log probabilities to a completion. `choices` have the answer's order."""
     for rendered, choice in zip(answer["choices"], choices, strict=True):
         if body.prompt_logprobs is not None:
             rendered["prompt_logprobs"] = _prompt_logprobs(choice, body.prompt_logprobs, tokenizer)
@@ -36,23 +36,23 @@ def add_to_completion(
 
 
 class StreamedIds:
-    """Token ids of a stream's choices, chunk by chunk; put together they are those of the whole answer."""
+    """Token ids of a stream's choices, chunk by chunk; joined they are those of the whole answer."""
 
     def __init__(self) -> None:
-        self._told: dict[int, int] = {}
+        self._sent: dict[int, int] = {}
 
     def next(self, choice: Choice, count: int) -> dict[str, list[int]]:
-        """What the next chunk of `choice` has besides: the ids of so many tokens."""
-        told = self._told.get(choice.index, 0)
-        self._told[choice.index] = told + count
-        ids: list[int] = choice.context.tokens.generated[told : told + count].tolist()
+        """The fields of the next chunk of `choice`: the ids of `count` tokens."""
+        sent = self._sent.get(choice.index, 0)
+        self._sent[choice.index] = sent + count
+        ids: list[int] = choice.context.tokens.generated[sent : sent + count].tolist()
         return {"token_ids": ids}
 
     def first(self, choice: Choice) -> dict[str, list[int]]:
-        """What the first chunk of `choice` has besides: the prompt's ids. Nothing when they were told."""
-        if choice.index in self._told:
+        """The fields of the first chunk of `choice`: the prompt's ids, unless an earlier choice has sent them."""
+        if choice.index in self._sent:
             return {}
-        self._told[choice.index] = 0
+        self._sent[choice.index] = 0
         return {"prompt_token_ids": choice.prompt_token_ids.tolist()}
 
 

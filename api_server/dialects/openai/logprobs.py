@@ -16,7 +16,7 @@ from api_server.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Echo:
-    """What precedes the text of a choice: its prompt, if the request wants it back.
+    """The text before the text of a choice: its prompt, if the request wants it back.
 
     `offsets` are the places of the prompt's tokens in `text`, when log probabilities are wanted as well.
     """
@@ -33,7 +33,8 @@ async def echo_of(tokenizer: Tokenizer, choice: Choice, with_logprobs: bool) -> 
         text = await tokenizer.decode(ids, choice.request.skip_special_tokens)
     if not with_logprobs:
         return Echo(text)
-    offsets, at = [], 0
+    offsets = []
+    at = 0
     for piece in await tokenizer.pieces(ids):
         offsets.append(at)
         # A special token that the tokenizer added is in the prompt, and not in its text.
@@ -45,19 +46,19 @@ class LogprobWriter:
     """Writes the logprobs of one request's choices, whole or piece by piece with the same result."""
 
     def __init__(self, tokenizer: Tokenizer, most: int, as_ids: bool = False) -> None:
-        """`most` alternatives are told of each token, even if more are known. `as_ids`: tokens read "token_id:5"."""
+        """Makes a writer. `most` alternatives are written of each token. `as_ids`: tokens are named "token_id:5"."""
         self._tokenizer = tokenizer
         self._most = most
         self._as_ids = as_ids
         self._ends: dict[int, int] = {}
 
     def chat(self, tokens: Sequence[TokenDelta]) -> dict[str, Any]:
-        """The object of a chat choice, or of a chunk."""
+        """The logprobs object of a chat choice, or of a chunk."""
         content = [self._entry(token.id, token.logprob) | {"top_logprobs": self._top(token.top)} for token in tokens]
         return {"content": content, "refusal": None}
 
     def prompt(self, choice: Choice, echo: Echo) -> dict[str, Any]:
-        """The object of an echoed prompt."""
+        """The logprobs object of an echoed prompt."""
         known = choice.prompt_logprobs
         pairs = zip(known.token_log_probabilities, known.top_log_probabilities, strict=True)
         ids = choice.prompt_token_ids.tolist()
@@ -66,8 +67,9 @@ class LogprobWriter:
         return self._columns(rows, echo.offsets or ())
 
     def completion(self, choice: Choice, tokens: Sequence[TokenDelta]) -> dict[str, Any]:
-        """The object of the next tokens of a choice."""
-        at, offsets = self._ends.get(choice.index, 0), []
+        """The logprobs object of the next tokens of a choice."""
+        at = self._ends.get(choice.index, 0)
+        offsets = []
         for token in tokens:
             offsets.append(at)
             at += 0 if token.special and choice.request.skip_special_tokens else len(token.text)
@@ -87,7 +89,7 @@ class LogprobWriter:
         }
 
     def _by_text(self, logprobs: Mapping[int, float]) -> dict[str, float]:
-        # Of tokens that read alike the most probable one is told.
+        # Among tokens with equal text the most probable one is written.
         ordered = sorted(logprobs.items(), key=lambda item: item[1])
         return dict(reversed({self._name(token): value for token, value in ordered}.items()))
 
@@ -109,5 +111,5 @@ class LogprobWriter:
 
 
 def joined(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    """The columns of consecutive completion objects as one."""
+    """Joins the columns of consecutive completion objects."""
     return {name: [value for part in parts for value in part[name]] for name in parts[0]}

@@ -26,7 +26,7 @@ _REASON = {"stop_token": "stop", "stop_string": "stop", "length": "length"}
 
 @dataclass(frozen=True)
 class Envelope:
-    """What every answer and every chunk of one request repeats."""
+    """Fields that every answer and every chunk of one request repeats."""
 
     prefix: str
     model: str
@@ -51,13 +51,13 @@ def envelope(server: ServerState, prefix: str) -> Envelope:
 
 
 def finish_reason(finish: Finish | None, calls: bool = False) -> str:
-    """`calls`: the answer has some. An answer that the server itself cut off is none: raises RequestFailed."""
+    """The finish reason. `calls`: the answer has calls. Raises RequestFailed when the server cut the answer off."""
     reason = _REASON[complete(finish).kind]
     return "tool_calls" if calls and reason == "stop" else reason
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:
-    """A prompt counts once, however many answers it gets."""
+    """The usage of an answer. A prompt counts once for all of its answers."""
     first_of_prompt = {choice.request_index: choice for choice in reversed(choices)}.values()
     prompt = sum(choice.prompt_tokens for choice in first_of_prompt)
     completion = sum(choice.completion_tokens for choice in choices)
@@ -137,7 +137,7 @@ def completion_answer(
 
 
 def best(choices: Sequence[Choice], n: int) -> list[Choice]:
-    """The `n` most likely choices of each prompt, by mean logprob; all, as they are, when there are no more."""
+    """The `n` most likely choices of each prompt, by mean logprob; all, unchanged, when there are no more."""
     found = []
     for _, group in itertools.groupby(choices, key=lambda choice: choice.request_index):
         drawn = list(group)
@@ -153,24 +153,24 @@ def chat_frames(
     writer: LogprobWriter | None,
     ids: StreamedIds | None,
 ) -> AsyncIterator[bytes]:
-    """Role first, then the text as it comes, then an empty delta with the reason.
+    """Yields the role, then the text as it comes, then an empty delta with the reason.
 
-    With `ids` the first chunk has those of the prompt, and each choice those of its tokens.
+    With `ids` the first chunk has the ids of the prompt, and each choice those of its tokens.
     """
     opening = [_chat_choice(choice.index, {"role": "assistant", "content": ""}, None) for choice in generation.choices]
 
-    def news(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
-        told = None if writer is None or not delta.tokens else writer.chat(delta.tokens)
+    def render(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
+        logprobs = None if writer is None or not delta.tokens else writer.chat(delta.tokens)
         # What is not decided yet has tokens all the same.
-        silent = told is not None or (ids is not None and delta.count > 0)
+        silent = logprobs is not None or (ids is not None and delta.count > 0)
         deltas = [_delta(piece) for piece in delta.pieces] or [{"content": ""}] * silent
-        rendered = [_chat_choice(delta.index, each, None, None if i else told) for i, each in enumerate(deltas)]
+        rendered = [_chat_choice(delta.index, each, None, None if i else logprobs) for i, each in enumerate(deltas)]
         if ids is not None and rendered:
             rendered[0] |= ids.next(generation.choices[delta.index], delta.count)
         return rendered if reason is None else [*rendered, _chat_choice(delta.index, {}, reason)]
 
     prompt = {} if ids is None else ids.first(generation.choices[0])
-    return _frames(envelope, "chat.completion.chunk", generation, options, opening, news, prompt)
+    return _frames(envelope, "chat.completion.chunk", generation, options, opening, render, prompt)
 
 
 def completion_frames(
@@ -181,11 +181,11 @@ def completion_frames(
     writer: LogprobWriter | None,
     ids: StreamedIds | None,
 ) -> AsyncIterator[bytes]:
-    """The echo first, then the text as it comes; the last text has the reason.
+    """Yields the echo, then the text as it comes; the last text has the reason.
 
-    With `ids` each choice has those of its tokens, and in its first chunk those of its prompt.
+    With `ids` each choice has the ids of its tokens, and in its first chunk those of its prompt.
     """
-    # The prompt's log probabilities are there with the first news of its choice, not before.
+    # The prompt's log probabilities are there with the first delta of its choice, not before.
     unsaid = {index: echo for index, echo in enumerate(echoes) if echo.offsets is not None}
     opening = [
         _completion_choice(index, echo.text, None) | ({} if ids is None else ids.first(generation.choices[index]))
@@ -193,20 +193,21 @@ def completion_frames(
         if echo.text and not unsaid
     ]
 
-    def news(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
-        choice, rendered = generation.choices[delta.index], []
+    def render(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
+        choice = generation.choices[delta.index]
+        rendered = []
         echo = unsaid.pop(delta.index, None)
         if echo is not None and writer is not None:
             rendered.append(_completion_choice(choice.index, echo.text, None, writer.prompt(choice, echo)))
-        told = None if writer is None or not delta.tokens else writer.completion(choice, delta.tokens)
-        if delta.text or told or reason or (ids is not None and delta.count):
-            rendered.append(_completion_choice(delta.index, delta.text, reason, told))
+        logprobs = None if writer is None or not delta.tokens else writer.completion(choice, delta.tokens)
+        if delta.text or logprobs or reason or (ids is not None and delta.count):
+            rendered.append(_completion_choice(delta.index, delta.text, reason, logprobs))
         if ids is not None and rendered:
             rendered[0] |= ids.first(choice)
             rendered[-1] |= ids.next(choice, delta.count)
         return rendered
 
-    return _frames(envelope, "text_completion", generation, options, opening, news)
+    return _frames(envelope, "text_completion", generation, options, opening, render)
 
 
 async def _frames(
@@ -215,10 +216,10 @@ async def _frames(
     generation: Generation,
     options: StreamOptions | None,
     opening: list[dict[str, Any]],
-    news: Callable[[TextDelta, str | None], list[dict[str, Any]]],
+    render: Callable[[TextDelta, str | None], list[dict[str, Any]]],
     more: dict[str, Any] | None = None,
 ) -> AsyncIterator[bytes]:
-    """`more` goes into the first chunk."""
+    """Yields the frames of a stream; `render` makes a delta's choices, and `more` goes into the first chunk."""
     include_usage = options is not None and options.asks_for_usage
     continuous = options is not None and bool(options.continuous_usage_stats)
 
@@ -233,7 +234,7 @@ async def _frames(
         reason = None
         if delta.finish is not None:
             reason = finish_reason(delta.finish, bool(generation.choices[delta.index].answer.calls))
-        rendered = news(delta, reason)
+        rendered = render(delta, reason)
         if rendered:
             yield b"".join(map(chunk, rendered))
     if include_usage:

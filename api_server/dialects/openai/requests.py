@@ -1,6 +1,6 @@
 """Reads OpenAI bodies and maps them to the internal request.
 
-Whatever a body asks for and this server cannot do is refused by name: nothing that changes an answer is ignored.
+A field that this server cannot serve is refused by name: nothing that changes an answer is ignored.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ COMPLETION_MAX_TOKENS = 16
 LONGEST_BAD_WORD = 200
 
 _ON = unless(None, False)
+# Fields that this server does not implement: their subject, and the values that ask for it.
 _REFUSED: Refusals = {
     "prompt_logprobs": ("log probabilities of a prompt that is not echoed", _ON),
     "suffix": ("inserting text before a suffix", unless(None, "")),
@@ -54,8 +55,8 @@ _REFUSED: Refusals = {
     "lora_path": ("adapters", ALWAYS),
     "priority": ("an order among requests", unless(None, 0)),
 }
-"""Fields this server does not implement: what they ask for, and the values that ask for it."""
 
+# Known fields that change no answer here, or that `_check` has looked at.
 _WITHOUT_EFFECT = frozenset(
     {
         "metadata",
@@ -72,11 +73,10 @@ _WITHOUT_EFFECT = frozenset(
         "client_metadata",
     }
 )
-"""Known fields that change no answer here, or that `_check` has looked at."""
 
 
 def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -> B:
-    """The body, checked; `refused` are further fields that this endpoint has not. Raises RequestFailed."""
+    """Reads and checks the body; `refused` are further fields that this endpoint refuses. Raises RequestFailed."""
     raw = call.json
     _check(
         raw, model, {name: rule for name, rule in _REFUSED.items() if name not in model.model_fields} | dict(refused)
@@ -102,7 +102,7 @@ async def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
 
 
 def _tool_use(given: ChatBody) -> ToolUse:
-    """The tools, and whether the fields fit together, before any document is fetched. Raises RequestFailed."""
+    """Reads the tools and checks that the fields fit together, before any document is fetched. Raises RequestFailed."""
     item_limits.check_parts(given.messages, "messages")
     if given.continue_final_message and given.add_generation_prompt:
         raise invalid("continue_final_message and add_generation_prompt exclude each other", "continue_final_message")
@@ -219,7 +219,7 @@ def _common(call: Call, given: TextBody, max_tokens: int | None, logprobs: int |
 
 
 def _extended(call: Call, given: ExtendedBody, common: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with what `ExtendedBody` adds to them. Raises RequestFailed."""
+    """Adds the fields of `ExtendedBody` to the arguments. Raises RequestFailed."""
     name = given.custom_logit_processor or ""
     problem = pattern_problem(given.stop_patterns)
     if problem is not None:
@@ -251,7 +251,7 @@ def _extended(call: Call, given: ExtendedBody, common: dict[str, Any]) -> dict[s
 
 
 def _bad_words(call: Call, words: list[str]) -> list[list[int]]:
-    """Each with a space before it and without: those are other tokens."""
+    """Token ids of each word with a space before it and without, which are different tokens."""
     found: dict[tuple[int, ...], None] = {}
     for i, word in enumerate(words):
         if not word.strip() or len(word) > LONGEST_BAD_WORD:
@@ -292,7 +292,7 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
 
 
 def _check(raw: Mapping[str, Any], model: type[TextBody], refused: Refusals) -> None:
-    """Refuses what is known and not implemented; reports what is unknown, once for each name."""
+    """Refuses known fields that are not implemented; reports unknown ones, once for each name."""
     unknown_fields.check(raw, model, refused, {*_WITHOUT_EFFECT, *given_constraints.EXTRAS})
     best_of = raw.get("best_of")
     if best_of is not None and best_of != (raw.get("n") or 1) and "best_of" not in model.model_fields:

@@ -103,7 +103,7 @@ async def show_model(call: Call) -> Response:
 
 
 async def _echoes(server: ServerState, body: CompletionBody, generation: Generation) -> list[Echo]:
-    """What precedes the text of each choice."""
+    """The text before each choice's text."""
     if not body.echo:
         return [Echo("")] * len(generation.choices)
     try:

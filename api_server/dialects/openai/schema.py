@@ -21,8 +21,8 @@ class Body(BaseModel):
 
 
 MOST_LOGPROBS = 20
+# Characters of a value that is only carried, or returned.
 LONGEST_NAME = 65_536
-"""Characters of what is only carried, or given back."""
 
 
 class StreamOptions(Body):
@@ -35,7 +35,7 @@ class StreamOptions(Body):
 
 
 class TextBody(Body):
-    """What chat and plain completions have in common."""
+    """Fields that chat and plain completions share."""
 
     model: str | None = Field(None, description="The served model's name, or nothing")
     max_tokens: int | None = Field(None, description="Longest answer in tokens")
@@ -77,7 +77,7 @@ class TextBody(Body):
 
 
 class ExtendedBody(TextBody):
-    """What SGLang's and vLLM's clients may add to chat and plain completions."""
+    """Additions of SGLang's and vLLM's clients to chat and plain completions."""
 
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MOST_LOGPROBS, description="Return the prompt's log probabilities, and so many alternatives"
@@ -109,7 +109,7 @@ class ExtendedBody(TextBody):
 
 
 class Message(BaseModel):
-    """For the document; `template.py` checks what arrives."""
+    """A chat message, for the OpenAPI document; `template.py` checks the messages that arrive."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
@@ -199,7 +199,10 @@ class ToolCall(BaseModel):
 
 
 class AnswerMessage(BaseModel):
-    """`reasoning` says the same as `reasoning_content`: clients look for either. Absent without reasoning."""
+    """An answer's message.
+
+    `reasoning` equals `reasoning_content`: clients look for either. Absent without reasoning.
+    """
 
     role: Literal["assistant"]
     content: str | None = Field(description="Null when there are only calls")
@@ -216,7 +219,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """`bytes` are exact where `token` alone is no whole character."""
+    """A token's log probability. `bytes` are exact where `token` alone is no whole character."""
 
     top_logprobs: list[TopLogprob]
 
@@ -227,8 +230,10 @@ class ChatLogprobs(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry a token, of the prompt too when it is echoed; its first token has no logprob. `text_offset` counts
-    characters of the returned text."""
+    """Log probabilities by token, with those of an echoed prompt, whose first token has none.
+
+    `text_offset` counts characters of the returned text.
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -259,7 +264,7 @@ class FunctionDelta(BaseModel):
 
 
 class ToolCallDelta(BaseModel):
-    """`id`, `type` and the name come first, then pieces of the arguments."""
+    """A piece of a tool call. `id`, `type` and the name come first, then pieces of the arguments."""
 
     index: int
     id: str | None = None
@@ -300,7 +305,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionAnswer(BaseModel):
-    """Also the form of a chunk, with the new text."""
+    """A completion, or a chunk of one with the new text."""
 
     id: str
     object: Literal["text_completion"]

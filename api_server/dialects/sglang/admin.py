@@ -1,4 +1,4 @@
-"""What operators and trainers tell SGLang's server: flush the cache, abort requests, pause and continue.
+"""SGLang's routes for operators and trainers: flush the cache, abort requests, pause and continue.
 
 Orders go to the scheduler, so they hold for all API processes. Only operators may give them (`access.py`).
 """
@@ -24,8 +24,8 @@ from api_server.web.endpoint import Call, Document, endpoint
 from interfaces import Action, OrderAnswer
 
 MAX_FLUSH_WAIT = 600.0
+# The empty prefix, which every id has.
 EVERY_REQUEST = ""
-"""The prefix that every id has."""
 _RETRY_SECONDS = 0.05
 
 M = TypeVar("M", bound=BaseModel)
@@ -41,8 +41,10 @@ class AbortRequest(_Body):
 
 
 class PauseRequest(_Body):
-    """`in_place` keeps the running requests' memory, `retract` gives it back and computes them again later, `abort`
-    ends all requests. New requests wait in any case.
+    """The mode of a pause. New requests wait in every mode.
+
+    `in_place` keeps the running requests' memory, `retract` gives it back and computes them again later, `abort` ends
+    all requests.
     """
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
@@ -90,7 +92,7 @@ async def flush_cache(call: Call) -> Response:
 
 
 async def abort_request(call: Call) -> Response:
-    """An id that is not known is no error: the request may have ended just now."""
+    """Aborts requests. An unknown id is no error: the request may have ended just now."""
     body = _read(AbortRequest, call)
     if not body.rid and not body.abort_all:
         raise invalid("rid must name a request, or abort_all must be true", "rid")
@@ -123,7 +125,7 @@ async def _order(call: Call, action: int, rids: Sequence[str] = ()) -> OrderAnsw
 
 
 def _read(model: type[M], call: Call) -> M:
-    """The body, which may be left out."""
+    """Reads the body, which may be left out."""
     try:
         return parse(model, call.json if call.size else {})
     except Mismatch as mismatch:

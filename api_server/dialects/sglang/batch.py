@@ -1,6 +1,6 @@
 """SGLang's batch forms: one body, given once for all or as lists, as one `Item` per prompt.
 
-Raises `ValueError` with the sentence that the client is told.
+Raises `ValueError` with the sentence for the client.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameter
 
 NO_INPUT = "Either text, input_ids or input_embeds should be provided."
 
+# Fields of the body, with the value of null, in the order of `Item`'s fields.
 SPREAD: tuple[tuple[str, Any], ...] = (
     ("sampling_params", SamplingParameters()),
     ("return_logprob", False),
@@ -28,7 +29,6 @@ SPREAD: tuple[tuple[str, Any], ...] = (
     ("return_hidden_states", False),
     ("custom_logit_processor", ""),
 )
-"""Fields of the body, and what null means; in the order of `Item`'s fields."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Item:
 
     rid: str
     prompt: str | list[int] | NDArray[np.float32]
-    """Text, token ids, or vectors that stand for the embeddings of tokens."""
+    """A text, token ids, or vectors that stand for the embeddings of tokens."""
     sampling: SamplingParameters
     return_logprob: bool
     logprob_start_len: int
@@ -55,7 +55,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Batch:
-    """`listed` says that the answer is a list; a list of one prompt is answered with a list of one, too."""
+    """The items of a body. `listed`: the answer is a list, also for a list of one prompt."""
 
     items: list[Item]
     listed: bool

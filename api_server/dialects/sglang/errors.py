@@ -1,4 +1,4 @@
-"""How SGLang's native dialect says that a request failed: status and `{"error": {"message", "type", "code"}}`.
+"""The errors of SGLang's native dialect: status and `{"error": {"message", "type", "code"}}`.
 
 Always an object: upstream sometimes answers a plain string under `error`, which breaks its own clients.
 """
@@ -41,7 +41,7 @@ def render_error(error: RequestFailed, call: Call) -> Response:
 
 
 def error_frame(error: RequestFailed) -> bytes:
-    """The end of a stream that failed: the error, then what every stream of this dialect ends with."""
+    """The end of a failed stream: the error, then the end mark of every stream of this dialect."""
     return frame(error_body(error)) + DONE
 
 
@@ -62,7 +62,9 @@ def _length_text(error: RequestFailed) -> str:
     numbers = error.numbers
     if "prompt_tokens" not in numbers or "limit" not in numbers:
         return error.message
-    prompt, limit, new = numbers["prompt_tokens"], numbers["limit"], numbers.get("max_new_tokens")
+    prompt = numbers["prompt_tokens"]
+    limit = numbers["limit"]
+    new = numbers.get("max_new_tokens")
     if new is None or prompt >= limit:
         return f"The input ({prompt} tokens) is longer than the model's context length ({limit} tokens)."
     return (

@@ -1,4 +1,4 @@
-"""POST|PUT /generate in SGLang's dialect: body to internal requests, and the answer singly, as a list or as events."""
+"""POST|PUT /generate in SGLang's dialect: internal requests, and the answer singly, as a list or as events."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ GENERATE = Document(
     description="A list of prompts is answered with a list. Events carry the whole text so far, then `data: [DONE]`.",
 )
 
+# Request ids that clients of this process chose and that still run.
 _in_flight: set[str] = set()
-"""Request ids that clients of this process chose and that still run."""
 
 
 async def generate_native(call: Call, stream: bool = False) -> Response:
@@ -90,7 +90,7 @@ async def _events(
 
 
 def _is_due(batch: Batch, choice: Choice, shown: int) -> bool:
-    """The first token is shown at once, whatever the interval: clients measure the time to it."""
+    """True when an event is due. The first token is sent at once: clients measure the time to it."""
     interval = batch.items[choice.request_index].sampling.stream_interval or 1
     return shown == 0 or choice.completion_tokens - shown >= interval
 
@@ -121,7 +121,7 @@ def _read(call: Call) -> GenerateRequest:
 
 
 def _check(body: GenerateRequest, batch: Batch, call: Call) -> None:
-    """Values first, then what is not built: a value out of range is an error on every server."""
+    """Checks values, then unbuilt features: a value out of range is an error on every server."""
     vocab_size = call.server.engine.vocab_size or call.server.tokenizer.vocab_size
     samplings = {id(item.sampling): item.sampling for item in batch.items}.values()
     for sampling in samplings:
@@ -144,14 +144,15 @@ def _check(body: GenerateRequest, batch: Batch, call: Call) -> None:
 
 
 def _check_width(vectors: NDArray[np.float32], call: Call) -> None:
-    wanted, given = call.server.engine.hidden_size, vectors.shape[1]
+    wanted = call.server.engine.hidden_size
+    given = vectors.shape[1]
     if wanted is not None and given != wanted:
         raise invalid(f"input_embeds must have vectors of {wanted} numbers, got {given}", "input_embeds")
 
 
 @contextmanager
 def _claimed(body: GenerateRequest, batch: Batch) -> Iterator[None]:
-    """Holds the ids that the client chose, because two running requests of one id could not be told apart."""
+    """Holds the ids that the client chose: two running requests must not have one id."""
     rids = {item.rid for item in batch.items} if body.rid is not None else set()
     taken = rids & _in_flight
     if taken:
@@ -204,7 +205,8 @@ def _with_logprobs(sampling: SamplingParamsInput, item: Item) -> SamplingParamsI
 
 
 def _sampling(item: Item) -> SamplingParamsInput:
-    given, temperature = item.sampling, item.sampling.temperature
+    given = item.sampling
+    temperature = item.sampling.temperature
     return SamplingParamsInput(
         temperature=0.0 if temperature is not None and temperature < GREEDY_BELOW else temperature,
         any_temperature=True,

@@ -1,4 +1,4 @@
-"""GET /model_info and /server_info: what SGLang's clients ask before they send work."""
+"""GET /model_info and /server_info: facts that SGLang's clients ask for before they send work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelInfo(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """Every setting of the server is a key, too."""
+    """Facts of the server. Every setting of the server is a key, too."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -76,7 +76,8 @@ async def model_info(call: Call) -> Response:
 
 
 async def server_info(call: Call) -> Response:
-    status, settings = call.server.engine.status, call.server.settings
+    status = call.server.engine.status
+    settings = call.server.settings
     if status is None or call.server.max_model_len is None:
         raise RequestFailed(ErrorKind.UNAVAILABLE, "the model is not loaded yet", retry_after=1)
     facts = dataclasses.asdict(settings) | {
@@ -92,7 +93,7 @@ async def server_info(call: Call) -> Response:
 
 
 def redacted(facts: dict[str, Any]) -> dict[str, Any]:
-    """Without the values that let one in: an API key once leaked from this very page of another server."""
+    """The facts without values that give access: an API key once leaked from this page of another server."""
     return {name: "***" if _SECRET.search(name) and value else value for name, value in facts.items()}
 
 

@@ -1,4 +1,4 @@
-"""GET /v1/loads: how busy each worker is, for routers that choose between servers. A worker is SGLang's DP rank."""
+"""GET /v1/loads: the load of each worker, for routers that choose between servers. A worker is SGLang's DP rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /parse_function_call and /separate_reasoning: a text that was generated elsewhere, taken apart."""
+"""POST /parse_function_call and /separate_reasoning: parse a text that was generated elsewhere."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Block(BaseModel):
 
 
 class SeparateReasoningResponse(BaseModel):
-    """The blocks come only if they are asked for."""
+    """The parts of a text; the blocks come only if they are asked for."""
 
     reasoning_text: str
     text: str

@@ -17,8 +17,10 @@ WEIGHT_VERSION = "default"
 
 @dataclass(frozen=True)
 class Naming:
-    """The id of each answer: its prompt's, or a fresh one when the prompt has several answers. `text_of` gives the text
-    of a token."""
+    """The id of each answer: its prompt's, or a fresh one when the prompt has several answers.
+
+    `text_of` gives the text of a token.
+    """
 
     ids: Sequence[str]
     text_of: Callable[[int], str]
@@ -30,7 +32,7 @@ class Naming:
 
 
 def result(body: GenerateRequest, batch: Batch, choice: Choice, naming: Naming) -> dict[str, Any]:
-    """One answer as it is now: an event of a stream, or the final object."""
+    """The current state of one answer: an event of a stream, or the final object."""
     answer: dict[str, Any] = {
         "text": choice.text,
         "output_ids": choice.token_ids,
@@ -74,7 +76,7 @@ def _finish_reason(choice: Choice, finish: Finish | None) -> dict[str, Any] | No
 
 
 def _never_ran(choice: Choice, identifier: str) -> dict[str, Any]:
-    """Of a request that was aborted while it waited."""
+    """The result of a request that was aborted while it waited."""
     return {
         "id": identifier,
         "finish_reason": _aborted("Abort in waiting queue"),
@@ -109,15 +111,16 @@ def _logprobs(item: Item, choice: Choice, text_of: Callable[[int], str] | None) 
 
 
 def _hidden_states(choice: Choice) -> list[Any]:
-    """The prompt's as a matrix, then one vector for each generated token from which another one was computed."""
-    prompt, total = choice.prompt_tokens, choice.prompt_tokens + choice.completion_tokens
+    """Hidden states: the prompt's as a matrix, then a vector for each generated token that was an input."""
+    prompt = choice.prompt_tokens
+    total = choice.prompt_tokens + choice.completion_tokens
     known = sorted(choice.hidden)
     first = [choice.hidden[i].tolist() for i in known if i < prompt]
     return [first, *(choice.hidden[i].tolist() for i in known if prompt <= i < total - 1)]
 
 
+# A token, its logprob, the most probable tokens', the named tokens', and its text.
 Row = tuple[int, float | None, Mapping[int, float], Mapping[int, float], str | None]
-"""A token, its logprob, the most probable tokens', the named tokens', and its text."""
 
 
 def _prompt(item: Item, choice: Choice, text_of: Callable[[int], str] | None) -> list[Row]:

@@ -1,4 +1,4 @@
-"""The bodies of SGLang's native dialect: what a request may say, singly or as a batch, and what comes back.
+"""The bodies of SGLang's native dialect: requests, singly or as a batch, and answers.
 
 Types only; the rules between values live in `validation.py`, the batch forms in `batch.py`.
 """
@@ -18,7 +18,7 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
 class SamplingParameters(BaseModel):
-    """An unknown key is refused, because a misspelt sampling value would silently change every answer.
+    """Sampling values. An unknown key is refused, because a misspelt value would silently change every answer.
 
     Null is the default of each, except for `max_new_tokens`, where it means "as far as the context allows".
     """
@@ -72,7 +72,10 @@ class SamplingParameters(BaseModel):
 
 
 class SessionParameters(BaseModel):
-    """The new input follows prompt and answer of the request `rid`, or begins anew without one."""
+    """A place in a session.
+
+    The new input follows prompt and answer of the request `rid`, or begins anew without one.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -84,8 +87,9 @@ class SessionParameters(BaseModel):
 
 
 class GenerateRequest(BaseModel):
-    """Exactly one of `text`, `input_ids` and `input_embeds`; a list of them is a batch. Other values are given once for
-    all or as a list with one entry per prompt. Unknown keys are ignored.
+    """A request with exactly one of `text`, `input_ids` and `input_embeds`; a list of them is a batch.
+
+    Other values are given once for all or as a list with one entry per prompt. Unknown keys are ignored.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
@@ -158,7 +162,7 @@ class Aborted(BaseModel):
 
 
 class MetaInfo(BaseModel):
-    """The logprob keys are there when `return_logprob` asks for them; an entry is [logprob, token id, text or null]."""
+    """Facts of an answer. Logprob keys need `return_logprob`; an entry is [logprob, token id, text or null]."""
 
     id: str
     finish_reason: MatchedStop | LengthReached | Aborted | None
@@ -181,7 +185,7 @@ class MetaInfo(BaseModel):
 
 
 class GenerateResponse(BaseModel):
-    """`text` is the generated part only; a batch answers a list of these, in the prompts' order."""
+    """An answer. `text` is the generated part only; a batch answers a list of these, in the prompts' order."""
 
     text: str
     output_ids: list[int]

@@ -1,4 +1,4 @@
-"""POST /v1/score: how probable each of some tokens is to follow a query and an item, for every item."""
+"""POST /v1/score: the probability of each of some tokens after a query and an item, for every item."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def _encode(call: Call, text: str, add_special_tokens: bool | None) -> lis
 
 
 def _request(call: Call, prompt: Sequence[int], labels: Sequence[int]) -> TextGenerationRequest:
-    """One greedy token, so that the log-probabilities told beside it are the model's own."""
+    """A request for one greedy token, whose log-probabilities are the model's own."""
     return TextGenerationRequest(
         request_id=RequestID(call.request_id),
         prompt=prompt,

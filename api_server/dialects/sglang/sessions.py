@@ -74,24 +74,24 @@ async def open_session(call: Call) -> Response:
     if body.streaming:
         raise RequestFailed(ErrorKind.UNSUPPORTED, "streaming sessions are not supported", field="streaming")
     name = body.session_id or uuid.uuid4().hex
-    await _told(call, SessionAction.OPEN, name, timeout=body.timeout or 0.0)
+    await _send(call, SessionAction.OPEN, name, timeout=body.timeout or 0.0)
     return Response(orjson.dumps(name), media_type="application/json")
 
 
 async def close_session(call: Call) -> Response:
-    await _told(call, SessionAction.CLOSE, _read(CloseSession, call).session_id)
+    await _send(call, SessionAction.CLOSE, _read(CloseSession, call).session_id)
     return Response(status_code=200)
 
 
 async def resumed(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
-    """The batch with the prompt that its session makes of it; the same batch when there is no session."""
+    """Puts the session's tokens before the prompt; returns the same batch when there is no session."""
     params = body.session_params
     if params is None:
         return batch
     item = batch.items[0]
     if len(batch.items) != 1 or item.n != 1 or isinstance(item.prompt, np.ndarray):
         raise invalid("session_params needs one prompt of text or input_ids, and n = 1", "session_params")
-    answer = await _told(call, SessionAction.RECALL, params.id, request=params.rid or "", replace=bool(params.replace))
+    answer = await _send(call, SessionAction.RECALL, params.id, request=params.rid or "", replace=bool(params.replace))
     known = answer.tokens[: answer.prompt_len] if params.drop_previous_output else answer.tokens
     if params.offset:
         known = known[: params.offset]
@@ -100,7 +100,7 @@ async def resumed(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
 
 
 async def remember(call: Call, body: GenerateRequest, item: Item, choice: Choice) -> None:
-    """Keeps an answer that is complete for the session of its request; one that is closed by now keeps nothing."""
+    """Keeps a complete answer for the session of its request; a closed session keeps nothing."""
     params = body.session_params
     if params is None or choice.finish is None or choice.finish.kind == "cancelled":
         return
@@ -110,7 +110,7 @@ async def remember(call: Call, body: GenerateRequest, item: Item, choice: Choice
 
 
 async def _ids(call: Call, item: Item, add_special_tokens: bool | None) -> list[int]:
-    """What the request adds. Special tokens (BOS) come at the beginning of a session only."""
+    """Token ids that the request adds. Special tokens (BOS) come at the beginning of a session only."""
     if isinstance(item.prompt, list):
         return item.prompt
     if item.prompt == "":
@@ -121,7 +121,7 @@ async def _ids(call: Call, item: Item, add_special_tokens: bool | None) -> list[
     return ids
 
 
-async def _told(call: Call, action: int, session: str, **fields: Any) -> SessionAnswer:
+async def _send(call: Call, action: int, session: str, **fields: Any) -> SessionAnswer:
     answer = await _ask(call, action, session, **fields)
     if answer.refused:
         raise invalid(answer.refused, "session_id" if action != SessionAction.RECALL else "session_params")

@@ -1,4 +1,4 @@
-"""POST /tokenize with `prompt` or `messages`, as SGLang and vLLM have it, and POST /detokenize."""
+"""POST /tokenize with `prompt` or `messages`, as in SGLang and vLLM, and POST /detokenize."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class TokenizeRequest(BaseModel):
-    """Exactly one of `prompt` and `messages`; a list of prompts is answered with lists."""
+    """A request with exactly one of `prompt` and `messages`; a list of prompts is answered with lists."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -54,7 +54,7 @@ TOKENIZE = Document(
 
 
 class DetokenizeRequest(BaseModel):
-    """A list of lists is answered with a list of texts."""
+    """Token ids to decode. A list of lists is answered with a list of texts."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -77,7 +77,7 @@ DETOKENIZE = Document(
 
 
 def routes() -> list[Route]:
-    """`/tokenize` itself is shared with TGI's dialect, and is elsewhere."""
+    """The routes of this module; `/tokenize`, shared with TGI's dialect, is elsewhere."""
     return [
         endpoint("/v1/tokenize", tokenize, render_error, document=TOKENIZE),
         endpoint("/detokenize", detokenize, render_error, document=DETOKENIZE),

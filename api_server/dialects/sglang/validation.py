@@ -1,4 +1,4 @@
-"""What SGLang refuses in sampling values, with the words its clients match, and what this server does not build yet.
+"""Sampling values that SGLang refuses, in the words its clients match, and features that this server does not build.
 
 Knows no HTTP: a problem is a sentence.
 """
@@ -65,12 +65,12 @@ def check_sizes(raw: Mapping[str, Any], server: ServerState) -> None:
 
 
 def unsupported_field(body: GenerateRequest) -> str | None:
-    """The first field of the request that asks for what is not built. A value that says "no" asks for nothing."""
+    """The first field of the request that asks for an unbuilt feature. A value that says "no" asks for nothing."""
     return next((name for name in _UNSUPPORTED_FIELDS if _asks(getattr(body, name))), None)
 
 
 def unsupported_sampling(given: SamplingParameters) -> str | None:
-    """The same for a sampling value."""
+    """The first sampling value that asks for an unbuilt feature, or None."""
     return next((name for name in _UNSUPPORTED_SAMPLING if _asks(getattr(given, name))), None)
 
 
@@ -117,7 +117,8 @@ def _sampling_problems(given: SamplingParameters, vocab_size: int) -> Iterator[s
 
 
 def _minimum_problems(given: SamplingParameters) -> Iterator[str]:
-    least, most = given.min_new_tokens or 0, given.max_new_tokens
+    least = given.min_new_tokens or 0
+    most = given.max_new_tokens
     if least < 0 or (most is not None and least > most):
         yield f"min_new_tokens must be in [0, max_new_tokens({most})], got {least}."
 

@@ -1,4 +1,4 @@
-"""POST /chat_tokenize: what the chat template makes of messages, as text and as tokens with their places in it.
+"""POST /chat_tokenize: the rendered chat template, as text and as tokens with their places in it.
 
 The body is that of /v1/chat/completions and is read by the same code, so the answer is the prompt that route would use.
 """
@@ -36,7 +36,7 @@ def route() -> Route:
 
 
 async def chat_tokenize(call: Call) -> Response:
-    """The template writes the special tokens itself, so the tokenizer adds none."""
+    """POST /chat_tokenize. The template writes the special tokens itself, so the tokenizer adds none."""
     body = await call.apart(lambda: openai.read(call, ChatBody))
     request = await openai.chat_request(call, body)
     prompt = await call.server.tokenizer.prompt(request, call.server.max_model_len)

@@ -1,4 +1,4 @@
-"""How the TGI dialect says that a request failed: status, `{error, error_type}`, and the words its clients match."""
+"""The errors of the TGI dialect: status, `{error, error_type}`, and the words its clients match."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ERROR_STATUSES = (400, 413, 415, 422, 424, 429, 500, 503)
 
 
 class BodyMismatch(RequestFailed):
-    """The body's JSON has not the types of the dialect; `message` is the whole text."""
+    """A body whose JSON types are wrong; `message` is the whole text."""
 
     def __init__(self, problem: str, field: str) -> None:
         text = f"Failed to deserialize the JSON body into the target type: {problem}"

@@ -1,4 +1,4 @@
-"""What a TGI body asks for, as one `TextGenerationRequest`; nothing of HTTP and nothing of the answer's shape."""
+"""Maps a TGI body to one `TextGenerationRequest`. Knows nothing of HTTP or of the answer's shape."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from interfaces import LogprobMode, RequestID, SamplingParamsInput, TextGenerati
 
 R = TypeVar("R", bound=Body)
 
+# Stands for the model's limits until a worker has reported them; `generate` then refuses the request as not ready.
 _UNKNOWN_LIMIT = 1 << 62
-"""Stands for the model's limits while no worker has told them; `generate` then refuses the request as not ready."""
 
 
 def read(model: type[R], call: Call) -> R:
-    """The body as a `model`. Raises RequestFailed."""
+    """Reads the body as a `model`. Raises RequestFailed."""
     unknown_fields.check(call.json, model, {})
     try:
         return parse(model, call.json)
@@ -30,7 +30,7 @@ def read(model: type[R], call: Call) -> R:
 
 
 def check(body: GenerateRequest, call: Call, streaming: bool) -> None:
-    """Raises RequestFailed for the value that upstream would name first."""
+    """Checks the values. Raises RequestFailed for the value that upstream would name first."""
     total = call.server.max_model_len or _UNKNOWN_LIMIT
     limits = Limits(total - 1, total, call.server.settings.max_best_of)
     problem = first_problem(body.inputs, body.effective, limits, streaming)
@@ -39,7 +39,7 @@ def check(body: GenerateRequest, call: Call, streaming: bool) -> None:
 
 
 def internal_request(body: GenerateRequest, call: Call, streaming: bool) -> TextGenerationRequest:
-    """Token details cost a second detokenization, so they are only asked for when the answer shows them."""
+    """The internal request. Token details need a second detokenization, so only answers that show them ask for them."""
     parameters = body.effective
     tokens_shown = streaming or parameters.wants_details
     return TextGenerationRequest(
@@ -58,7 +58,7 @@ def internal_request(body: GenerateRequest, call: Call, streaming: bool) -> Text
 
 
 def is_sampled(parameters: GenerateParameters) -> bool:
-    """Upstream's rule: a value that changes the distribution switches sampling on; temperature 1.0 alone does not."""
+    """True when upstream samples: any value that changes the distribution does it, temperature 1.0 does not."""
     return (
         bool(parameters.do_sample)
         or parameters.temperature not in (None, 1.0)

@@ -20,7 +20,7 @@ _INCOMPLETE = {"error": "Incomplete generation", "error_type": "incomplete_gener
 
 
 async def answer(body: GenerateRequest, choices: Sequence[Choice], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The JSON object, of the best choice first; `details` is left out unless asked for."""
+    """The JSON object, with the best choice first; `details` only if asked for."""
     choice, *others = choices
     text = _with_prompt(body, choice.text)
     if not body.effective.wants_details:
@@ -50,12 +50,12 @@ async def events(body: GenerateRequest, generation: Generation, tokenizer: Token
 
 
 def is_complete(choice: Choice) -> bool:
-    """Whether the answer ended for one of the reasons that the dialect knows."""
+    """True when the answer ended for one of the reasons that the dialect knows."""
     return choice.finish is not None and choice.finish.kind in _REASONS
 
 
 def headers(call: Call, body: GenerateRequest, choice: Choice) -> dict[str, str]:
-    """Milliseconds but for x-compute-time. Inference is everything after the queue, prefill included."""
+    """Timing headers, in milliseconds except x-compute-time. Inference is all time after the queue, with prefill."""
     now = time.monotonic()
     queued = choice.queued or 0.0
     inference = (choice.last_token or now) - choice.submitted - queued
@@ -72,7 +72,7 @@ def headers(call: Call, body: GenerateRequest, choice: Choice) -> dict[str, str]
 
 
 def stream_headers(call: Call, body: GenerateRequest) -> dict[str, str]:
-    """What is known before the first token."""
+    """Headers that are known before the first token."""
     return {"x-compute-type": _compute_type(call), "x-compute-characters": str(len(body.inputs))}
 
 
@@ -99,7 +99,7 @@ def _summary(body: GenerateRequest, choice: Choice) -> dict[str, Any]:
 
 
 def _finish_reason(choice: Choice) -> str:
-    """An answer that reaches its length has that reason, even when its last token would have ended it."""
+    """The finish reason. `length` wins when the last possible token would have ended the answer, too."""
     limit = choice.limit
     if choice.finish is None or (limit is not None and choice.completion_tokens >= limit):
         return "length"

@@ -1,4 +1,4 @@
-"""The TGI dialect's endpoints, but for the paths that it shares with another dialect (`dialects/generate_route.py`)."""
+"""The TGI dialect's endpoints, without the paths that it shares with another dialect (`dialects/generate_route.py`)."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ async def tokenize(call: Call) -> Response:
 
 async def info(call: Call) -> Response:
     """GET /info."""
-    settings, total = call.server.settings, call.server.max_model_len
+    settings = call.server.settings
+    total = call.server.max_model_len
     if total is None:
         raise RequestFailed(ErrorKind.UNAVAILABLE, "the model is not loaded yet", retry_after=1)
     facts = Info(

@@ -1,4 +1,4 @@
-"""The bodies of the TGI dialect, as its published OpenAPI names them, with the values its router really accepts.
+"""The bodies of the TGI dialect, with its published names, and with the values that its router accepts.
 
 Types and machine ranges only (what a JSON reader refuses); the rules between values live in `validation.py`.
 """
@@ -18,13 +18,16 @@ FinishReason = Literal["length", "eos_token", "stop_sequence"]
 
 
 class Body(BaseModel):
-    """Unknown keys are ignored, because Hugging Face clients send more than any one server knows."""
+    """A body. Unknown keys are ignored, because Hugging Face clients send more than any one server knows."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
 class GenerateParameters(Body):
-    """`max_new_tokens` left out is 100; an explicit null is whatever the model's limit leaves after the prompt."""
+    """Parameters.
+
+    `max_new_tokens` defaults to 100; an explicit null is the rest of the model's limit after the prompt.
+    """
 
     adapter_id: str | None = Field(None, description="LoRA adapter to use")
     best_of: UInt32 | None = Field(None, description="Sequences to draw, of which the most likely is returned")
@@ -61,8 +64,8 @@ class GenerateParameters(Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+# A request without `parameters` samples; one whose `parameters` have no sampling value is greedy.
 WHEN_ABSENT = GenerateParameters(do_sample=True)
-"""A request without `parameters` samples; one whose `parameters` say nothing of sampling is greedy."""
 
 
 class GenerateRequest(Body):
@@ -75,8 +78,10 @@ class GenerateRequest(Body):
 
 
 class CompatGenerateRequest(GenerateRequest):
-    """What `POST /` takes: the same, with a switch between the two kinds of answer. The prompt is returned unless
-    `return_full_text` says no, as with the hosted text-generation pipelines that this route stands for.
+    """The body of `POST /`: a generate request with a switch between whole answers and streams.
+
+    The prompt is returned unless `return_full_text` is false, as with the hosted text-generation pipelines that this
+    route stands for.
     """
 
     stream: bool | None = None

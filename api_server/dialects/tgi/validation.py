@@ -1,4 +1,4 @@
-"""What TGI's router refuses, in its order and with its words, and what this server does not build yet.
+"""Values that TGI's router refuses, in its order and with its words, and features that this server does not build.
 
 Values are checked here before the prompt is tokenized; `length_problem` is the one rule that needs the token count.
 Knows no HTTP: a problem is the text after "Input validation error: ".
@@ -17,7 +17,7 @@ MAX_TOP_N_TOKENS = 5
 
 @dataclass(frozen=True)
 class Limits:
-    """Prompt and prompt + answer, in tokens; and how many answers may be drawn for one."""
+    """Limits on the prompt and on prompt + answer, in tokens, and on `best_of`."""
 
     max_input_tokens: int
     max_total_tokens: int
@@ -30,7 +30,7 @@ def first_problem(inputs: str, parameters: GenerateParameters, limits: Limits, s
 
 
 def length_problem(prompt_tokens: int, max_new_tokens: int | None, limits: Limits) -> str | None:
-    """The total comes first, so that a client learns of the limit that it can trade against."""
+    """The length problem, or None. The total comes first: it is the limit that a client can trade against."""
     new = max(0, limits.max_total_tokens - prompt_tokens) if max_new_tokens is None else max_new_tokens
     if prompt_tokens + new > limits.max_total_tokens:
         return (

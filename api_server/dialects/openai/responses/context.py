@@ -1,4 +1,4 @@
-"""What becomes of an input that is too long: with `truncation: auto` its oldest turns go; nothing is compacted."""
+"""Shortens an input that is too long: `truncation: auto` removes its oldest turns; nothing is compacted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from interfaces import TextGenerationRequest
 
 
 async def managed(server: ServerState, body: ResponsesBody, request: TextGenerationRequest) -> TextGenerationRequest:
-    """Raises RequestFailed for a compaction that would have to act."""
+    """Applies `truncation` and `context_management`. Raises RequestFailed for a compaction that would have to act."""
     for i, edit in enumerate(body.context_management or ()):
         limit = edit.compact_threshold
         if limit is None or not await _fits(server, request, limit):
@@ -20,7 +20,7 @@ async def managed(server: ServerState, body: ResponsesBody, request: TextGenerat
 
 
 async def _truncated(server: ServerState, request: TextGenerationRequest) -> TextGenerationRequest:
-    """Without as many of the oldest turns as must go. The instructions stay, and so does the last turn."""
+    """The request without the oldest turns that do not fit. The instructions and the last turn stay."""
     if server.max_model_len is None:
         return request
     room = server.max_model_len - ((request.sampling and request.sampling.max_new_tokens) or 1)
@@ -33,7 +33,8 @@ async def _truncated(server: ServerState, request: TextGenerationRequest) -> Tex
         kept = [*request.messages[:head], *request.messages[candidates[index] :]]
         return replace(request, messages=kept)
 
-    first, last = 0, len(candidates) - 1
+    first = 0
+    last = len(candidates) - 1
     while first < last:
         middle = (first + last) // 2
         if await _fits(server, without(middle), room):

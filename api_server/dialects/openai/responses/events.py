@@ -22,45 +22,47 @@ class Events:
         self._form = form
         self._generation = generation
         self._next = 0
-        self._told = ParsedAnswer()
-        """What the client knows; the last block is the item that is open."""
+        self._sent = ParsedAnswer()
+        """Blocks that the client has; the last one is the open item."""
 
     async def frames(self) -> AsyncIterator[bytes]:
-        form, choice = self._form, self._generation.choices[0]
+        form = self._form
+        choice = self._generation.choices[0]
         begun = form.begun(choice)
         yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
         async for delta in self._generation:
-            news = b"".join(map(self._tell, delta.pieces))
-            if news:
-                yield news
+            events = b"".join(map(self._render, delta.pieces))
+            if events:
+                yield events
         answer = form.answer(choice)
-        empty = b"" if self._told.blocks else self._begin(Passage(False))
+        empty = b"" if self._sent.blocks else self._begin(Passage(False))
         ended = self._end(answer["output"][-1]["status"])
         yield empty + ended + self._event(f"response.{answer['status']}", response=answer)
 
     def error_frame(self, error: RequestFailed) -> bytes:
-        """What ends a stream that failed: the error, and what had been said by then."""
+        """The end of a failed stream: the error, and the content until then."""
         detail = error_body(named(error))["error"]
         said = {name: detail[name] for name in ("code", "message", "param")}
         failed = self._form.failed(self._generation.choices[0], error)
         return self._event("error", **said) + self._event("response.failed", response=failed)
 
-    def _tell(self, piece: Piece) -> bytes:
-        news = self._open_for(piece)
-        self._told.add([piece])
-        block, place = self._told.blocks[-1], self._place()
+    def _render(self, piece: Piece) -> bytes:
+        opening = self._open_for(piece)
+        self._sent.add([piece])
+        block = self._sent.blocks[-1]
+        place = self._place()
         if isinstance(piece, Thought):
-            told = news + self._summary("text.delta", delta=piece.text)
-            return told + self._event("response.reasoning_text.delta", **place, delta=piece.text)
+            thought = opening + self._summary("text.delta", delta=piece.text)
+            return thought + self._event("response.reasoning_text.delta", **place, delta=piece.text)
         if isinstance(block, Call):
             if not piece.arguments or self._kind(block) != "function":
-                return news
-            return news + self._event("response.function_call_arguments.delta", **place, delta=piece.arguments)
-        return news + self._event("response.output_text.delta", **place, delta=piece.content, logprobs=[])
+                return opening
+            return opening + self._event("response.function_call_arguments.delta", **place, delta=piece.arguments)
+        return opening + self._event("response.output_text.delta", **place, delta=piece.content, logprobs=[])
 
     def _open_for(self, piece: Piece) -> bytes:
         """Ends the open item and begins another one, unless the piece continues it."""
-        last = self._told.blocks[-1] if self._told.blocks else None
+        last = self._sent.blocks[-1] if self._sent.blocks else None
         if isinstance(piece, Thought) or piece.content is not None:
             thought = isinstance(piece, Thought)
             if isinstance(last, Passage) and last.is_thought == thought:
@@ -73,9 +75,9 @@ class Events:
         return ended + self._begin(Call(piece.id or "", piece.name))
 
     def _begin(self, block: Passage | Call) -> bytes:
-        index = len(self._told.blocks)
+        index = len(self._sent.blocks)
         if isinstance(block, Passage):
-            self._told.blocks.append(block)
+            self._sent.blocks.append(block)
         item = self._form.item(index, block, "in_progress")
         added = self._event("response.output_item.added", output_index=index, item=item)
         if isinstance(block, Call):
@@ -85,7 +87,8 @@ class Events:
         return added + self._event("response.content_part.added", **self._place(), part=part(block))
 
     def _end(self, status: str) -> bytes:
-        index, block = len(self._told.blocks) - 1, self._told.blocks[-1]
+        index = len(self._sent.blocks) - 1
+        block = self._sent.blocks[-1]
         place = self._place()
         if isinstance(block, Call):
             ended = self._end_of_call(block, index)
@@ -101,8 +104,9 @@ class Events:
         return ended + self._event("response.output_item.done", output_index=index, item=item)
 
     def _end_of_call(self, block: Call, index: int) -> bytes:
-        """The text of a custom tool comes at once; the tools of OpenAI's own have no events but those of items."""
-        place, item = self._place(), self._form.item(index, block, "completed")
+        """The events that end a call. A custom tool's text comes at once; OpenAI's own tools only have item events."""
+        place = self._place()
+        item = self._form.item(index, block, "completed")
         match self._kind(block):
             case "function":
                 facts = {"name": item["name"], "arguments": item["arguments"]}
@@ -117,7 +121,7 @@ class Events:
         return self._form.tools.kind_of(block.name)
 
     def _summary(self, kind: str, **facts: Any) -> bytes:
-        """An event of the summary, if one is wanted: the reasoning, as it comes."""
+        """An event of the summary, if one is wanted; the summary is the reasoning itself."""
         if not self._form.summary:
             return b""
         place = self._place()
@@ -125,11 +129,13 @@ class Events:
         return self._event(f"response.reasoning_summary_{kind}", **place, summary_index=0, **facts)
 
     def _place(self) -> dict[str, Any]:
-        """Which item, and which of its parts, an event is about."""
-        index, block = len(self._told.blocks) - 1, self._told.blocks[-1]
+        """The item, and its part, that an event belongs to."""
+        index = len(self._sent.blocks) - 1
+        block = self._sent.blocks[-1]
         place = {"item_id": self._form.item_id(index, block), "output_index": index}
         return place if isinstance(block, Call) else place | {"content_index": 0}
 
     def _event(self, kind: str, **facts: Any) -> bytes:
-        number, self._next = self._next, self._next + 1
+        number = self._next
+        self._next += 1
         return named_frame({"type": kind, "sequence_number": number, **facts})

@@ -1,4 +1,4 @@
-"""What /v1/responses takes as a conversation, and which of its documented fields this server refuses."""
+"""The conversation forms of /v1/responses, and the documented fields that this server refuses."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from interfaces import TextGenerationRequestMessage
 
 ENCRYPTED = "reasoning.encrypted_content"
 
+# Values of `include`: reasoning for later, and facts of items that answers of this server do not have.
 _NOTHING_TO_ADD = frozenset(
     {
         ENCRYPTED,
@@ -30,7 +31,6 @@ _NOTHING_TO_ADD = frozenset(
         "message.input_image.image_url",
     }
 )
-"""What `include` may name: reasoning for later, and facts of items that answers of this server do not have."""
 
 REFUSED: Refusals = {
     "previous_response_id": ("continuing a kept answer (send the whole conversation as input)", ALWAYS),
@@ -57,13 +57,13 @@ _ROLES = ("user", "assistant", "system", "developer")
 
 
 def check_parts(given: ResponsesBody) -> None:
-    """Raises RequestFailed(INVALID) for too many of them."""
+    """Raises RequestFailed(INVALID) for an input with too many parts."""
     if not isinstance(given.input, str):
         item_limits.check_parts(given.input, "input")
 
 
 async def load_documents(server: ServerState, given: ResponsesBody) -> None:
-    """Makes texts of the files in the input. Raises RequestFailed."""
+    """Replaces the files in the input by texts. Raises RequestFailed."""
     if not isinstance(given.input, str):
         await documents.load(server.url_fetcher, given.input, "input", _input_file)
 
@@ -73,7 +73,7 @@ def _input_file(part: Mapping[str, Any], path: str) -> Document | None:
 
 
 def messages(given: ResponsesBody, seal: Seal) -> list[TextGenerationRequestMessage]:
-    """Raises RequestFailed for the first item that cannot be read."""
+    """Messages of the input. Raises RequestFailed for the first item that cannot be read."""
     before = [] if given.instructions is None else [{"role": "system", "content": given.instructions}]
     if isinstance(given.input, str):
         return chat_messages([*before, {"role": "user", "content": given.input}])
@@ -109,7 +109,8 @@ def _turns(item: Mapping[str, Any], path: str, answered: bool) -> list[dict[str,
         raise unsupported(f"{path}.type", "a reference to a kept item (send the item itself; say store: false)")
     if kind not in (None, "message"):
         raise unsupported(f"{path}.type", f"an item of type {kind!r:.100}")
-    role, given = item.get("role"), item.get("content")
+    role = item.get("role")
+    given = item.get("content")
     if role not in _ROLES:
         raise invalid(f"{path}.role must be one of {', '.join(_ROLES)}, got {role!r:.100}", f"{path}.role")
     if given is None:
@@ -118,7 +119,7 @@ def _turns(item: Mapping[str, Any], path: str, answered: bool) -> list[dict[str,
 
 
 def _thought(item: Mapping[str, Any], path: str, seal: Seal) -> str:
-    """What a reasoning item says, in clear or sealed by this server; a summary alone says nothing here."""
+    """The text of a reasoning item, in clear or sealed by this server; a summary alone gives no text."""
     parts = item.get("content") or []
     if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
         raise invalid(f"{path}.content must be a list of parts", f"{path}.content")

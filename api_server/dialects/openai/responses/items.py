@@ -17,6 +17,7 @@ from api_server.errors import invalid
 
 PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
+# Items that another server has made, or can read, in a conversation that goes on here.
 _LEFT_OUT = frozenset(
     {
         "web_search_call",
@@ -36,13 +37,12 @@ _LEFT_OUT = frozenset(
         "program_output",
     }
 )
-"""What another server has done, or can read, in a conversation that goes on here."""
 
 Turns = list[dict[str, Any]]
 
 
 def turns_of(item: Mapping[str, Any], path: str) -> Turns | None:
-    """The turns that an item stands for, none if it is left out; None for a type that is not known here."""
+    """The turns of an item, empty if it is left out; None for an unknown type."""
     kind = item.get("type")
     if isinstance(kind, str) and kind in _LEFT_OUT:
         report(f"item {kind}", "an item of type %.100r, which another server has made, is left out of a request", kind)
@@ -71,14 +71,15 @@ def _custom_tool_call(item: Mapping[str, Any], path: str) -> Turns:
 
 
 def _shown_name(item: Mapping[str, Any], path: str) -> str:
-    name, namespace = item.get("name"), item.get("namespace")
+    name = item.get("name")
+    namespace = item.get("namespace")
     if not isinstance(name, str):
         raise invalid(f"{path}.name is missing: the name of the function", f"{path}.name")
     return Tool("function", name, namespace if isinstance(namespace, str) else None).shown_name
 
 
 def _own_call(name: str, key: str) -> Callable[[Mapping[str, Any], str], Turns]:
-    """A call of a tool of OpenAI's: its arguments are an object under `key`."""
+    """Makes a reader of calls of an OpenAI tool: the arguments are an object under `key`."""
 
     def read(item: Mapping[str, Any], path: str) -> Turns:
         given = item.get(key)

@@ -18,13 +18,13 @@ _NAMES = {"max_new_tokens": "max_output_tokens", "min_new_tokens": "min_tokens",
 
 
 def named(error: RequestFailed) -> RequestFailed:
-    """The error with this endpoint's names of fields. A refused field is one of its own: it has a `prompt`, too."""
+    """The error with this endpoint's names of fields. A refused field is left as it is: `prompt` is one of them."""
     return error if error.kind is ErrorKind.UNSUPPORTED else error.renamed(_NAMES)
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the answer to one request repeats of it."""
+    """The fields of a request that its answer repeats."""
 
     request_id: str
     model: str
@@ -54,13 +54,13 @@ class Form:
         return self._resource(choice, "failed", output=output, error={"code": code, "message": error.message})
 
     def items(self, choice: Choice, status: str) -> list[dict[str, Any]]:
-        """What the answer consists of; only the last item can be incomplete, and an empty answer is an empty text."""
+        """The output items; only the last one can be incomplete, and an empty answer is one empty text."""
         blocks = choice.answer.blocks or [Passage(False)]
         last = len(blocks) - 1
         return [self.item(i, block, status if i == last else "completed") for i, block in enumerate(blocks)]
 
     def item(self, index: int, block: Block, status: str) -> dict[str, Any]:
-        """An item that is in progress is told without its content."""
+        """An output item. One in progress has no content yet."""
         begun = status == "in_progress"
         common = {"id": self.item_id(index, block), "status": status}
         if isinstance(block, Call):
@@ -79,12 +79,12 @@ class Form:
 
     @property
     def summary(self) -> str | None:
-        """The kind of summary that was asked for; all kinds are the reasoning itself, of which nothing is a secret."""
+        """The kind of summary that was asked for; every kind is the whole reasoning, which is not secret here."""
         reasoning = self.body.reasoning
         return None if reasoning is None else reasoning.wanted_summary
 
     def _further(self, block: Passage, begun: bool) -> dict[str, Any]:
-        """What was asked for of reasoning besides its text."""
+        """Further fields of a reasoning item that the request asked for."""
         more: dict[str, Any] = {}
         if self.summary and not begun:
             more["summary"] = [summary_part(block.text)]
@@ -92,7 +92,7 @@ class Form:
             more["encrypted_content"] = self.seal.sealed(block.text)
         return more
 
-    def _resource(self, choice: Choice, status: str, **news: Any) -> dict[str, Any]:
+    def _resource(self, choice: Choice, status: str, **changes: Any) -> dict[str, Any]:
         body = self.body
         return {
             "id": f"resp_{self.request_id}",
@@ -122,7 +122,7 @@ class Form:
             "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
-        } | news
+        } | changes
 
 
 _PREFIXES: dict[Kind, str] = {

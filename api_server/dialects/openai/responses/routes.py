@@ -60,7 +60,7 @@ async def responses(call: Call) -> Response:
 
 
 async def input_tokens(call: Call) -> Response:
-    """Tokens of an input, as the model would read it."""
+    """Counts the tokens of an input, as the model would read it."""
     body, tools = await call.apart(lambda: _read(call))
     prompt = await call.server.tokenizer.prompt(await _request(call, body, tools), None)
     count = {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}

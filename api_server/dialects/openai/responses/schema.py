@@ -177,7 +177,7 @@ class Failure(BaseModel):
 
 
 class Format(BaseModel):
-    """As it was asked for, with further keys."""
+    """The format as it was asked for, with further keys."""
 
     model_config = ConfigDict(extra="allow")
 

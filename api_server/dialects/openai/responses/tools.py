@@ -48,13 +48,13 @@ _OWN: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
+# Longest grammar, in characters, that is shown to the model when it cannot be enforced.
 _LONGEST_GRAMMAR = 4000
-"""Characters of a grammar that cannot be enforced, and is shown to the model instead."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool as its client knows it."""
+    """One tool of a client."""
 
     kind: Kind
     name: str
@@ -77,13 +77,13 @@ class Toolbox:
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]] | None) -> Toolbox:
-        """Raises RequestFailed."""
+        """Reads the tools of a request. Raises RequestFailed."""
         found = cls()
         found.functions = listed(tools or (), found._functions)
         return found
 
     def choice(self, given: Any) -> Any:
-        """`tool_choice` in the words of chats. Raises RequestFailed."""
+        """`tool_choice` in the form of chats. Raises RequestFailed."""
         if not isinstance(given, Mapping):
             return given
         kind = given.get("type")
@@ -99,7 +99,7 @@ class Toolbox:
         return given
 
     def item(self, call: ParsedToolCall, begun: bool) -> dict[str, Any]:
-        """A call as the client knows it, without id and status; one that has only begun has no arguments yet."""
+        """A call in its client's form, without id and status; one that has only begun has no arguments yet."""
         tool = self.by_name.get(call.name) or Tool("function", call.name)
         common: dict[str, Any] = {"type": item_type(tool.kind), "call_id": call.id}
         if tool.kind in ("function", "custom"):
@@ -143,7 +143,8 @@ class Toolbox:
         raise unsupported(f"{path}.type", f"a tool of type {kind!r:.100}")
 
     def _in_namespace(self, tool: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-        namespace, inner = _name(tool, path), tool.get("tools")
+        namespace = _name(tool, path)
+        inner = tool.get("tools")
         if not isinstance(inner, list) or not all(isinstance(each, Mapping) for each in inner):
             raise invalid(f"{path}.tools must be a list of tools", f"{path}.tools")
         found = [self._functions(each, f"{path}.tools[{i}]", namespace) for i, each in enumerate(inner)]
@@ -167,7 +168,7 @@ _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 
 
 def text_of(arguments: str) -> str:
-    """The text that a custom tool is called with; what a cut-off call has of it."""
+    """The text of a custom tool's call; of a call that was cut off, the part that is there."""
     opening = _OPENING.match(arguments)
     if opening is None:
         found = _object_of(arguments).get("input", arguments)
@@ -180,7 +181,7 @@ def text_of(arguments: str) -> str:
 
 
 def _cut_off(escaped: str) -> str:
-    """The beginning of a JSON text whose end is missing, perhaps within an escape."""
+    """Decodes the beginning of a JSON text whose end is missing, perhaps within an escape."""
     for shorter in range(min(len(escaped), 12) + 1):
         try:
             return str(json.loads(f'"{escaped[: len(escaped) - shorter]}"', strict=False))
@@ -199,15 +200,18 @@ def _object_of(arguments: str) -> dict[str, Any]:
 
 def _custom(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
     """A custom tool as a function of one text; a pattern is enforced, a grammar of another kind is shown."""
-    text, strict = dict(_TEXT), False
+    text = dict(_TEXT)
+    strict = False
     form = tool.get("format")
     kind = form.get("type") if isinstance(form, Mapping) else None
     if isinstance(form, Mapping) and kind == "grammar":
-        definition, syntax = form.get("definition"), form.get("syntax")
+        definition = form.get("definition")
+        syntax = form.get("syntax")
         if not isinstance(definition, str) or syntax not in ("lark", "regex"):
             raise invalid(f"{path}.format must have syntax (lark or regex) and definition", f"{path}.format")
         if syntax == "regex":
-            text["pattern"], strict = f"^(?:{definition})$", True
+            text["pattern"] = f"^(?:{definition})$"
+            strict = True
         else:
             text["description"] = f"A text of this grammar (Lark):\n{definition[:_LONGEST_GRAMMAR]}"
     elif kind not in (None, "text"):
