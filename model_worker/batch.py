@@ -1,4 +1,4 @@
-"""What one packed forward pass is given: the tokens of many sequences, end to end, and where their KV lives.
+"""The input of one packed forward pass: the tokens of many sequences, end to end, and the places of their KV.
 
 Knows the layout of a batch in columns. Does not know requests, rows, models, or which tokens are prefill and which
 decode: a decode row is a sequence with one query token, a prefill chunk is one with more.
@@ -36,10 +36,10 @@ class ForwardBatch:
     # Bounds known on the host, so that no backend must wait for a device to learn them.
     max_query: int
     max_kv: int
+    # Indices into the T tokens, and the vectors f32[K, hidden] that stand for those tokens' embeddings.
     embeddings: tuple[Tensor, Tensor] | None = None
-    """Indices into the T tokens, and the vectors f32[K, hidden] that stand for those tokens' embeddings."""
+    # The host's copy of `logit_positions`.
     wanted: IntColumn | None = None
-    """`logit_positions` as the host knows them."""
 
     @property
     def num_sequences(self) -> int:
@@ -59,7 +59,7 @@ class ForwardBatch:
 
     @cached_property
     def kv_start(self) -> Tensor:
-        """i32[S+1]: where each sequence's keys would begin if they lay one after the other."""
+        """i32[S+1]: the first key of each sequence, counted as if they lay one after the other."""
         return nn.functional.pad(self.kv_len.cumsum(0, dtype=torch.int32), (1, 0))
 
     @property
@@ -86,7 +86,8 @@ class ForwardBatch:
         np.cumsum(query_lens, out=query_start[1:])
         _check_columns(tokens, query_lens, kv_lens, block_tables, block_size, query_start)
         if len(tokens) == len(query_lens):  # one token each, as in most steps
-            sequence, positions = np.arange(len(tokens)), kv_lens.astype(np.int64) - 1
+            sequence = np.arange(len(tokens))
+            positions = kv_lens.astype(np.int64) - 1
         else:
             sequence = np.repeat(np.arange(len(query_lens)), query_lens)
             first_position = kv_lens.astype(np.int64) - query_lens
@@ -131,7 +132,7 @@ def _check_columns(
     block_size: int,
     query_start: IntColumn,
 ) -> None:
-    """A wrong column would write one sequence's KV over another's, so it must not get as far as a kernel."""
+    """Check the columns. A wrong one would write one sequence's KV over another's, so it must not reach a kernel."""
     if len(tokens) == 0 or len(query_lens) == 0:
         raise ValueError("an empty batch has nothing to run: leave the step out instead")
     if not len(query_lens) == len(kv_lens) == len(block_tables):

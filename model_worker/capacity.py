@@ -1,6 +1,6 @@
-"""How much one device can hold of a model: KV blocks, rows, and the longest sequence.
+"""The capacity of one device for a model: KV blocks, rows, and the longest sequence.
 
-Knows sizes. Does not know where the wishes come from, nor who fills the blocks.
+Knows sizes. Does not know where the wishes come from, nor how the blocks are used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from model_worker.model import LoadedModel, check_positions
 
 @dataclass(frozen=True)
 class Capacity:
-    """`max_model_len` counts the tokens of one sequence, prompt and answer."""
+    """KV blocks, rows and lengths. `max_model_len` counts the tokens of one sequence, prompt and answer."""
 
     num_blocks: int
     block_size: int
@@ -25,9 +25,10 @@ class Capacity:
 def capacity_for(
     loaded: LoadedModel, kv_memory: int | None, max_model_len: int | None, max_rows: int, block_size: int
 ) -> Capacity:
-    """None means: memory by default, the length that model and memory allow. ValueError when the length does not fit.
+    """Choose the capacity. None means: memory by default, and the length that model and memory allow.
 
-    Memory that `max_rows` sequences of the greatest length could not fill is not taken.
+    ValueError when the length does not fit. Memory that `max_rows` sequences of the greatest length could not fill is
+    not taken.
     """
     memory = kv_memory or default_kv_memory(loaded.device)
     wanted = max_model_len or loaded.max_position or sys.maxsize

@@ -1,8 +1,8 @@
 """`python -m model_worker.compile_kernels --dtype bfloat16`: compiles the kernels of a CPU worker, or finds them.
 
-What numba compiles depends on the types of numbers and not on sizes: a model of one tiny layer brings forth the kernels
-of all that have the form of the fused stack, and the others share one for attention. They are kept in NUMBA_CACHE_DIR.
-Processes that want the same compile one after the other, so that the second one finds everything there.
+numba's code depends on the types of numbers and not on sizes: a model of one tiny layer compiles the kernels of all
+models that the fused stack runs, and the others share one for attention. They are kept in NUMBA_CACHE_DIR. Processes
+that want the same compile one after the other, so that the second one finds everything there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from model_worker.sampling.sampler import SamplerRows
 from shared import logs
 from shared.liveness import become
 
+# Niceness of the compilation: a quarter of a core where another process wants it.
 NICE = 5
-"""A quarter of a core where somebody else wants it."""
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def compile_kernels(dtype: torch.dtype) -> None:
-    """Runs every kernel of a worker on a CPU whose weights have this type."""
+    """Run every kernel of a worker on a CPU whose weights have this type."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=64,

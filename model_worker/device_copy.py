@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, for work that is given to the device afterwards."""
+    """Copy the array to the device, for work that is given to the device afterwards."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu" or not array.size:
         return tensor.to(device)
@@ -25,14 +25,14 @@ def upload(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def upload_together(arrays: Sequence[NDArray[Any]], dtype: type[np.generic], device: torch.device) -> list[Tensor]:
-    """The arrays as `dtype` on the device, in one copy: they are pieces of one tensor there."""
+    """Copy the arrays as `dtype` to the device, in one copy: they are pieces of one tensor there."""
     packed = upload(np.concatenate([array.ravel() for array in arrays], dtype=dtype, casting="same_kind"), device)
     pieces = packed.split([array.size for array in arrays])
     return [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
 
 
 class Mark:
-    """A place in what a device was given to do, and the time at which it came there."""
+    """A place in the queue of a device, and the time at which the device reached it."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -42,12 +42,12 @@ class Mark:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Until the device has come there."""
+        """Wait until the device has reached the mark."""
         if self._event is not None:
             self._event.synchronize()
 
     def us_since(self, earlier: Mark) -> int:
-        """Microseconds of the device's time; both must have been reached."""
+        """Return microseconds of the device's time since an earlier mark; both must have been reached."""
         if self._event is None or earlier._event is None:
             return (self._time - earlier._time) // 1000
         return int(earlier._event.elapsed_time(self._event) * 1000)
@@ -64,6 +64,6 @@ class Download:
         self.done = Mark(tensor.device)
 
     def wait(self) -> NDArray[Any]:
-        """The values, once they are here."""
+        """Return the values, once they are here."""
         self.done.wait()
         return np.asarray(self._host.numpy())

@@ -1,7 +1,7 @@
-"""Where a forward pass is tapped: vectors put in for the embeddings of tokens, and hidden states taken out.
+"""Forward hooks: vectors that replace the embeddings of tokens, and hidden states that are collected.
 
-Both go through hooks on the two modules that every decoder of transformers has, its input and its output embedding, so
-they work for all of them, and cost nothing while nobody asks.
+Both hook the two modules that every decoder of transformers has, its input and its output embedding, so they work for
+all of them, and cost nothing while they are not used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from model_worker.batch import ForwardBatch
 
 @contextmanager
 def given_embeddings(embedding: nn.Module, batch: ForwardBatch) -> Iterator[None]:
-    """Within it, `embedding` gives the batch's own vectors where the batch has some."""
+    """Make `embedding` give the batch's own vectors, within this context, where the batch has some."""
     if batch.embeddings is None:
         yield
         return
@@ -37,7 +37,7 @@ def given_embeddings(embedding: nn.Module, batch: ForwardBatch) -> Iterator[None
 
 @contextmanager
 def taken_inputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Within it, the inputs of each call of `module` are put into the list."""
+    """Collect the inputs of each call of `module`, within this context, in the list."""
     taken: list[Tensor] = []
     handle = module.register_forward_pre_hook(lambda _module, arguments: taken.append(arguments[0]))
     try:

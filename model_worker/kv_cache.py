@@ -19,14 +19,15 @@ from shared.resources import free_memory
 
 GIB = 1 << 30
 # On a CPU the KV cache shares memory with everything else on the machine, so the default leaves most of it alone.
-CPU_SHARE, CPU_LIMIT = 0.25, 4 * GIB
+CPU_SHARE = 0.25
+CPU_LIMIT = 4 * GIB
 # A CUDA device is ours, but activations and the allocator's slack need room beside the cache.
 CUDA_SHARE = 0.85
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionParams:
-    """What distinguishes one attention layer's arithmetic from another's.
+    """The arithmetic of one attention layer.
 
     A query at position p sees keys p - sliding_window + 1 to p; its logits are softcap * tanh(logit / softcap).
     """
@@ -39,7 +40,7 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer keeps per token. K and V heads may differ in size."""
+    """The KV shape of one attention layer per token. K and V heads may differ in size."""
 
     kv_heads: int
     k_dim: int
@@ -65,7 +66,7 @@ class KVLayout:
         return self.bytes_per_token * block_size
 
     def blocks_for(self, memory_bytes: int, block_size: int) -> int:
-        """How many blocks fit; an error if not even one does."""
+        """Return how many blocks fit; an error if not even one does."""
         blocks = memory_bytes // self.bytes_per_block(block_size)
         if blocks < 1:
             raise ValueError(
@@ -84,10 +85,12 @@ class KVCache:
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a KV cache needs blocks and tokens in them: {num_blocks=}, {block_size=}")
-        self.layout, self.num_blocks, self.block_size = layout, num_blocks, block_size
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.block_size = block_size
 
         def blocks(layer: LayerShape, head_dim: int) -> Tensor:
-            # Zeros, not garbage: a NaN in a slot nobody wrote must not reach a softmax through 0 * NaN.
+            # Zeros, not garbage: a NaN in an unwritten slot must not reach a softmax through 0 * NaN.
             if device.type == "cpu":
                 shape = (num_blocks, layer.kv_heads, block_size, head_dim)
                 return _untouched_zeros(shape, layout.dtype).transpose(1, 2)
@@ -107,20 +110,20 @@ class KVCache:
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """torch.zeros, but the kernel provides each page when it is first used: a large cache costs no time at start."""
+    """Make zeros whose pages the kernel provides when they are first used: a large cache costs no time at start."""
     # numpy takes zeroed pages from the kernel as they are; torch would write to every one of them.
     return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).squeeze(-1)
 
 
 def default_kv_memory(device: torch.device) -> int:
-    """Bytes for the KV cache when the user names none. On CUDA, call it after the weights are loaded."""
+    """Return the bytes for the KV cache when the user names none. On CUDA, call it after the weights are loaded."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     return _rounded(min(int(free_memory() * CPU_SHARE), CPU_LIMIT))
 
 
 def _rounded(size: int) -> int:
-    """The largest size of sixteen between two powers of two.
+    """Round down to one of sixteen sizes between two powers of two.
 
     Free memory is never quite the same, and a server that starts again under the same limit should hold as much.
     """
@@ -129,7 +132,7 @@ def _rounded(size: int) -> int:
 
 
 def memory_of(cache: Tensor) -> NDArray[Any]:
-    """The blocks as they lie in memory, [num_blocks, kv_heads, block_size, head_dim]; bfloat16 as its bits."""
+    """View the blocks as they lie in memory, [num_blocks, kv_heads, block_size, head_dim]; bfloat16 as its bits."""
     blocks = cache.transpose(1, 2)
     if not blocks.is_contiguous():
         raise ValueError("the cpu backend needs KV blocks laid out head by head, as KVCache makes them on a CPU")

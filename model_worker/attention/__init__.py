@@ -33,7 +33,7 @@ _BACKENDS: Mapping[str, AttentionBackend] = {
 
 
 def attention_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The backend called `name`; "auto" is the fastest one that can do any model's attention on the device."""
+    """Return the backend called `name`; "auto" is the fastest one that can do any model's attention on the device."""
     if name == "auto":
         name = "cpu" if device.type == "cpu" else "reference"
     try:
@@ -44,7 +44,7 @@ def attention_backend(name: str, device: torch.device) -> AttentionBackend:
 
 @dataclass(frozen=True)
 class PagedForward:
-    """All that attention layers need to know about the forward pass they are part of."""
+    """The facts of a forward pass that its attention layers need."""
 
     batch: ForwardBatch
     cache: KVCache | tiled.TiledCache
@@ -59,7 +59,7 @@ _current: ContextVar[PagedForward] = ContextVar("paged_forward")
 
 @contextmanager
 def paged_forward(forward: PagedForward) -> Iterator[None]:
-    """Within it, the model's attention layers read and write the paged cache."""
+    """Bind the model's attention layers to the paged cache of `forward` within this context."""
     token = _current.set(forward)
     try:
         yield
@@ -70,11 +70,13 @@ def paged_forward(forward: PagedForward) -> Iterator[None]:
 def _paged_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention function. Tensors are [1, heads, T, head_dim]; the result is [1, T, heads, head_dim]."""
+    """Attend as transformers' attention function. Tensors are [1, heads, T, head_dim]; the result is [1, T, heads,
+    head_dim]."""
     forward = _current.get()
     layer = forward.layer_of[module]
     forward.cache.write(layer, forward.batch, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    cache, params = forward.cache, forward.params[layer]
+    cache = forward.cache
+    params = forward.params[layer]
     out = forward.backend(query[0].transpose(0, 1), cache.k[layer], cache.v[layer], forward.batch, params)
     return out.unsqueeze(0), None
 

@@ -35,8 +35,9 @@ _FLOPS_PER_CORE = 2_000_000
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """Attention of T queries over float32 or bfloat16 blocks whose memory is laid out head by head."""
-    kv_heads, flops = k_cache.shape[2], 2 * (k_cache.shape[3] + v_cache.shape[3])
+    """Attend with T queries over float32 or bfloat16 blocks whose memory is laid out head by head."""
+    kv_heads = k_cache.shape[2]
+    flops = 2 * (k_cache.shape[3] + v_cache.shape[3])
     plan = _plan(batch, kv_heads, q.shape[1] // kv_heads, flops, params.sliding_window)
     out = np.empty((q.shape[0], q.shape[1], v_cache.shape[3]), np.float32)
     arguments = (
@@ -64,8 +65,10 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernels for a cache of `dtype`, or load them from numba's cache of compiled code."""
-    q, blocks = np.zeros((1, 1, 1), np.float32), memory_of(torch.zeros(1, 1, 1, 1, dtype=dtype))
-    tiles, units = np.array([[0, 0, 1, 0]]), np.array([[0, 0, 1]])
+    q = np.zeros((1, 1, 1), np.float32)
+    blocks = memory_of(torch.zeros(1, 1, 1, 1, dtype=dtype))
+    tiles = np.array([[0, 0, 1, 0]])
+    units = np.array([[0, 0, 1]])
     batch = (np.zeros((1, 1), np.int32), tiles, units, np.array([0, 1]))
     arguments = (q, blocks, blocks, *batch, np.float32(1.0), _NO_WINDOW, np.float32(0.0), _NO_SINKS, q.copy())
     run_core(0, *arguments)
@@ -79,8 +82,9 @@ _plans: WeakKeyDictionary[ForwardBatch, dict[tuple[int | None, ...], Plan]] = We
 
 
 def _plan(batch: ForwardBatch, kv_heads: int, group: int, flops: int, window: int | None) -> Plan:
-    """Cut a batch up. `flops` are those of one query head and one key."""
-    plans, key = _plans.setdefault(batch, {}), (kv_heads, group, flops, window)
+    """Cut a batch into tiles and units. `flops` are those of one query head and one key."""
+    plans = _plans.setdefault(batch, {})
+    key = (kv_heads, group, flops, window)
     if key not in plans:
         tiles = tiles_of(batch.query_start.numpy(), batch.kv_len.numpy(), group)
         available = min(torch.get_num_threads(), _numba_config.NUMBA_NUM_THREADS)

@@ -25,7 +25,7 @@ _PANEL_KEYS = 64
 
 @njit(fastmath=MATH, nogil=True, cache=True)
 def _tanh(x: np.float32) -> np.float32:
-    """tanh to float32 precision. Near zero a polynomial, because there e^2x - 1 has few digits left."""
+    """Compute tanh to float32 precision. Near zero it is a polynomial, because there e^2x - 1 has few digits left."""
     square = x * x
     y = np.float32(-5.70498872745e-3)
     y = y * square + np.float32(2.06390887954e-2)
@@ -40,19 +40,25 @@ def _tanh(x: np.float32) -> np.float32:
 
 @njit(fastmath=MATH, nogil=True, cache=True)
 def _score(q: Any, base: int, rows: int, k: Any, block: int, head: int, keys: int, scores: Any) -> None:
-    """scores[r, j] = q[base + r] . k of key j, two rows by two keys at a time: each load serves two products."""
+    """Compute scores[r, j] = q[base + r] . k of key j, two rows by two keys at a time: each load serves two
+    products."""
     pairs = keys // 2 * 2
     for r in range(0, rows - 1, 2):
         for j in range(0, pairs, 2):
             a = b = c = e = np.float32(0.0)
             for d in range(k.shape[3]):
-                q0, q1 = q[base + r, d], q[base + r + 1, d]
-                k0, k1 = widened(k[block, head, j, d]), widened(k[block, head, j + 1, d])
+                q0 = q[base + r, d]
+                q1 = q[base + r + 1, d]
+                k0 = widened(k[block, head, j, d])
+                k1 = widened(k[block, head, j + 1, d])
                 a += q0 * k0
                 b += q0 * k1
                 c += q1 * k0
                 e += q1 * k1
-            scores[r, j], scores[r, j + 1], scores[r + 1, j], scores[r + 1, j + 1] = a, b, c, e
+            scores[r, j] = a
+            scores[r, j + 1] = b
+            scores[r + 1, j] = c
+            scores[r + 1, j + 1] = e
         for j in range(pairs, keys):
             scores[r, j] = _dot(q, base + r, k, block, head, j)
             scores[r + 1, j] = _dot(q, base + r + 1, k, block, head, j)
@@ -77,7 +83,7 @@ def _cap(scores: Any, row: int, keys: int, softcap: np.float32) -> None:
 
 @njit(fastmath=MATH, nogil=True, cache=True)
 def _weigh(scores: Any, row: int, begin: int, end: int, keys: int, peak: Any, total: Any, acc: Any, state: int) -> None:
-    """Turn a row's scores of keys begin to end into weights, and rescale what the row holds to the new maximum."""
+    """Turn a row's scores of keys begin to end into weights, and rescale the row's sums to the new maximum."""
     highest = peak[state]
     for j in range(begin, end):
         highest = max(highest, scores[row, j])
@@ -100,15 +106,24 @@ def _weigh(scores: Any, row: int, begin: int, end: int, keys: int, peak: Any, to
 
 @njit(fastmath=MATH, nogil=True, cache=True)
 def _gather(acc: Any, base: int, rows: int, v: Any, block: int, head: int, keys: int, weights: Any) -> None:
-    """acc[base + r] += weights[r, j] * v of key j. Two rows by four keys at a time, to load and store less often."""
+    """Add weights[r, j] * v of key j to acc[base + r], two rows by four keys at a time, to load and store less
+    often."""
     fours = keys // 4 * 4
     for r in range(0, rows - 1, 2):
         for j in range(0, fours, 4):
-            a0, a1, a2, a3 = weights[r, j], weights[r, j + 1], weights[r, j + 2], weights[r, j + 3]
-            b0, b1, b2, b3 = weights[r + 1, j], weights[r + 1, j + 1], weights[r + 1, j + 2], weights[r + 1, j + 3]
+            a0 = weights[r, j]
+            a1 = weights[r, j + 1]
+            a2 = weights[r, j + 2]
+            a3 = weights[r, j + 3]
+            b0 = weights[r + 1, j]
+            b1 = weights[r + 1, j + 1]
+            b2 = weights[r + 1, j + 2]
+            b3 = weights[r + 1, j + 3]
             for d in range(v.shape[3]):
-                v0, v1 = widened(v[block, head, j, d]), widened(v[block, head, j + 1, d])
-                v2, v3 = widened(v[block, head, j + 2, d]), widened(v[block, head, j + 3, d])
+                v0 = widened(v[block, head, j, d])
+                v1 = widened(v[block, head, j + 1, d])
+                v2 = widened(v[block, head, j + 2, d])
+                v3 = widened(v[block, head, j + 3, d])
                 acc[base + r, d] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
                 acc[base + r + 1, d] += b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3
         for j in range(fours, keys):
@@ -116,10 +131,15 @@ def _gather(acc: Any, base: int, rows: int, v: Any, block: int, head: int, keys:
             _add(acc, base + r + 1, v, block, head, j, weights[r + 1, j])
     for r in range(rows // 2 * 2, rows):
         for j in range(0, fours, 4):
-            a0, a1, a2, a3 = weights[r, j], weights[r, j + 1], weights[r, j + 2], weights[r, j + 3]
+            a0 = weights[r, j]
+            a1 = weights[r, j + 1]
+            a2 = weights[r, j + 2]
+            a3 = weights[r, j + 3]
             for d in range(v.shape[3]):
-                v0, v1 = widened(v[block, head, j, d]), widened(v[block, head, j + 1, d])
-                v2, v3 = widened(v[block, head, j + 2, d]), widened(v[block, head, j + 3, d])
+                v0 = widened(v[block, head, j, d])
+                v1 = widened(v[block, head, j + 1, d])
+                v2 = widened(v[block, head, j + 2, d])
+                v3 = widened(v[block, head, j + 3, d])
                 acc[base + r, d] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
         for j in range(fours, keys):
             _add(acc, base + r, v, block, head, j, weights[r, j])
@@ -164,7 +184,9 @@ def _run_unit(
 ) -> None:
     """Walk the unit's keys, a panel of blocks at a time, from the first that any of its queries sees to the last."""
     queries, acc, peak, total = own
-    block_size, rows, first_position = k.shape[2], tile[2] * group, tile[3]
+    block_size = k.shape[2]
+    rows = tile[2] * group
+    first_position = tile[3]
     end = first_position + tile[2]
     panel = scores.shape[1] // block_size * block_size
     first = max(0, first_position - window + 1) // block_size * block_size
@@ -173,7 +195,8 @@ def _run_unit(
         for head in range(unit[1], unit[2]):
             base = (head - unit[1]) * rows
             for key in range(0, keys, block_size):
-                block, count = table[(start + key) // block_size], min(block_size, keys - key)
+                block = table[(start + key) // block_size]
+                count = min(block_size, keys - key)
                 _score(queries, base, rows, k, block, head, count, scores[:, key:])
             for r in range(rows):
                 if softcap > 0:
@@ -183,7 +206,8 @@ def _run_unit(
                 hidden = min(max(0, position - window + 1), visible)
                 _weigh(scores, r, hidden, visible, keys, peak, total, acc, base + r)
             for key in range(0, keys, block_size):
-                block, count = table[(start + key) // block_size], min(block_size, keys - key)
+                block = table[(start + key) // block_size]
+                count = min(block_size, keys - key)
                 _gather(acc, base, rows, v, block, head, count, scores[:, key:])
 
 
@@ -209,10 +233,12 @@ def run_core(
     for u in range(bounds[core], bounds[core + 1]):
         most = max(most, (units[u, 2] - units[u, 1]) * tiles[units[u, 0], 2] * group)
     scores = np.empty((most, max(_PANEL_KEYS, k.shape[2])), np.float32)
-    acc, total = np.empty((most, v.shape[3]), np.float32), np.empty(most, np.float32)
+    acc = np.empty((most, v.shape[3]), np.float32)
+    total = np.empty(most, np.float32)
     own = (np.empty((most, k.shape[3]), np.float32), acc, np.empty(most, np.float32), total)
     for u in range(bounds[core], bounds[core + 1]):
-        unit, tile = units[u], tiles[units[u, 0]]
+        unit = units[u]
+        tile = tiles[units[u, 0]]
         states = (unit[2] - unit[1]) * tile[2] * group
         _begin_unit(q, tile, unit[1], states, group, scale, sinks, own)
         _run_unit(k, v, tables[tile[0]], tile, unit, group, window, softcap, scores, own)

@@ -1,8 +1,8 @@
 """Paged attention on CUDA: torch's variable-length attention reads the blocks through the block table.
 
-Knows what that kernel (FlashAttention 2, as torch brings it) can do, and how a batch is put to it; `unsupported` says
-why the reference backend must attend instead. Does not know models. Imports the kernel only when it is called: that
-import takes a second, which workers without a GPU need not spend.
+Knows the limits of that kernel (FlashAttention 2, as torch brings it), and how a batch is put to it; `unsupported`
+gives the reason why the reference backend must attend instead. Does not know models. Imports the kernel only when it is
+called: that import takes a second, which workers without a GPU need not spend.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch import Tensor
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import AttentionParams, KVLayout
 
+# Tokens of a block: the kernel takes multiples of this only.
 BLOCK_SIZE = 256
-"""Tokens of a block: the kernel takes multiples of this only."""
 LEAST_CAPABILITY = (8, 0)
-LARGEST_HEAD, HEAD_STEP = 256, 8
+LARGEST_HEAD = 256
+HEAD_STEP = 8
 DTYPES = (torch.float16, torch.bfloat16)
 
 
 def unsupported(layout: KVLayout, params: Sequence[AttentionParams], device: torch.device) -> str | None:
-    """Why the kernel cannot attend for these layers on this device; None if it can."""
+    """Explain why the kernel cannot attend for these layers on this device; None if it can."""
     if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
         return "this build of torch has no FlashAttention for NVIDIA GPUs"
     if (capability := torch.cuda.get_device_capability(device)) < LEAST_CAPABILITY:
@@ -32,7 +33,7 @@ def unsupported(layout: KVLayout, params: Sequence[AttentionParams], device: tor
 
 
 def unsupported_layers(layout: KVLayout, params: Sequence[AttentionParams]) -> str | None:
-    """As `unsupported`, of the model alone."""
+    """Explain why the kernel cannot attend for these layers on any device; None if it can."""
     if layout.dtype not in DTYPES:
         return f"the model computes in {str(layout.dtype).removeprefix('torch.')}, not in bfloat16 or float16"
     for layer in layout.layers:
@@ -48,7 +49,7 @@ def unsupported_layers(layout: KVLayout, params: Sequence[AttentionParams]) -> s
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """Attention of T queries over blocks of a multiple of 256 tokens. Waits for nothing, so it can be captured."""
+    """Attend with T queries over blocks of a multiple of 256 tokens. Waits for nothing, so it can be captured."""
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(
@@ -74,9 +75,10 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
 
 
 def window(max_query: int, sliding_window: int | None) -> tuple[int, int]:
-    """Keys that a query sees before and after its own position, -1 for all; queries are a sequence's last tokens."""
+    """Count the keys that a query sees before and after its own position, -1 for all; queries are a sequence's last
+    tokens."""
     if sliding_window is not None:
         return sliding_window - 1, 0
-    # A single query is the last token and sees all keys. Told that nothing is masked, the kernel takes the query heads
+    # A single query is the last token and sees all keys. With no mask, the kernel takes the query heads
     # that share a KV head together and reads their keys once.
     return (-1, 0) if max_query > 1 else (-1, -1)

@@ -15,7 +15,7 @@ Gather = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """Attention of T queries, one sequence after the other."""
+    """Attend with T queries, one sequence after the other."""
 
     def gather(blocks: Tensor) -> tuple[Tensor, Tensor]:
         return k_cache[blocks].flatten(0, 1), v_cache[blocks].flatten(0, 1)
@@ -24,9 +24,10 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
 
 
 def attend_to(q: Tensor, v_dim: int, batch: ForwardBatch, params: AttentionParams, gather: Gather) -> Tensor:
-    """The same for a cache that is laid out in any way."""
+    """Attend with T queries over a cache of any layout: `gather` reads one sequence's keys and values."""
     out = q.new_empty(q.shape[0], q.shape[1], v_dim)
-    starts, kv_lens = batch.query_start.tolist(), batch.kv_len.tolist()
+    starts = batch.query_start.tolist()
+    kv_lens = batch.kv_len.tolist()
     for sequence, kv_len in enumerate(kv_lens):
         tokens = slice(starts[sequence], starts[sequence + 1])
         blocks = batch.block_tables[sequence, : -(-kv_len // batch.block_size)].long()
@@ -36,7 +37,7 @@ def attend_to(q: Tensor, v_dim: int, batch: ForwardBatch, params: AttentionParam
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-    """Attention of one sequence's last queries [Q, Hq, D] to all its keys [K, Hkv, D] and values [K, Hkv, Dv]."""
+    """Attend with one sequence's last queries [Q, Hq, D] to all its keys [K, Hkv, D] and values [K, Hkv, Dv]."""
     group = q.shape[1] // k.shape[1]
     k, v = (kv.float().repeat_interleave(group, dim=1) for kv in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q.float(), k) * params.scale
@@ -51,7 +52,7 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Ten
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which key each query sees. Queries are the last positions of the sequence."""
+    """Return which key each query sees, bool[queries, keys]. Queries are the last positions of the sequence."""
     key = torch.arange(keys, device=device)
     query = key[keys - queries :, None]
     visible = key <= query

@@ -1,8 +1,8 @@
-"""Attention in plain torch over blocks as the fused stack lays them out, for as long as its kernels are being compiled.
+"""A plain-torch reader of the fused stack's tiled KV layout, for use while its kernels are compiled.
 
-So sequences that were begun in plain torch go on with the kernels, and what is cached stays. How a block lies in memory
-is cache_dot.py's: for each head K as `[element step, token]` and V as `[token step, element]`, in words of one float32
-or of two bfloat16.
+Sequences that began in plain torch go on with the kernels, and the cache stays. The layout of a block is
+cache_dot.py's: for each head K as `[element step, token]` and V as `[token step, element]`, in words of one float32 or
+of two bfloat16.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORD_BYTES = 4
 
 
 class TiledCache:
-    """The same memory as `cache`, a CPU's, as views of its numbers in the stack's order."""
+    """Views of a CPU's `cache`, on the same memory, in the stack's order."""
 
     def __init__(self, cache: KVCache) -> None:
         # k [block, offset, head, element step, part of it], v [block, token step, part of it, head, element]
@@ -25,7 +25,8 @@ class TiledCache:
         self.v = [_cut(blocks, 1).permute(0, 2, 4, 1, 3) for blocks in cache.v]
 
     def write(self, layer: int, batch: ForwardBatch, k: Tensor, v: Tensor) -> None:
-        """As KVCache.write. The kernels multiply what lies beyond a sequence's end by zero: it must be a number."""
+        """Write K and V as KVCache.write. The kernels multiply what lies beyond a sequence's end by zero: it must be
+        a number."""
         steps, part = self.k[layer].shape[3:]
         self.k[layer].index_put_((batch.slot_block, batch.slot_offset), k.unflatten(2, (steps, part)))
         places = (batch.slot_block, batch.slot_offset // part, batch.slot_offset % part)
@@ -33,7 +34,7 @@ class TiledCache:
 
 
 def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, params: AttentionParams) -> Tensor:
-    """Attention of T queries to TiledCache's views of one layer."""
+    """Attend with T queries to TiledCache's views of one layer."""
 
     def gather(blocks: Tensor) -> tuple[Tensor, Tensor]:
         return k_cache[blocks].flatten(3).flatten(0, 1), v_cache[blocks].flatten(0, 2)
@@ -42,7 +43,8 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
 
 
 def _cut(blocks: Tensor, dim: int) -> Tensor:
-    """Memory of [block, offset, head, element] on a CPU as [block, head, steps along `dim`, the other one, part]."""
+    """View memory of [block, offset, head, element] on a CPU as [block, head, steps along `dim`, the other one,
+    part]."""
     count, size, heads, elements = blocks.shape
     part = _WORD_BYTES // blocks.element_size()
     steps, others = (elements // part, size) if dim == 3 else (size // part, elements)

@@ -4,7 +4,7 @@ A large page comes with its first use, all of it cleared: a step that begins one
 a quarter of a second where memory is slow to come. So memory that is used from its beginning to its end is asked for
 ahead of its use.
 
-Knows addresses. Everything here is a wish: where the kernel has no large pages, or none left, nothing changes.
+Knows addresses. All calls are requests: where the kernel has no large pages, or none left, nothing changes.
 """
 
 from __future__ import annotations
@@ -19,23 +19,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 _libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-_PAGE, _SMALL_PAGE = 1 << 21, 1 << 12
+_PAGE = 1 << 21
+_SMALL_PAGE = 1 << 12
 # linux/mman.h: make large pages of what is touched from now on, of what is there already (since Linux 6.1), and let
 # pages come as if they were written to (since 5.14).
-_MADV_HUGEPAGE, _MADV_COLLAPSE, _MADV_POPULATE_WRITE = 14, 25, 23
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25
+_MADV_POPULATE_WRITE = 23
 
+# Pre-faulted stretches: for the 135M model 22,000 tokens, 0.5 GB.
 STRETCHES_AHEAD = 4
-"""Of the standard model's: 22,000 tokens, and half a gigabyte."""
+# Seconds without a step after which the process counts as idle: longer than the longest step of the standard model (0.7
+# s). Beside the longer steps of larger models the bound on pages ahead still holds, and the pages that come then are
+# needed soon.
 IDLE_SECONDS = 1.0
-"""Without a step beginning: longer than the longest of the standard model takes (0.7 s). Beside the longer steps of
-larger models the bound on pages ahead still holds, and what comes beside them is needed soon."""
-PAUSES, LONGEST_PAUSE = 4, 0.1
-"""Times as long as a page took to come, in seconds at most: so whoever computes meanwhile loses a fifth of a core, and
-not a whole one."""
+# Pause after each page, as a multiple of the time that the page took to come, and its maximum in seconds: so other
+# threads lose a fifth of a core, and not a whole one.
+PAUSES = 4
+LONGEST_PAUSE = 0.1
 
 
 def keep_in_huge_pages(arrays: Iterable[NDArray[np.generic]], *, written: bool) -> None:
-    """Large pages for these arrays. `written`: their contents are there already, and are moved.
+    """Ask for large pages for these arrays. `written`: their contents are there already, and are moved.
 
     The pages reach over the edges of arrays: many small ones that lie side by side become one large page.
     """
@@ -55,20 +60,20 @@ class PagesAhead:
 
     Arrays begin with the same number of items, which are first used in about their order. A stretch is as many items as
     fill a large page in the largest of the arrays. When the first item of a stretch is used, the next stretch comes, a
-    page at a time; while nothing is used for a while more of them come, so that a burst of work finds them. No more
-    memory is taken than STRETCHES_AHEAD beyond what is used.
+    page at a time; during idle time more of them come, so that a burst of work finds them. No more memory is taken than
+    STRETCHES_AHEAD beyond the last stretch in use.
     """
 
     def __init__(self, arrays: Sequence[NDArray[np.generic]]) -> None:
         self._arrays = arrays
         self._stretch = max(1, _PAGE // max(array[0].nbytes for array in arrays))
         self._last: int = (len(arrays[0]) - 1) // self._stretch
+        # The last stretch that is there or on its way, the last one in use, and how often any was used.
         self._provided = self._used = self._uses = 0
-        """Number of the last stretch that is there or on its way, and of the last one in use; how often any was."""
         self._idle: threading.Thread | None = None
 
     def use(self, item: int) -> None:
-        """Items up to this one are being used."""
+        """Record that items up to this one are used."""
         self._uses += 1
         self._used = max(self._used, item // self._stretch)
         following = min(self._used + 1, self._last)

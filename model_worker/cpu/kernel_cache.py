@@ -1,8 +1,8 @@
-"""Whether the kernels that numba compiles are there, and compiling them beside the first answers.
+"""Whether numba's compiled kernels are available, and their compilation beside the first answers.
 
-numba compiles for half a minute what it then keeps for later starts. A worker that finds nothing kept does not make
-its users wait: it computes in plain torch while another process compiles (compile_kernels.py), and goes over to the
-kernels between two steps. Knows files and processes. Does not know which kernels there are.
+numba compiles for half a minute, and keeps the result for later starts. A worker without kept kernels does not make its
+users wait: it computes in plain torch while another process compiles (compile_kernels.py), and switches to the kernels
+between two steps. Knows files and processes. Does not know which kernels there are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _awaited = False
 
 
 def available() -> bool:
-    """Whether kernels may be called. Until then whoever has another way goes it: calling them would compile them."""
+    """Whether kernels may be called. Until then use another way: a call would compile them."""
     return not _awaited
 
 
@@ -40,7 +40,7 @@ def kept(dtype: torch.dtype) -> bool:
 
 
 def keep(dtype: torch.dtype) -> None:
-    """They have been compiled, all of them."""
+    """Record that all kernels for weights of `dtype` have been compiled."""
     mark = _mark(dtype)
     if mark is not None:
         mark.touch()
@@ -50,7 +50,7 @@ class Compilation:
     """A process that compiles the kernels; until `settle`, they are not `available`."""
 
     def __init__(self, dtype: torch.dtype, then: Callable[[], None]) -> None:
-        """`then` goes over to the kernels. It is called by `settle`, when it disturbs nobody."""
+        """Start the process. `then` switches to the kernels; `settle` calls it, between two steps."""
         global _awaited
         _awaited = True
         self._then = then
@@ -63,7 +63,7 @@ class Compilation:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended. If it has failed, the kernels are compiled where they are called first."""
+        """Whether the process has ended. If it has failed, the kernels are compiled where they are called first."""
         return self._process.poll() is not None
 
     def settle(self) -> None:
@@ -73,7 +73,8 @@ class Compilation:
 
 
 def _mark(dtype: torch.dtype) -> Path | None:
-    """A file beside the kernels of these sources, this CPU and numba. None where there is no place to keep any."""
+    """Return a file beside the kernels of these sources, this CPU and numba. None where there is no place to keep
+    any."""
     directory = Path(os.environ.get("NUMBA_CACHE_DIR", ""))
     if not directory.name:
         return None
@@ -83,7 +84,7 @@ def _mark(dtype: torch.dtype) -> Path | None:
         return None
     if not os.access(directory, os.W_OK):
         return None
-    # By these numba tells whether what it has kept may be used: also by where a source lies and when it was written.
+    # By these numba judges whether its kept code may be used: also by where a source lies and when it was written.
     known = [_numba.__version__, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]
     for source in sorted(Path(__file__).parents[1].rglob("*.py")):
         stat = source.stat()

@@ -1,13 +1,13 @@
-"""A team of threads that runs one compiled function together, phase by phase, and takes the work of each in pieces.
+"""A thread pool that runs one compiled function together, phase by phase, and claims the work of each in pieces.
 
 Knows threads and atomics. A decode step has hundreds of phases; waking a sleeping thread for each would cost more than
-the work in it, so whoever finds no piece left spins until the next phase. A member that waits for long sleeps after
-all: then another process has taken a core, and the sleeper's own core may be what that process needs.
+the work in it, so a thread that finds no piece left spins until the next phase. A thread that waits for long sleeps
+after all: then another process has taken a core, and the sleeper's own core may be what that process needs.
 
-Nobody is waited for who has not come: a phase ends when its pieces are done, whoever did them. So the thread that began
-a job may do something else first and help later, while the others go on. A job may have turns, each of some phases: who
-began it helps until the end of the one it waits for, and may say that the one in progress is the last. Does not know
-what the function does. Linux only.
+No phase waits for a certain thread: it ends when its pieces are done, by any core. So the thread that began a job may
+do something else first and help later, while the others go on. A job may have steps, each of some phases: its caller
+helps until the end of the step that it waits for, and may make the one in progress the last. Does not know the
+function's purpose. Linux only.
 """
 
 from __future__ import annotations
@@ -27,36 +27,43 @@ from numpy.typing import NDArray
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
 
+# Numbers in a line of memory: counts of different cores must not share one.
 _LINE = 8
-"""Numbers in a line of memory: what cores count for different reasons must not share one."""
-_WORD, _DONE, _OVER, _SLEEPERS, _TURNS = _LINE, 2 * _LINE, 3 * _LINE, 4 * _LINE, 5 * _LINE
-"""Places in a counter: the phase, and how many of its pieces are taken from either end; pieces done; the phase alone,
-for those who wait; how many of them sleep; how many turns have begun, and how many there are to be."""
+# Places in a counter: the phase, and how many of its pieces are taken from either end; pieces done; the phase alone,
+# for waiting threads; how many of them sleep; how many steps have begun, and how many there are to be.
+_WORD = _LINE
+_DONE = 2 * _LINE
+_OVER = 3 * _LINE
+_SLEEPERS = 4 * _LINE
+_TURNS = 5 * _LINE
 # Some tens of microseconds: what one core's last piece takes longer than another's.
 _SPINS = 40_000
-_PHASE_BITS, _COUNT_BITS = 16, 24
-_PHASE, _COUNT = (1 << _PHASE_BITS) - 1, (1 << _COUNT_BITS) - 1
+_PHASE_BITS = 16
+_COUNT_BITS = 24
+_PHASE = (1 << _PHASE_BITS) - 1
+_COUNT = (1 << _COUNT_BITS) - 1
+# The phase in which a job is over: all others are before it.
 OVER = _PHASE
-"""The phase in which a job is over: all others are before it."""
 _EVERY_TURN = 1 << 30
+# Most grains that a core takes at a time: another process may keep it from finishing them.
 _MOST_GRAINS = 8
-"""That a core takes at a time: another process may keep it from finishing them."""
 # Of the system call: 98 in the table that Linux gives to all newer architectures.
 _FUTEX_NUMBER = 202 if platform.machine() == "x86_64" else 98
 _PRIVATE = 128
-_WAIT, _WAKE = 0 | _PRIVATE, 1 | _PRIVATE
+_WAIT = 0 | _PRIVATE
+_WAKE = 1 | _PRIVATE
 _EVERYONE = 1 << 30
 
 
 def _place(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """Where counter[at] lies. (A slice would hold a reference, whose count all cores would write.)"""
+    """Return the address of counter[at]. (A slice would hold a reference, whose count all cores would write.)"""
     data = context.make_array(signature.args[0])(context, builder, args[0]).data
     return builder.gep(data, [args[1]])
 
 
 @intrinsic
 def _add(typing: Any, counter: Any, at: Any, amount: Any) -> Any:
-    """Add to counter[at], and return what it was; everything written before is seen by who reads the sum."""
+    """Add to counter[at], and return its old value. A thread that reads the sum sees all earlier writes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = _place(context, builder, signature, args)
@@ -68,7 +75,7 @@ def _add(typing: Any, counter: Any, at: Any, amount: Any) -> Any:
 
 @intrinsic
 def _swap(typing: Any, counter: Any, at: Any, old: Any, new: Any) -> Any:
-    """Put `new` in the place of counter[at] if that is `old`, and return whether it was."""
+    """Compare and swap: replace counter[at] by `new` if it is `old`, and return whether it was."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = _place(context, builder, signature, args)
@@ -79,7 +86,7 @@ def _swap(typing: Any, counter: Any, at: Any, old: Any, new: Any) -> Any:
 
 @intrinsic
 def _store(typing: Any, counter: Any, at: Any, value: Any) -> Any:
-    """Set counter[at]; everything written before is seen by who reads it."""
+    """Set counter[at]. A thread that reads it sees all earlier writes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = _place(context, builder, signature, args)
@@ -91,7 +98,7 @@ def _store(typing: Any, counter: Any, at: Any, value: Any) -> Any:
 
 @intrinsic
 def _raise(typing: Any, counter: Any, at: Any, value: Any) -> Any:
-    """Set counter[at], unless it is more already; everything written before is seen by who reads it."""
+    """Set counter[at], unless it is more already. A thread that reads it sees all earlier writes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.atomic_rmw("max", _place(context, builder, signature, args), args[2], "seq_cst")
@@ -111,14 +118,16 @@ def _load(typing: Any, counter: Any, at: Any) -> Any:
 
 @intrinsic
 def _futex(typing: Any, counter: Any, at: Any, operation: Any, value: Any) -> Any:
-    """Linux's futex on the lower half of counter[at]: sleep while that is `value`, or wake so many sleepers."""
+    """Call Linux's futex on the lower half of counter[at]: sleep while that is `value`, or wake so many sleepers."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = _place(context, builder, signature, args)
-        long, pointer = ir.IntType(64), ir.IntType(8).as_pointer()
+        long = ir.IntType(64)
+        pointer = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(long, (long,) * 4 + (pointer, pointer, long))
         system_call = numba.core.cgutils.get_or_insert_function(builder.module, kind, "syscall")
-        address, nothing = builder.ptrtoint(data, long), ir.Constant(pointer, None)
+        address = builder.ptrtoint(data, long)
+        nothing = ir.Constant(pointer, None)
         number = ir.Constant(long, _FUTEX_NUMBER)
         builder.call(system_call, (number, address, args[2], args[3], nothing, nothing, ir.Constant(long, 0)))
         return context.get_dummy_value()
@@ -128,14 +137,14 @@ def _futex(typing: Any, counter: Any, at: Any, operation: Any, value: Any) -> An
 
 @njit(nogil=True, cache=True)
 def phase_of(counter: Any) -> int:
-    """The phase that the team is in."""
+    """Return the phase that the pool is in."""
     phase: int = _load(counter, _WORD) & _PHASE
     return phase
 
 
 @njit(nogil=True, cache=True)
 def take(counter: Any, phase: int, pieces: int, grain: int, core: int, cores: int) -> tuple[int, int]:
-    """Pieces of this phase that nobody has taken: the first, and how many; none if there are none left.
+    """Claim pieces of this phase: the first, and their number; 0 if there are none left.
 
     Even cores go up from the first piece and odd ones down from the last, each through neighbours in memory. They take
     some grains at a time, fewer as less is left, and the last grain piece by piece, so that all end at about the same
@@ -143,7 +152,8 @@ def take(counter: Any, phase: int, pieces: int, grain: int, core: int, cores: in
     """
     while True:
         word = _load(counter, _WORD)
-        low, high = (word >> _PHASE_BITS) & _COUNT, (word >> (_PHASE_BITS + _COUNT_BITS)) & _COUNT
+        low = (word >> _PHASE_BITS) & _COUNT
+        high = (word >> (_PHASE_BITS + _COUNT_BITS)) & _COUNT
         left = pieces - low - high
         if left <= 0 or word & _PHASE != phase:
             return 0, 0
@@ -161,20 +171,20 @@ def take(counter: Any, phase: int, pieces: int, grain: int, core: int, cores: in
 
 @njit(nogil=True, cache=True)
 def was_last(counter: Any, done: int, pieces: int) -> bool:
-    """Says how many pieces of the phase this core has done; True for who has done the last of all.
+    """Report `done` pieces of the phase at its barrier. True for the core that has done the last of all.
 
-    That one must `begin` the next phase; the others `wait`.
+    That core must `begin` the next phase; the others `wait`.
     """
     return bool(_add(counter, _DONE, done) + done == pieces)
 
 
 @njit(nogil=True, cache=True)
 def begin(counter: Any, phase: int) -> None:
-    """Let the team go on to this phase."""
+    """Let the pool go on to this phase."""
     _store(counter, _DONE, 0)
     _store(counter, _WORD, phase)
-    # From here on others may end this phase, and all that follow: whoever loses its core here must not take that back,
-    # or it waits for what has been.
+    # From here on others may end this phase, and all that follow: a thread that loses its core here must not take that
+    # back, or it waits for what has been.
     _raise(counter, _OVER, phase)
     if _load(counter, _SLEEPERS) > 0:
         _futex(counter, _OVER, _WAKE, _EVERYONE)
@@ -182,10 +192,11 @@ def begin(counter: Any, phase: int) -> None:
 
 @njit(nogil=True, cache=True)
 def another_turn(counter: Any) -> bool:
-    """Whether there is one, for who has ended one; if so, it has begun."""
+    """Claim the next step. False when the job has none left."""
     while True:
         word = _load(counter, _TURNS)
-        begun, count = word & _COUNT, word >> _COUNT_BITS
+        begun = word & _COUNT
+        count = word >> _COUNT_BITS
         if begun >= count:
             return False
         if _swap(counter, _TURNS, word, word + 1):
@@ -194,7 +205,7 @@ def another_turn(counter: Any) -> bool:
 
 @njit(nogil=True, cache=True)
 def last_turn(counter: Any) -> int:
-    """Make the turn that has begun the last; returns how many there are with it."""
+    """Make the current step the last. Returns the number of steps with it."""
     while True:
         word = _load(counter, _TURNS)
         begun = word & _COUNT
@@ -204,7 +215,7 @@ def last_turn(counter: Any) -> int:
 
 @njit(nogil=True, cache=True)
 def wait(counter: Any, phase: int) -> None:
-    """Until the team is past this phase."""
+    """Wait until the pool is past this phase."""
     spins = 0
     while _load(counter, _OVER) == phase and spins < _SPINS:
         spins += 1
@@ -216,23 +227,25 @@ def wait(counter: Any, phase: int) -> None:
 
 
 class Job:
-    """A call of a compiled function by whoever of a team has time for it."""
+    """A call of a compiled function by the threads of a pool."""
 
     def __init__(self, function: Any, turns: int, arguments: tuple[Any, ...]) -> None:
-        self._function, self._arguments = function, arguments
+        self._function = function
+        self._arguments = arguments
         self._counter: NDArray[np.int64] = np.zeros(7 * _LINE, np.int64)
         self._counter[_TURNS] = turns << _COUNT_BITS | 1
 
     def take_part(self, core: int, turns: int = _EVERY_TURN) -> None:
-        """Returns when so many turns are over, or all. No core may take part twice at a time."""
+        """Take part until `turns` steps are over, or all. No core may take part twice at a time."""
         self._function(core, turns, self._counter, *self._arguments)
 
     def finish(self, turns: int = _EVERY_TURN) -> None:
-        """Helps until so many turns are over, or all; for the thread that began it. Jobs before this must be done."""
+        """Help until `turns` steps are over, or all; for the thread that began the job. Jobs before this must be
+        done."""
         self.take_part(0, turns)
 
     def stop(self) -> int:
-        """Lets the turn in progress be the last; returns how many there will have been, one at least."""
+        """Make the step in progress the last. Returns the number of steps, at least one."""
         return last_turn(self._counter)
 
 
@@ -245,10 +258,10 @@ class Team:
             threading.Thread(target=_work, args=(core, jobs), name=f"team-{core}", daemon=True).start()
 
     def begin(self, function: Any, *arguments: Any, turns: int = 1) -> Job:
-        """function(core, turns, counter, *arguments) on every core. It must be compiled, and must not raise.
+        """Start function(core, turns, counter, *arguments) on every core. It must be compiled, and must not raise.
 
-        It returns when so many of the job's turns are over, or the job is. The caller must `finish` jobs in the order
-        of their begin.
+        It returns when that many of the job's steps are over, or the job is. The caller must `finish` jobs in the order
+        in which it began them.
         """
         job = Job(function, turns, arguments)
         for jobs in self._jobs:
@@ -256,7 +269,7 @@ class Team:
         return job
 
     def run(self, function: Any, *arguments: Any) -> None:
-        """The same, and wait for it."""
+        """Run a function on every core, and wait for it."""
         self.begin(function, *arguments).finish()
 
 
@@ -267,5 +280,5 @@ def _work(core: int, jobs: SimpleQueue[Job]) -> None:
 
 @functools.cache
 def team(cores: int) -> Team:
-    """The process's team of so many cores: threads are made once."""
+    """Return the process's thread pool of so many cores: threads are made once."""
     return Team(cores)

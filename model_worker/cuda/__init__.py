@@ -1,1 +1,1 @@
-"""What only CUDA devices have."""
+"""The parts that only CUDA devices have."""

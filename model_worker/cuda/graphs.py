@@ -2,8 +2,8 @@
 
 Launching a small model's kernels one by one takes longer than running them; a graph launches them at once. It runs the
 same kernels on the same memory each time, so a step is copied into fixed buffers, and rows that it lacks for the next
-recorded size are padded: they read and write a block that belongs to no sequence. Recording itself is given by the
-caller (`record` for CUDA), so the rest does not know devices. Knows batches; it does not know models or sampling.
+recorded size are padded: they read and write a block that belongs to no sequence. The caller gives the recorder
+(`record` for CUDA), so the rest does not know devices. Knows batches; it does not know models or sampling.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from model_worker.batch import ForwardBatch
 
 Forward = Callable[[ForwardBatch], Tensor]
+# Runs or records a function, and returns a function that runs it again on the same memory, with its result.
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""Runs or records a function, and returns what runs it again on the same memory, with its result."""
 
 
 def bucket_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, 8 and so on, and `max_rows` itself."""
+    """Return 1, 2, 4, 8 and so on, and `max_rows` itself."""
     return [*(1 << bit for bit in range((max_rows - 1).bit_length())), max_rows]
 
 
@@ -32,19 +32,22 @@ class DecodeBuffers:
     def __init__(
         self, max_rows: int, blocks_per_row: int, block_size: int, spare_block: int, device: torch.device
     ) -> None:
-        self.max_rows, self.blocks_per_row, self.block_size = max_rows, blocks_per_row, block_size
+        self.max_rows = max_rows
+        self.blocks_per_row = blocks_per_row
+        self.block_size = block_size
         self._spare_block = spare_block
 
         def column(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
 
         self._tokens, self._positions, self._slots = (column(torch.int64) for _ in range(3))
-        self._kv_len, self._block_tables = column(torch.int32), column(torch.int32, blocks_per_row)
+        self._kv_len = column(torch.int32)
+        self._block_tables = column(torch.int32, blocks_per_row)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._logit_positions = torch.arange(max_rows, device=device)
 
     def fill(self, batch: ForwardBatch, size: int) -> None:
-        """The first `size` rows become those of the batch, and padding after them."""
+        """Copy the batch into the first `size` rows, and pad the rest of them."""
         rows = batch.num_tokens
         table = self._block_tables[:, : batch.block_tables.shape[1]]
         for column, values in (
@@ -67,7 +70,7 @@ class DecodeBuffers:
                 column[rows:size].fill_(value)
 
     def batch(self, size: int) -> ForwardBatch:
-        """The first `size` rows. Always a new one: what it derives from the buffers is to be derived in the graph."""
+        """Return the first `size` rows as a new batch: its derived values must be derived in the graph."""
         return ForwardBatch(
             tokens=self._tokens[:size],
             positions=self._positions[:size],
@@ -111,7 +114,7 @@ class DecodeGraphs:
         )
 
     def run(self, batch: ForwardBatch) -> Tensor:
-        """Logits of the batch's rows. The next run may overwrite them."""
+        """Return the logits of the batch's rows. The next run may overwrite them."""
         size = self.sizes[bisect_left(self.sizes, batch.num_tokens)]
         self._buffers.fill(batch, size)
         return self._graphs[size]()[: batch.num_tokens]
@@ -125,7 +128,8 @@ class CudaRecorder:
 
     def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         # Once beforehand, on a stream of its own: libraries set themselves up in a first call, which is no part of it.
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             function()

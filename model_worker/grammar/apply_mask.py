@@ -1,7 +1,8 @@
-"""Puts -inf on the logits of tokens that a mask forbids: bit t of a row's mask is set where token t is allowed.
+"""Applies token bitmasks: -inf on the logits of forbidden tokens. Bit t of a row's mask is set where token t is
+allowed.
 
-On a CPU a kernel skips the words of the mask in which all tokens are allowed, which torch's own masking does not.
-Knows bits and logits; knows no grammar.
+On a CPU a kernel skips the words of the mask in which all tokens are allowed, which torch's own masking does not. Knows
+bits and logits; knows no grammar.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from numpy.typing import NDArray
 from model_worker.cpu import kernel_cache
 
 WORD_BITS = 32
+# -inf of each type; as its 16 bits where numpy has no such type.
 _INFINITY: dict[torch.dtype, Any] = {
     torch.float32: np.float32(-np.inf),
     torch.bfloat16: np.int16(-0x80),
     torch.float16: np.int16(-0x400),
 }
-"""-inf of each type; as the 16 bits that it is, where numpy has no such type."""
 
 
 def forbid(logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
-    """In place, in the rows `index` of `logits`; `masks[i]` belongs to `index[i]`."""
+    """Apply masks in place, in the rows `index` of `logits`; `masks[i]` belongs to `index[i]`."""
     infinity = _INFINITY.get(logits.dtype)
     with torch.inference_mode():
         if logits.device.type == "cpu" and infinity is not None and kernel_cache.available():
@@ -40,7 +41,7 @@ def forbid(logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compiles the kernel, or loads it from the cache."""
+    """Compile the kernel, or load it from the cache."""
     forbid(torch.zeros((1, WORD_BITS), dtype=dtype), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
 
 
@@ -52,7 +53,8 @@ def _forbid_rows(
     for i in range(len(index)):
         row = logits[index[i]]
         for word in range(min(masks.shape[1], -(-width // WORD_BITS))):
-            bits, start = masks[i, word], word * WORD_BITS
+            bits = masks[i, word]
+            start = word * WORD_BITS
             if bits == -1:
                 continue
             for bit in range(min(WORD_BITS, width - start)):

@@ -31,16 +31,16 @@ from shared.grammar import GrammarError, Matcher, Vocabulary, set_bits
 from shared.liveness import become, limit_memory
 from shared.pipe_messages import message_unpacker
 
+# Bytes before the masks: the row being worked on, so that the worker knows whose work ended this process.
 HEADER_BYTES = 64
-"""In front of the masks: the row being worked on, so that the worker knows whose work ended this process."""
 NO_ROW = -1
+# Processor time that one row may take at once.
 CPU_SECONDS = 2.0
-"""Processor time that one row may take at once."""
 SPARE_SECONDS = 2.0
+# Processor time that a row may take in all: CPU_SECONDS, and so much for each of its tokens. All rows wait for it.
 SECONDS_PER_TOKEN = 0.02
-"""Processor time that a row may take in all: so much, and so much for each of its tokens. Everybody waits for it."""
+# Memory of all grammars of a worker.
 MEMORY_BYTES = 4 << 30
-"""Memory of all grammars of a worker."""
 CACHED_GRAMMARS = 128
 
 
@@ -49,20 +49,20 @@ class _Row:
     matcher: Matcher
     state: GrammarState
     ends: list[int]
+    # The jump-forward tokens. Kept until they have come, so that the same tokens follow whether they come at once, one
+    # by one, or in a replay.
     forced: list[int] = field(default_factory=list)
-    """What follows in any case. Kept until it has come, so that the same tokens follow whether they come at once, one
-    by one, or in a replay."""
     tokens: int = 0
     seconds: float = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Raises GrammarError when the row has taken more than its share."""
+        """Count processor time. Raises GrammarError when the row has taken more than its share."""
         self.seconds += seconds
         if self.seconds > SPARE_SECONDS + SECONDS_PER_TOKEN * self.tokens:
             raise GrammarError(f"it takes more than {SECONDS_PER_TOKEN * 1000:g} ms of processor time for each token")
 
     def look_ahead(self) -> None:
-        """Finds what is forced, unless more of it is to come."""
+        """Find the jump-forward tokens, unless more of them are to come."""
         if not self.forced and self.state.grammar_enforced:
             self.forced = self.matcher.forced(self.ends)
 
@@ -101,9 +101,9 @@ class Masks:
     def serve(
         self, drops: Sequence[int], joins: Sequence[Any], tokens: Sequence[Any]
     ) -> tuple[dict[int, str], dict[int, list[int]]]:
-        """Rows leave, come and go on by some tokens each; then those that came or went on have masks.
+        """Remove rows, add rows, and advance rows by some tokens each; then fill the masks of added and advanced ones.
 
-        Errors by row, and by row what is forced, where that is more than one token.
+        Returns errors by row, and jump-forward tokens by row, where there is more than one.
         """
         errors: dict[int, str] = {}
         for row in drops:
@@ -164,7 +164,7 @@ class Masks:
 
 
 def nursery(model: str, max_rows: int) -> Nursery:
-    """What the processes of a Hugging Face directory or hub name come from. Its start takes seconds."""
+    """Make the fork server of a Hugging Face directory or hub name. Its start takes seconds."""
     return Nursery(["-m", "model_worker.grammar.mask_process", "--model", model, "--rows", str(max_rows)])
 
 
@@ -180,7 +180,7 @@ def main() -> None:
 
 
 def _serve(vocabulary: Vocabulary, max_rows: int, requests: int, memory: int) -> None:
-    """Until the worker closes its end of the socket `requests`."""
+    """Serve until the worker closes its end of the socket `requests`."""
     shared = mmap.mmap(memory, os.fstat(memory).st_size)
     header = np.frombuffer(shared, np.int32, HEADER_BYTES // 4)
     stride = (len(shared) - HEADER_BYTES) // max_rows // 4
@@ -196,7 +196,7 @@ def _serve(vocabulary: Vocabulary, max_rows: int, requests: int, memory: int) ->
 
 
 def load(model: str) -> Vocabulary:
-    """The tokens of a Hugging Face directory or hub name."""
+    """Load the tokens of a Hugging Face directory or hub name."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # a third of the time that transformers takes
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer

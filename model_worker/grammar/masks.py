@@ -1,8 +1,8 @@
-"""Which tokens the grammars of constrained rows allow next: the worker's side of `mask_process.py`.
+"""The tokens that the grammars of constrained rows allow next: the worker's side of `mask_process.py`.
 
 Masks are made while the worker does something else: a row's first one while its prompt is computed, the next ones from
 the moment its token is known until the next step samples. If the process dies, another one takes its place within
-milliseconds and is told all rows again; the row that killed it fails, and no other one notices. Knows rows, tokens and
+milliseconds and gets all rows again; the row that killed it fails, and no other one notices. Knows rows, tokens and
 logits; no grammar.
 """
 
@@ -35,36 +35,36 @@ from shared.pipe_messages import message_unpacker
 log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
+# A process that is silent for so many seconds is killed, whether it computes or waits for something.
 STALL_SECONDS = 300.0
-"""A process that says nothing for so long is killed, whether it computes or waits for something."""
+# Seconds from the end of a process's output to its own end.
 DYING_SECONDS = 5.0
-"""From the end of a process's output to its own."""
+# Most deaths in a row without a row to blame: then something else is wrong, and the worker ends.
 MOST_DEATHS = 3
-"""In a row, and without a row to blame: then something else is wrong, and the worker ends."""
 
 
 @dataclass
 class _Row:
-    """What it takes to build the row's matcher again."""
+    """The parts from which the row's matcher can be built again."""
 
     grammar: str
     state: GrammarState
     ends: list[int]
     tokens: list[int]
+    # Whether jump-forward tokens may come at once, or one by one, because each needs a report of its own.
     jumps: bool
-    """Whether forced tokens may come at once, or one by one, because something is to be told of each."""
+    # The request that announced the row; answers before it with the same number are about another row.
     since: int = 0
-    """The request that told of it; what is said of its number before that is about another row."""
 
     def join(self, row: int) -> list[Any]:
         return [row, self.grammar, dataclasses.asdict(self.state), self.ends, self.tokens]
 
 
 class Masks:
-    """Masks of up to `max_rows` rows over `vocab_size` tokens, which a process from the nursery fills."""
+    """Masks of up to `max_rows` rows over `vocab_size` tokens, which a process of the fork server fills."""
 
     def __init__(self, nursery: Nursery, max_rows: int, vocab_size: int, jumps: bool = True) -> None:
-        """Without `jumps` tokens that a grammar forces are sampled one by one, too."""
+        """Take the fork server. Without `jumps` tokens that a grammar forces are sampled one by one, too."""
         self._nursery = nursery
         self._jumps = jumps
         self._vocab_size = vocab_size
@@ -86,28 +86,29 @@ class Masks:
         self._joins: list[int] = []
 
     def start(self) -> None:
-        """Begins to load the tokens, which takes seconds of another core. The first row does so, too."""
+        """Begin to load the tokens, which takes seconds of another core. The first row does so, too."""
         self._nursery.start()
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         self._hang_up()
         self._nursery.close()
 
     def _hang_up(self) -> None:
-        process, self._channel = self._channel, None
+        process = self._channel
+        self._channel = None
         if process is not None:
             process.close()
 
     def drop(self, row: int) -> None:
-        """Frees `row`; one that is not constrained stays so."""
+        """Free `row`; one that is not constrained stays so."""
         self._errors.pop(row, None)
         self._forced.pop(row, None)
         if self._rows.pop(row, None) is not None:
             self._drops.append(row)
 
     def join(self, row: int, grammar: RowGrammar, emitted: NDArray[np.int32], jumps: bool = True) -> None:
-        """`row` is constrained from now on; `emitted` are the tokens of its answer so far.
+        """Constrain `row` from now on; `emitted` are the tokens of its answer so far.
 
         With `jumps` the tokens that its grammar forces may come together.
         """
@@ -115,18 +116,18 @@ class Masks:
         self._joins.append(row)
 
     def flush(self) -> None:
-        """Sends what has changed; the masks of new rows are made from here on."""
+        """Send all changes; the masks of new rows are made from here on."""
         if self._joins or self._drops:
             self._request([])
 
     def constrain(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which of these rows have a grammar."""
+        """Return which of these rows have a grammar."""
         if not self._rows:
             return np.zeros(len(rows), np.bool_)
         return np.isin(rows, list(self._rows))
 
     def apply(self, logits: torch.Tensor, rows: NDArray[np.int32]) -> dict[int, str]:
-        """Puts -inf on what the grammars forbid, in place; `logits[i]` belongs to `rows[i]`. Failed rows and why."""
+        """Put -inf on forbidden tokens, in place; `logits[i]` belongs to `rows[i]`. Returns failed rows and why."""
         index = [i for i, row in enumerate(rows.tolist()) if row in self._rows]
         if not index:
             return {}
@@ -137,9 +138,9 @@ class Masks:
         return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
 
     def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> dict[int, list[int]]:
-        """The constrained ones among these rows go on by a token each; their next masks are made from here on.
+        """Advance the constrained ones among these rows by a token each; their next masks are made from here on.
 
-        What follows these tokens by force, by row: it counts as sampled, too.
+        Returns the jump-forward tokens by row: they count as sampled, too.
         """
         pairs: list[tuple[int, list[int]]] = []
         jumped: dict[int, list[int]] = {}
@@ -147,7 +148,8 @@ class Masks:
             found = self._rows.get(row)
             if found is None or row in self._errors:
                 continue
-            run, more = [token], self._forced.pop(row, [])
+            run = [token]
+            more = self._forced.pop(row, [])
             if more[:1] == run and found.jumps:
                 run = more
                 jumped[row] = more[1:]
@@ -159,7 +161,9 @@ class Masks:
 
     def _request(self, tokens: Sequence[tuple[int, list[int]]]) -> None:
         joins = [row for row in dict.fromkeys(self._joins) if row in self._rows]
-        drops, self._drops, self._joins = self._drops, [], []
+        drops = self._drops
+        self._drops = []
+        self._joins = []
         if self._channel is None:
             self._spawn()
         else:
@@ -171,18 +175,18 @@ class Masks:
             self._rows[row].since = self._sent
         request = [self._sent, drops, [self._rows[row].join(row) for row in joins], tokens]
         assert self._channel is not None
-        with contextlib.suppress(OSError):  # whoever waits for the answer finds out
+        with contextlib.suppress(OSError):  # the wait for the answer finds out
             self._channel.sendall(msgpack.packb(request))
 
     def _wait(self) -> None:
-        """Until everything that was sent is answered."""
+        """Wait until every request is answered."""
         while self._answered < self._sent:
             started = time.monotonic()
             if not self._hear(STALL_SECONDS):
                 self._restart(stalled=time.monotonic() - started >= STALL_SECONDS)
 
     def _hear(self, seconds: float) -> bool:
-        """Takes what the process says; False when that is nothing, because it has died or lets one wait too long."""
+        """Take an answer of the process; False when there is none, because it has died or is silent for too long."""
         assert self._channel is not None
         readable, _, _ = select([self._channel], [], [], seconds)
         try:
@@ -191,16 +195,18 @@ class Masks:
             data = b""
         self._unpacker.feed(data)
         for number, errors, forced in self._unpacker:
-            self._answered, self._deaths, self._spared = number, 0, NO_ROW
+            self._answered = number
+            self._deaths = 0
+            self._spared = NO_ROW
             current = {row for row in (*errors, *forced) if row in self._rows and self._rows[row].since <= number}
             self._errors |= {row: text for row, text in errors.items() if row in current}
             self._forced |= {row: tokens for row, tokens in forced.items() if row in current}
         return data != b""
 
     def _restart(self, stalled: bool) -> None:
-        """Another process, without the row that the last one died of.
+        """Start another process, without the row that the last one died of.
 
-        A SIGKILL comes from outside (somebody, or the kernel out of memory): its row is tried once more.
+        A SIGKILL comes from outside (an operator, or the kernel out of memory): its row is tried once more.
         """
         row = int(self._header[0])
         guilty = stalled or self._nursery.exit_code(DYING_SECONDS) != -signal.SIGKILL
@@ -217,7 +223,7 @@ class Masks:
         self._spawn()
 
     def _spawn(self) -> None:
-        """A fresh process, told of all rows that live."""
+        """Start a fresh process, and send it all rows that live."""
         self._header[0] = NO_ROW
         self._unpacker = message_unpacker()
         self._channel, theirs = socket.socketpair()

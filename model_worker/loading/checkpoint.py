@@ -58,7 +58,7 @@ def check_device(device: torch.device) -> None:
 
 
 class DeviceMissing(OSError):
-    """There is no such GPU now. One whose driver is still being loaded comes later."""
+    """The GPU does not exist now. One whose driver is still being loaded comes later."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(errno.ENODEV, f"torch {torch.__version__} sees {torch.cuda.device_count()} GPUs, not {device}")
@@ -68,7 +68,7 @@ class DeviceMissing(OSError):
 
 
 def read_config(source: str | Path) -> PreTrainedConfig:
-    """The model's config, from a directory or from the hub (or its local cache)."""
+    """Read the model's config, from a directory or from the hub (or its local cache)."""
     path = Path(source).expanduser()
     looks_local = isinstance(source, Path) or source.startswith((".", "/", "~"))
     if looks_local and not path.is_dir():
@@ -90,7 +90,7 @@ def read_config(source: str | Path) -> PreTrainedConfig:
 
 
 def refuse_by_config(config: PreTrainedConfig) -> str:
-    """Refuse before any weight is read what cannot work. Returns the name of the architecture."""
+    """Refuse a config that cannot work before any weight is read. Returns the name of the architecture."""
     name: str = (config.architectures or [config.model_type])[0]
     if config.is_encoder_decoder:
         raise ModelRefused(name, "it is an encoder-decoder, and only decoders are served")
@@ -146,10 +146,12 @@ def load_weights(
 
 
 class _WeightsBar:
-    """Looks like a tqdm bar to transformers and tells `progress` how many weights are in place."""
+    """Stands in for transformers' tqdm bar, and reports to `progress` how many weights are in place."""
 
     def __init__(self, weights: Iterable[Any], total: int, progress: Progress) -> None:
-        self._weights, self._total, self._progress = weights, total, progress
+        self._weights = weights
+        self._total = total
+        self._progress = progress
 
     def __iter__(self) -> Iterator[Any]:
         self._progress("load weights", 0, self._total)
@@ -160,7 +162,8 @@ class _WeightsBar:
 
 @contextmanager
 def reported_weights(progress: Progress) -> Iterator[None]:
-    """Within it, transformers' bar over the weights becomes calls of `progress`; other bars stay as they are."""
+    """Turn transformers' bar over the weights into calls of `progress`, within this context; other bars stay as they
+    are."""
 
     def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("desc") == "Loading weights" and args:

@@ -1,6 +1,6 @@
-"""Loads a model with transformers and proves that it works on the paged KV cache, or refuses it with the reason.
+"""Loads a model with transformers and verifies that it works on the paged KV cache, or refuses it with the reason.
 
-Knows the steps. Does not know how many blocks the model will get, nor who asks for it.
+Knows the steps. Does not know how many blocks the model will get, nor its user.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def load_model(
 
     `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
     the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
-    int8 rounds the weights of linear layers, per output, and proves the model against itself with these weights.
-    `deferred` says of which weights' type kernels must not be run yet, on a CPU.
+    int8 quantizes the weights of linear layers, per output, and verifies the model against itself with these weights.
+    `deferred` says for a weights' type whether its kernels must not be run yet, on a CPU.
     """
     target = torch.device(device)
     wanted_dtype = weights_dtype(dtype, target)
@@ -64,7 +64,10 @@ def load_model(
 
 
 def _half_as_bfloat16(model: PreTrainedModel) -> None:
-    """CPUs have no fast float16, and bfloat16 takes the same memory. Buffers (rotary frequencies) keep their dtype."""
+    """Convert float16 parameters to bfloat16: CPUs have no fast float16, and bfloat16 takes the same memory.
+
+    Buffers (rotary frequencies) keep their dtype.
+    """
     for parameter in model.parameters():
         if parameter.dtype == torch.float16:
             parameter.data = parameter.data.to(torch.bfloat16)

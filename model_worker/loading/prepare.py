@@ -32,7 +32,8 @@ def prove(
     deferred: Callable[[torch.dtype], bool] = lambda _: False,
 ) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it."""
-    architecture, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    architecture = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
     tokens = verify.tokens(config, device)
     count, size = _parameters(model)
     said = _quantize(model, architecture) if quantization == "int8" else {}
@@ -83,7 +84,7 @@ def prove(
 
 
 def _on_cuda(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> LoadedModel:
-    """The kernel of the device if it can attend for this model and has proven it; else plain torch, and why."""
+    """Use the device's kernel if it can attend for this model and is verified; else plain torch, and log the reason."""
     layers = loaded.attention
     reason = cuda.unsupported(layers.layout, layers.params, loaded.device)
     if reason is None:
@@ -97,7 +98,7 @@ def _on_cuda(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) 
 
 
 def _parameters(model: PreTrainedModel) -> tuple[int, int]:
-    """How many numbers, and their bytes."""
+    """Count the parameters, and their bytes."""
     parameters = list(model.parameters())
     return sum(parameter.numel() for parameter in parameters), sum(parameter.nbytes for parameter in parameters)
 
@@ -112,7 +113,7 @@ def _quantize(model: PreTrainedModel, architecture: str) -> dict[nn.Module, Roun
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The generation config's end tokens, which may be several; else the config's."""
+    """Return the generation config's end tokens, which may be several; else the config's."""
     for config in (model.generation_config, model.config.get_text_config(decoder=True)):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:

@@ -1,6 +1,6 @@
 """Finds out how a loaded model uses attention, by running it once on a few tokens.
 
-Each attention layer is asked for its shapes and arithmetic, and each mask for what it means: a mask function of
+The probe records each attention layer's shapes and arithmetic, and the meaning of each mask: a mask function of
 transformers says for any (query, key) whether the key is visible, so the layer's window can be read from it without
 knowing the architecture and without a sequence longer than the window. Attention of any other kind is refused.
 """
@@ -31,7 +31,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(eq=False)
 class _Recording:
-    """What one run of the model has shown so far."""
+    """The findings of one run of the model so far."""
 
     masks: list[MaskFunction] = field(default_factory=list)
     windows: dict[int, int | None] = field(default_factory=dict)  # by number of the mask
@@ -74,7 +74,7 @@ def probe_attention(model: PreTrainedModel, tokens: Tensor) -> AttentionLayers:
 def _probe_mask(
     *, batch_size: int, q_length: int, kv_length: int, mask_function: MaskFunction, device: torch.device, **_: Any
 ) -> Tensor:
-    """A stand-in for a mask, filled with the number under which its mask function is remembered."""
+    """Return a stand-in for a mask, filled with the number under which its mask function is remembered."""
     masks = _recording.get().masks
     masks.append(mask_function)
     return torch.full((batch_size, 1, q_length, kv_length), len(masks) - 1.0, device=device)
@@ -91,7 +91,7 @@ def _probe_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Note what the layer asks for; answer with its values, which have the right shape."""
+    """Note the layer's arguments; answer with its values, which have the right shape."""
     recording = _recording.get()
     layer = f"layer {len(recording.modules)} ({type(module).__name__})"
     if module in recording.modules:
@@ -113,7 +113,7 @@ def _probe_attention(
 
 
 def _window_behind(mask: Tensor | None, recording: _Recording, layer: str) -> int | None:
-    """The window of the mask function whose stand-in reached a layer."""
+    """Find the window of the mask function whose stand-in reached a layer."""
     if mask is None or mask.numel() == 0:
         raise _NotPageable(f"{layer} gets no mask from transformers' mask registry, so its window is unknown")
     number = mask.flatten()[0].item()
@@ -125,7 +125,7 @@ def _window_behind(mask: Tensor | None, recording: _Recording, layer: str) -> in
 
 
 def _window(visible: MaskFunction, device: torch.device, layer: str) -> int | None:
-    """The sliding window that a mask function amounts to."""
+    """Find the sliding window that a mask function amounts to."""
     zero = torch.zeros((), dtype=torch.long, device=device)
 
     def sees(query: int, keys: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def _window(visible: MaskFunction, device: torch.device, layer: str) -> int | No
     try:
         keys = torch.arange(FAR + 2, device=device)
         window = int(sees(FAR, keys).sum())
-        # Probes at, around and beyond the window's edge tell it from chunks, gaps and bidirectional spans.
+        # Probes at, around and beyond the window's edge distinguish it from chunks, gaps and bidirectional spans.
         edges = {0, 1, 7, window - 1, window, window + 1, 2 * window + 3, FAR - 1, FAR}
         for query in (edge for edge in edges if 0 <= edge <= FAR):
             near = keys[: min(query + 2, FAR + 2)]

@@ -1,4 +1,4 @@
-"""Keeps rotary position embeddings independent of who else is in the batch.
+"""Keeps rotary position embeddings independent of the rest of the batch.
 
 With LongRoPE, transformers chooses one of two sets of frequencies for a whole forward pass by its longest sequence. In
 a packed batch a short sequence would then change with its neighbours, and a long one in the middle of its text. So one
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-LONGROPE, PINNED = "longrope", "default"
+LONGROPE = "longrope"
+PINNED = "default"
 
 
 def pin_longrope(model: nn.Module, max_model_len: int) -> None:

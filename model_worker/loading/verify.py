@@ -1,4 +1,4 @@
-"""Proves at load that a model gives the same logits on the paged KV cache as with its own attention.
+"""Verifies at load that a model gives the same logits on the paged KV cache as with its own attention.
 
 Two short sequences go through the model's eager attention in one piece, and through ours in chunks that share a forward
 pass and a shuffled block table. A layer that keeps state of its own, ignores positions, mixes neighbouring tokens or
@@ -34,7 +34,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.15}
 
 
 def tokens(config: PreTrainedConfig, device: torch.device) -> Tensor:
-    """Two sequences of ordinary tokens, the same ones each time."""
+    """Return two sequences of ordinary tokens, the same ones each time."""
     draws = torch.randint(0, config.vocab_size, (16 * PROBE_TOKENS,), generator=torch.Generator().manual_seed(0))
     # Padding has an embedding of its own kind, and some models treat it as absent. Not every config has the attribute.
     padding = getattr(config, "pad_token_id", None)
@@ -43,9 +43,9 @@ def tokens(config: PreTrainedConfig, device: torch.device) -> Tensor:
 
 
 def eager_logits(model: PreTrainedModel, tokens: Tensor, first_position: int | None = None) -> Tensor:
-    """Logits [2, n, vocab] as transformers computes them. Leaves the model with eager attention.
+    """Return logits [2, n, vocab] as transformers computes them. Leaves the model with eager attention.
 
-    Without a first position the model counts by itself: one that does so in its own way is to be found out.
+    Without a first position the model counts by itself, so that one with its own way of counting is found out.
     """
     model.set_attn_implementation("eager")
     positions = None
@@ -63,7 +63,8 @@ def check_paged(
     first, second = tokens.cpu().numpy()
 
     def forward(chunks: list[np.ndarray], kv_lens: list[int], tables: np.ndarray) -> Tensor:
-        packed, lens = np.concatenate(chunks), np.array([len(chunk) for chunk in chunks])
+        packed = np.concatenate(chunks)
+        lens = np.array([len(chunk) for chunk in chunks])
         every = np.arange(len(packed))
         batch = ForwardBatch.build(packed, lens, np.array(kv_lens), tables, block_size, every, loaded.device)
         return runner.forward(batch)
@@ -105,6 +106,7 @@ def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool
 
 
 def _median_error(got: Tensor, want: Tensor) -> float:
-    """Median over rows of |got - want| / |want|."""
-    got, want = got.float(), want.float()
+    """Return the median over rows of |got - want| / |want|."""
+    got = got.float()
+    want = want.float()
     return float(((got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-6)).median())

@@ -11,17 +11,17 @@ from collections.abc import Iterable, Sequence
 
 
 class BadWords:
-    """Of one row; `emitted` are the tokens of its answer so far."""
+    """The bad words of one row; `emitted` are the tokens of its answer so far."""
 
     def __init__(self, sequences: Sequence[Sequence[int]], emitted: Iterable[int]) -> None:
         self._sequences = [(list(sequence[:-1]), sequence[-1]) for sequence in sequences]
         self._recent = deque(emitted, maxlen=max(len(begin) for begin, _ in self._sequences))
 
     def add(self, token: int) -> None:
-        """The row goes on by this token."""
+        """Record that the row goes on by this token."""
         self._recent.append(token)
 
     def forbidden(self) -> list[int]:
-        """Tokens that may not come next."""
+        """Return the tokens that may not come next."""
         recent = list(self._recent)
         return [last for begin, last in self._sequences if recent[len(recent) - len(begin) :] == begin]

@@ -1,17 +1,17 @@
-"""Which token comes out of a row of logits: truncation to the kept tokens, then a Gumbel-max draw among them.
+"""Truncation of a row of logits to the kept tokens, then a Gumbel-max draw among them.
 
 The rows arrive shifted and scaled: the largest logit is exactly 0 and the temperature is already divided out. Tokens
-are ordered by logit, highest first, and among equal logits the lower id comes first; each truncation keeps a prefix
-of that order, so the kept set needs only a threshold and the number of tokens kept at the threshold, and does not
-depend on any sort's habits:
+are ordered by logit, highest first, and among equal logits the lower id comes first; each truncation keeps a prefix of
+that order, so the kept set needs only a threshold and the number of tokens kept at the threshold, and does not depend
+on any sort's habits:
 
-    top-k   the first k tokens, exactly k also when logits are equal at the edge
-    top-p   the shortest prefix whose probability, renormalised over the top-k tokens, reaches top_p; at least one token
-    min-p   every token at least min_p times as probable as the first one (ties included)
+top-k   the first k tokens, exactly k also when logits are equal at the edge
+top-p   the shortest prefix whose probability, renormalised over the top-k tokens, reaches top_p; at least one token
+min-p   every token at least min_p times as probable as the first one (ties included)
 
 `choose` is the torch form for any device; on the CPU it hands over to the kernel in `draw_cpu.py`, which has the same
-definition. Neither knows requests, penalties or the row table. Sums are float64, so the width of a batch cannot move
-an edge.
+definition. Neither knows requests, penalties or the row table. Sums are float64, so the width of a batch cannot move an
+edge.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from interfaces import LogprobMode
 from model_worker.cpu import kernel_cache
 from model_worker.sampling import draw_cpu, rng
 
+# Width tried first when the edge of top-p must be found on a device where sorting the whole vocabulary is dear.
 NARROW = 1024
-"""Width tried first when the edge of top-p must be found on a device where sorting the whole vocabulary is dear."""
 
+# Logits handled at a time when noise is drawn with torch; bounds the memory of the temporaries to a few hundred MB.
 CHUNK = 1 << 22
-"""Logits handled at a time when noise is drawn with torch; bounds the memory of the temporaries to a few hundred MB."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """How each row of a batch chooses, as columns. `top_k` is the vocabulary's width where every token is kept."""
+    """The choices of a batch's rows, as columns. `top_k` is the vocabulary's width where every token is kept."""
 
     greedy: NDArray[np.bool_]
     top_k: NDArray[np.int32]
@@ -59,14 +59,15 @@ class Edge(NamedTuple):
 def choose(
     scaled: torch.Tensor, first: torch.Tensor, choices: Choices
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Tokens and log-probabilities (NaN where the row asked for none); `first` holds each row's most likely token."""
+    """Draw tokens and log-probabilities (NaN where the row asked for none); `first` holds each row's most likely
+    token."""
     if scaled.device.type == "cpu" and kernel_cache.available():
         return draw_cpu.choose(scaled.numpy(), first.numpy(), *vars(choices).values())
     return choose_torch(scaled, first, choices)
 
 
 def only_kept(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
-    """A copy with -inf for all tokens that are not kept; every row must ask for WARPED, or not be greedy."""
+    """Return a copy with -inf for all tokens that are not kept; every row must ask for WARPED, or not be greedy."""
     rows, tokens = _kept(scaled, _edge(scaled, choices))
     masked = torch.full_like(scaled, -torch.inf)
     masked[rows, tokens] = scaled[rows, tokens]
@@ -76,7 +77,7 @@ def only_kept(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
 def choose_torch(
     scaled: torch.Tensor, first: torch.Tensor, choices: Choices
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """`choose` in torch operations, a bounded number of logits at a time."""
+    """Draw as `choose` in torch operations, a bounded number of logits at a time."""
     height = max(1, CHUNK // scaled.shape[1])
     starts = range(0, scaled.shape[0], height)
     parts = [_choose_part(scaled[i : i + height], first[i : i + height], choices[slice(i, i + height)]) for i in starts]
@@ -133,7 +134,7 @@ def _edge_of_cut_rows(scaled: torch.Tensor, columns: CutColumns) -> Edge:
 
 
 def edge_in_prefix(scaled: torch.Tensor, ordered: torch.Tensor, columns: CutColumns) -> tuple[Edge, torch.Tensor]:
-    """The edge, as far as the first logits of the order show it, and whether they show it."""
+    """Return the edge, as far as the first logits of the order show it, and whether they show it."""
     width = ordered.shape[1]
     whole = width == scaled.shape[1]
     ranks = torch.arange(width, device=ordered.device)
@@ -153,7 +154,7 @@ def edge_in_prefix(scaled: torch.Tensor, ordered: torch.Tensor, columns: CutColu
 
 
 def _kept(scaled: torch.Tensor, edge: Edge) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row, token) of every kept token, row by row, tokens in ascending order."""
+    """Return (row, token) of every kept token, row by row, tokens in ascending order."""
     rows, tokens = torch.nonzero(scaled >= edge.value[:, None], as_tuple=True)
     tied = scaled[rows, tokens] == edge.value[rows]
     per_row = torch.zeros_like(edge.ties).index_add_(0, rows, tied.long())

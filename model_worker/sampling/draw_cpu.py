@@ -26,13 +26,14 @@ from interfaces import LogprobMode
 from model_worker.sampling.rng import uniform_at
 
 PER_NAT = 8
+# 40 nats, and one bucket for the rest: what lies there has a probability below 1e-17 of the first token's.
 BUCKETS = 321
-"""40 nats, and one bucket for the rest: what lies there has a probability below 1e-17 of the first token's."""
 
+# Logits below which handing work to another thread costs more than it saves.
 WORTH_A_THREAD = 1 << 16
-"""Logits below which handing work to another thread costs more than it saves."""
 
-_TEMPERED, _WARPED = LogprobMode.TEMPERED, LogprobMode.WARPED
+_TEMPERED = LogprobMode.TEMPERED
+_WARPED = LogprobMode.WARPED
 
 
 def choose(
@@ -45,9 +46,10 @@ def choose(
     keys: NDArray[np.uint64],
     logprobs: NDArray[np.int8],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Tokens and log-probabilities of all rows; the columns are those of `draw.Choices`."""
+    """Draw tokens and log-probabilities of all rows; the columns are those of `draw.Choices`."""
     height = len(first)
-    tokens, chosen_logprobs = np.empty(height, np.int64), np.full(height, np.nan, np.float32)
+    tokens = np.empty(height, np.int64)
+    chosen_logprobs = np.full(height, np.nan, np.float32)
     columns = (scaled, first, greedy, top_k, top_p, log_min_p, keys, logprobs, tokens, chosen_logprobs)
     shares = min(height, torch.get_num_threads(), max(1, scaled.size // WORTH_A_THREAD))
     if shares == 1:
@@ -79,7 +81,8 @@ def _choose_rows(
 ) -> None:
     for i in range(scaled.shape[0]):
         row = scaled[i]
-        edge, ties = np.float32(-np.inf), row.shape[0]
+        edge = np.float32(-np.inf)
+        ties = row.shape[0]
         if not greedy[i] or logprobs[i] == _WARPED:
             edge, ties = _edge(row, top_k[i], top_p[i], log_min_p[i])
         tokens[i] = first[i] if greedy[i] else _draw(row, keys[i], first[i], edge, ties)
@@ -97,15 +100,17 @@ def _bucket(value: np.float32) -> int:
 
 @numba.njit(cache=True, nogil=True)
 def _edge(row: NDArray[np.float32], top_k: int, top_p: float, log_min_p: np.float32) -> tuple[np.float32, int]:
-    """The lowest kept logit and how many tokens equal to it are kept."""
-    edge, ties = np.float32(-np.inf), row.shape[0]
+    """Return the lowest kept logit and how many tokens equal to it are kept."""
+    edge = np.float32(-np.inf)
+    ties = row.shape[0]
     if top_k < row.shape[0] or top_p < 1:
         counts = _counts(row)
         bucket, left = _locate_count(counts, min(top_k, row.shape[0]))
         if top_p < 1:
             bucket, left = _locate_mass(row, counts, bucket, left, top_p)
         rising = _rising(row, bucket, counts[bucket])
-        edge, ties = rising[len(rising) - left], 1
+        edge = rising[len(rising) - left]
+        ties = 1
         while ties < left and rising[len(rising) - left + ties] == edge:
             ties += 1
     if log_min_p > edge:
@@ -115,7 +120,7 @@ def _edge(row: NDArray[np.float32], top_k: int, top_p: float, log_min_p: np.floa
 
 @numba.njit(cache=True, nogil=True)
 def _counts(row: NDArray[np.float32]) -> NDArray[np.int64]:
-    """How many tokens lie in each bucket."""
+    """Count the tokens in each bucket."""
     counts = np.zeros(BUCKETS, np.int64)
     for value in row:
         counts[_bucket(value)] += 1
@@ -124,7 +129,7 @@ def _counts(row: NDArray[np.float32]) -> NDArray[np.int64]:
 
 @numba.njit(cache=True, nogil=True)
 def _masses(row: NDArray[np.float32], last: int) -> NDArray[np.float64]:
-    """The probability in each bucket up to `last`, relative to the first token's."""
+    """Return the probability in each bucket up to `last`, relative to the first token's."""
     masses = np.zeros(last + 1, np.float64)
     for value in row:
         bucket = _bucket(value)
@@ -135,8 +140,10 @@ def _masses(row: NDArray[np.float32], last: int) -> NDArray[np.float64]:
 
 @numba.njit(cache=True, nogil=True)
 def _rising(row: NDArray[np.float32], bucket: int, count: int) -> NDArray[np.float32]:
-    """The values in a bucket, the largest last. Loops over them take numba less time to compile than expressions."""
-    found, filled = np.empty(count, np.float32), 0
+    """Return the values in a bucket, the largest last. Loops over them take numba less time to compile than
+    expressions."""
+    found = np.empty(count, np.float32)
+    filled = 0
     for value in row:
         if _bucket(value) == bucket:
             found[filled] = value
@@ -147,7 +154,7 @@ def _rising(row: NDArray[np.float32], bucket: int, count: int) -> NDArray[np.flo
 
 @numba.njit(cache=True, nogil=True)
 def _locate_count(counts: NDArray[np.int64], wanted: int) -> tuple[int, int]:
-    """The bucket in which the `wanted`-th token lies, and its rank there, from 1."""
+    """Return the bucket of the `wanted`-th token, and its rank there, from 1."""
     bucket = 0
     while wanted > counts[bucket]:
         wanted -= counts[bucket]
@@ -163,10 +170,12 @@ def _locate_mass(
     left: int,
     top_p: float,
 ) -> tuple[int, int]:
-    """Bucket and rank where the probability reaches top_p, in the prefix that ends at rank `left` of bucket `last`."""
+    """Return the bucket and rank where the probability reaches top_p, in the prefix that ends at rank `left` of
+    `last`."""
     masses = _masses(row, last)
     if left < counts[last]:
-        rising, mass = _rising(row, last, counts[last]), 0.0
+        rising = _rising(row, last, counts[last])
+        mass = 0.0
         for i in range(left):
             mass += math.exp(np.float64(rising[len(rising) - 1 - i]))
         masses[last] = mass
@@ -174,12 +183,14 @@ def _locate_mass(
     for mass in masses:
         everything += mass
     target = top_p * everything
-    bucket, summed = 0, 0.0
+    bucket = 0
+    summed = 0.0
     while bucket < last and (counts[bucket] == 0 or summed + masses[bucket] < target):
         summed += masses[bucket]
         bucket += 1
     limit = left if bucket == last else counts[bucket]
-    rising, rank = _rising(row, bucket, counts[bucket]), 1
+    rising = _rising(row, bucket, counts[bucket])
+    rank = 1
     summed += math.exp(np.float64(rising[len(rising) - 1]))
     while rank < limit and summed < target:
         summed += math.exp(np.float64(rising[len(rising) - 1 - rank]))
@@ -189,7 +200,7 @@ def _locate_mass(
 
 @numba.njit(cache=True, nogil=True)
 def _mass(row: NDArray[np.float32], edge: np.float32, ties: int) -> float:
-    """Probability of the kept tokens relative to the first token's."""
+    """Return the probability of the kept tokens relative to the first token's."""
     total = 0.0
     for value in row:
         if value > edge:
@@ -202,9 +213,10 @@ def _mass(row: NDArray[np.float32], edge: np.float32, ties: int) -> float:
 
 @numba.njit(cache=True, nogil=True)
 def _draw(row: NDArray[np.float32], key: np.uint64, first: int, edge: np.float32, ties: int) -> int:
-    """Gumbel-max over the kept tokens; among equal scores the lower id."""
+    """Draw by Gumbel-max over the kept tokens; among equal scores the lower id."""
     # The first token is always kept, and a good score to begin with is what lets the bound skip the others.
-    best, chosen = _score(row[first], uniform_at(key, first)), first
+    best = _score(row[first], uniform_at(key, first))
+    chosen = first
     for token in range(row.shape[0]):
         value = row[token]
         if value < edge or (value == edge and ties <= 0):
@@ -216,7 +228,8 @@ def _draw(row: NDArray[np.float32], key: np.uint64, first: int, edge: np.float32
             continue
         score = _score(value, uniform)
         if score > best or (score == best and token < chosen):
-            best, chosen = score, token
+            best = score
+            chosen = token
     return chosen
 
 

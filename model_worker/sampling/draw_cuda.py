@@ -1,4 +1,5 @@
-"""The draw of `draw.py` in operations that need no answer from the device: its tokens stay there, and nobody waits.
+"""The draw of `draw.py` in operations that need no answer from the device: its tokens stay there, and the host does not
+wait.
 
 The same definition, over the whole width of the vocabulary, because only the device knows how many tokens are kept.
 Noise and truncation are those of `draw.py`, so the tokens are, too. Knows no requests, penalties or row table.
@@ -13,12 +14,12 @@ from model_worker.device_copy import upload
 from model_worker.sampling import rng
 from model_worker.sampling.draw import NARROW, Choices, CutColumns, edge_in_prefix
 
+# Logits handled at a time: each of a few temporaries takes 128 MB.
 CHUNK = 1 << 24
-"""Logits handled at a time: each of a few temporaries takes 128 MB."""
 
 
 def draw(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
-    """Tokens i64[rows] for rows that are not greedy, whose logits arrive shifted and scaled."""
+    """Draw tokens i64[rows] for rows that are not greedy, whose logits arrive shifted and scaled."""
     height = max(1, CHUNK // scaled.shape[1])
     starts = range(0, scaled.shape[0], height)
     parts = [_draw_part(scaled[start : start + height], choices[slice(start, start + height)]) for start in starts]
@@ -40,7 +41,7 @@ def _draw_part(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
 
 
 def _kept(scaled: torch.Tensor, choices: Choices) -> torch.Tensor:
-    """bool[rows, vocabulary]"""
+    """Return which tokens are kept: bool[rows, vocabulary]."""
     columns = (choices.top_k.astype(np.int64), choices.top_p, choices.log_min_p)
     asked = CutColumns(*(upload(column, scaled.device) for column in columns))
     # With few tokens to keep, a prefix of the order shows the edge; else it may need all of it.

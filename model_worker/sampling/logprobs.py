@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 
 from interfaces import LogprobReports
 
+# Logits that are float64 at a time: 32 MB.
 CHUNK = 1 << 22
-"""Logits that are float64 at a time: 32 MB."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a row wants reported with each token."""
+    """The log-probabilities that a row wants with each token."""
 
     top: int
     ids: NDArray[np.int64]
@@ -36,14 +36,15 @@ class ReportBuilder:
         self._parts: list[LogprobReports] = []
 
     def add(self, owner: int, first: int, logits: torch.Tensor, tokens: NDArray[np.integer], wanted: Wanted) -> None:
-        """`logits[i]` [P, vocab], shifted and scaled as they may be, chose or predict `tokens[i]` at `first + i`."""
+        """Add entries: `logits[i]` [P, vocab], shifted and scaled or not, chose or predict `tokens[i]` at `first +
+        i`."""
         height = max(1, CHUNK // logits.shape[1])
         for start in range(0, len(tokens), height):
             part = slice(start, start + height)
             self._parts.append(_reduced(owner, first + start, logits[part], tokens[part], wanted))
 
     def columns(self) -> LogprobReports | None:
-        """All entries; None when there are none."""
+        """Return all entries; None when there are none."""
         return LogprobReports.joined(self._parts) if self._parts else None
 
 
@@ -72,7 +73,8 @@ def _reduced(
 
 
 def _most_probable(exact: torch.Tensor, top: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-    """(row, token, value) of the `top` most probable tokens of each row, most probable first; impossible ones never."""
+    """Return (row, token, value) of the `top` most probable tokens of each row, most probable first; never
+    impossible ones."""
     top = min(top, exact.shape[1])
     if top == 0:
         return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float64)

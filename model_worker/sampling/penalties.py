@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 
 class SeenTokens:
-    """How often each token occurs in the scope of a sequence's penalties.
+    """Counts of each token in the scope of a sequence's penalties.
 
     Ids outside the vocabulary (placeholders of images) are left out: they are never chosen.
     """
@@ -68,7 +68,7 @@ class Penalties:
     length: NDArray[np.int64]
 
     def apply(self, logits: torch.Tensor, index: NDArray[np.intp], seen: Sequence[SeenTokens]) -> None:
-        """Changes the logits of the seen tokens in place; entry i of the columns is row `index[i]` of `logits`."""
+        """Change the logits of the seen tokens in place; entry i of the columns is row `index[i]` of `logits`."""
         lengths = [len(row.ids) for row in seen]
         ids = np.concatenate([row.ids for row in seen]).astype(np.int64)
         counts = np.concatenate([row.counts for row in seen])

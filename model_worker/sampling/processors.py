@@ -25,7 +25,7 @@ Processor = Callable[[torch.Tensor, list[dict[str, Any]]], torch.Tensor]
 
 
 def load_processors(paths: Mapping[str, str]) -> dict[str, Processor]:
-    """By name, from paths `module:Class`. ValueError says which one cannot be made."""
+    """Load processors by name, from paths `module:Class`. ValueError names the one that cannot be made."""
     return {name: _made(path) for name, path in paths.items()}
 
 
@@ -42,7 +42,7 @@ def _made(path: str) -> Processor:
 
 @dataclass(slots=True)
 class Request:
-    """What a processor sees of a request, under the names that SGLang has for them."""
+    """The view of a request that a processor gets, under the names that SGLang has for them."""
 
     origin_input_ids: list[int]
     output_ids: list[int]
@@ -64,7 +64,7 @@ class ProcessedRows:
         self._failures: dict[int, str] = {}
 
     def join(self, row: int, name: str, parameters: str, prompt: Sequence[int], emitted: Sequence[int]) -> None:
-        """`parameters` is JSON text. ValueError for a name that is not allowed."""
+        """Add a row. `parameters` is JSON text. ValueError for a name that is not allowed."""
         if name not in self._processors:
             raise ValueError(f"the logits processor {name!r} is not one of {sorted(self._processors)}")
         request = Request(list(prompt), list(emitted))
@@ -78,11 +78,11 @@ class ProcessedRows:
         self._failures.pop(row, None)
 
     def failure(self, row: int) -> str | None:
-        """Why the row's logits are NaN, if a processor is to blame."""
+        """Explain why the row's logits are NaN, if a processor is to blame."""
         return self._failures.get(row)
 
     def apply(self, logits: torch.Tensor, rows: NDArray[np.int32]) -> None:
-        """Runs each processor once over all its rows. The rows of one that fails become NaN."""
+        """Run each processor once over all its rows. The rows of one that fails become NaN."""
         groups: dict[str, list[int]] = defaultdict(list)
         for i, row in enumerate(rows.tolist() if self._rows else ()):
             if row in self._rows:
@@ -94,11 +94,11 @@ class ProcessedRows:
             except Exception as error:  # whatever the operator's code raises
                 log.exception("the logits processor %s failed", name)
                 logits[index] = torch.nan
-                told = f"the logits processor {name!r} failed: {type(error).__name__}"
-                self._failures.update((int(rows[i]), told) for i in index)
+                reason = f"the logits processor {name!r} failed: {type(error).__name__}"
+                self._failures.update((int(rows[i]), reason) for i in index)
 
     def chosen(self, rows: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
-        """The tokens that were drawn, for the processors to see in the next step."""
+        """Record the drawn tokens, which the processors see in the next step."""
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True) if self._rows else ():
             if row in self._rows:
                 self._rows[row].request.output_ids.append(token)

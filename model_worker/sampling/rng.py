@@ -24,12 +24,18 @@ POSITION_STEP = 0x8CB92BA72F3D8DD7
 
 _STEP = 2.0**-52
 # numba takes the type of a constant from its numpy type; a plain int beside a uint64 would turn the sum into a float.
-_U_GOLDEN, _U_MIX_1, _U_MIX_2 = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
-_U_30, _U_27, _U_31, _U_12, _U_1 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(12), np.uint64(1)
+_U_GOLDEN = np.uint64(GOLDEN)
+_U_MIX_1 = np.uint64(MIX_1)
+_U_MIX_2 = np.uint64(MIX_2)
+_U_30 = np.uint64(30)
+_U_27 = np.uint64(27)
+_U_31 = np.uint64(31)
+_U_12 = np.uint64(12)
+_U_1 = np.uint64(1)
 
 
 def row_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One key for each (seed, position); positions of one seed never share a key (every step is a bijection)."""
+    """Return one key for each (seed, position); positions of one seed never share a key (every step is a bijection)."""
     mixed = _mix(np.atleast_1d(seeds).astype(np.uint64) + np.uint64(SEED_OFFSET))
     return _mix(mixed ^ (np.atleast_1d(positions).astype(np.uint64) * np.uint64(POSITION_STEP)))
 
@@ -42,7 +48,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @numba.njit(cache=True, nogil=True)
 def uniform_at(key: np.uint64, token: int) -> float:
-    """The uniform in (0, 1) of one token: the scalar form, for the CPU kernel."""
+    """Return the uniform in (0, 1) of one token: the scalar form, for the CPU kernel."""
     value = key + (np.uint64(token) + _U_1) * _U_GOLDEN
     value = (value ^ (value >> _U_30)) * _U_MIX_1
     value = (value ^ (value >> _U_27)) * _U_MIX_2
@@ -52,7 +58,7 @@ def uniform_at(key: np.uint64, token: int) -> float:
 
 @numba.njit(cache=True, nogil=True)
 def uniforms_cpu(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The uniforms of pairs (key, token) on the CPU."""
+    """Return the uniforms of pairs (key, token) on the CPU."""
     out = np.empty(keys.shape[0], np.float64)
     for i in range(keys.shape[0]):
         out[i] = uniform_at(keys[i], tokens[i])
@@ -60,7 +66,7 @@ def uniforms_cpu(keys: NDArray[np.uint64], tokens: NDArray[np.int64]) -> NDArray
 
 
 def uniforms(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The uniforms of pairs (key, token), element by element with broadcasting, on the tensors' device.
+    """Return the uniforms of pairs (key, token), element by element with broadcasting, on the tensors' device.
 
     Keys are the uint64 keys seen as int64: torch multiplies int64 modulo 2**64, which is all that the mix needs.
     """
@@ -72,7 +78,8 @@ def uniforms(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def gumbels(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise of pairs (key, token); argmax of log-weight + noise draws in proportion to the weights."""
+    """Return standard Gumbel noise of pairs (key, token); argmax of log-weight + noise draws in proportion to the
+    weights."""
     return -torch.log(-torch.log(uniforms(keys, tokens)))
 
 

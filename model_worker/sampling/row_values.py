@@ -1,4 +1,4 @@
-"""What the sampler keeps of one row: a record of a numpy table, made of a request's sampling values.
+"""The sampler's values of one row: a record of a numpy table, made of a request's sampling values.
 
 Knows which of a row's wishes need which treatment. Does not know logits.
 """
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from interfaces import SamplingParams
 
-LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e6
-"""Beyond these, float32 turns logits into infinities, and the choice is the largest logit or any token anyway."""
+# Beyond these, float32 turns logits into infinities, and the choice is the largest logit or any token anyway.
+LEAST_TEMPERATURE = 1e-6
+MOST_TEMPERATURE = 1e6
 
 ROW_VALUES = np.dtype(
     [
@@ -22,7 +23,7 @@ ROW_VALUES = np.dtype(
         ("worked", np.bool_),  # needs more than the largest logit
         ("biased", np.bool_),
         ("restricted", np.bool_),
-        ("hosted", np.bool_),  # needs what was drawn before, or tells more than a token
+        ("hosted", np.bool_),  # needs what was drawn before, or reports more than a token
         ("penalized", np.bool_),
         ("whole_sequence", np.bool_),
         ("logprobs", np.int8),
@@ -42,19 +43,19 @@ ROW_VALUES = np.dtype(
 
 
 def row_values(params: SamplingParams, prompt_length: int, vocab_size: int) -> tuple[object, ...]:
-    """A record of ROW_VALUES, in the order of its fields."""
+    """Return a record of ROW_VALUES, in the order of its fields."""
     cuts = params.temperature > 0
     biased = params.needs_penalties or params.logit_bias or params.watermark or params.logit_processor
     restricted = params.allowed_token_ids or params.bad_words
     worked = not params.greedy or biased or restricted or params.logprobs
-    told = params.logprobs or params.reports or params.typical_p < 1 or params.min_new_tokens
+    reports = params.logprobs or params.reports or params.typical_p < 1 or params.min_new_tokens
     return (
         True,
         params.greedy,
         bool(worked),
         bool(params.logit_bias),
         bool(restricted),
-        bool(biased or restricted or told),
+        bool(biased or restricted or reports),
         params.needs_penalties,
         params.penalize_prompt,
         params.logprobs,
@@ -72,13 +73,13 @@ def row_values(params: SamplingParams, prompt_length: int, vocab_size: int) -> t
 
 
 def inside_vocabulary(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
-    """Those of the tokens that the model has."""
+    """Return those of the tokens that the model has."""
     ids = np.array(tokens, np.int64)
     return ids[(ids >= 0) & (ids < vocab_size)]
 
 
 def known_tokens(name: str, tokens: Sequence[int], vocab_size: int) -> NDArray[np.int64]:
-    """The tokens of field `name`; ValueError if the model has not all of them."""
+    """Return the tokens of field `name`; ValueError if the model has not all of them."""
     ids = np.array(tokens, np.int64)
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if len(outside):

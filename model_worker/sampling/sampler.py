@@ -55,7 +55,7 @@ from model_worker.sampling.watermark import favour_green
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one step chose.
+    """The choices of one step.
 
     A bad row (NaN, or no finite logit) has token 0: a valid id, because the next step may be in flight already.
     `logprobs` is None when no row asked, and NaN in rows that did not ask. `reports` have the rows that asked for more.
@@ -70,12 +70,12 @@ class Sampled:
     def of(
         tokens: NDArray[np.int64], logprobs: NDArray[np.float32] | None = None, reports: LogprobReports | None = None
     ) -> Sampled:
-        """From tokens that are -1 where a row is bad."""
+        """Make the choices from tokens that are -1 where a row is bad."""
         bad = tokens < 0
         return Sampled(np.where(bad, 0, tokens).astype(np.int32), logprobs, bad if bad.any() else None, reports)
 
     def only(self, index: int) -> Sampled:
-        """What was chosen of one row of logits, which reports nothing."""
+        """Return the choice of one row of logits, which reports nothing."""
         part = slice(index, index + 1)
         return Sampled(self.tokens[part], None, None if self.bad is None or not self.bad[index] else self.bad[part])
 
@@ -99,11 +99,11 @@ class SamplerRows:
         self._stop_ids: dict[int, NDArray[np.int64]] = {}
         self._wanted: dict[int, Wanted] = {}
         self._processed = ProcessedRows(processors or {})
+        # The last token of each row with a watermark.
         self._last: dict[int, int] = {}
-        """Of rows with a watermark: the last token."""
 
     def warm_up(self) -> None:
-        """Compiles, or loads from the cache, what the first sampled token would otherwise wait for."""
+        """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for."""
         neutral = SamplerRows(1, 8, self._device)
         nothing = np.empty(0, np.int32)
         neutral.join(0, SamplingParams(top_k=4, top_p=0.9, logprobs=LogprobMode.WARPED), [], nothing, nothing)
@@ -120,7 +120,7 @@ class SamplerRows:
         prompt: NDArray[np.int32],
         emitted: NDArray[np.int32],
     ) -> None:
-        """Gives `row` to a sequence, new or replayed; `ValueError` leaves the row free."""
+        """Give `row` to a sequence, new or replayed; `ValueError` leaves the row free."""
         self._check_rows(np.array([row]))
         if self._table["held"][row]:
             raise ValueError(f"row {row} is held by another sequence: drop it first")
@@ -150,7 +150,7 @@ class SamplerRows:
             self._seen[row] = SeenTokens(counted, self._vocab_size)
 
     def drop(self, row: int) -> None:
-        """Frees `row`; a row that is free already (its join was refused) stays so."""
+        """Free `row`; a row that is free already (its join was refused) stays so."""
         self._check_rows(np.array([row]))
         for values in (
             self._seen, self._biases, self._allowed, self._bad_words, self._stop_ids, self._wanted, self._last,
@@ -160,7 +160,7 @@ class SamplerRows:
         self._table[row] = np.zeros((), ROW_VALUES)
 
     def follow(self, row: int, tokens: Sequence[int]) -> None:
-        """`row` has gone on by tokens that were not drawn."""
+        """Record jump-forward tokens: `row` has gone on by tokens that were not drawn."""
         if row in self._seen:
             for token in tokens:
                 self._seen[row].add(token)
@@ -172,17 +172,17 @@ class SamplerRows:
             self._processed.chosen(np.array([row], np.int32), np.array([token]))
 
     def needs_logits(self, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """For which of these rows the largest logit's token alone does not say what `sample` would."""
+        """Return the rows for which the argmax alone does not give the result of `sample`."""
         self._check_rows(rows)
         values = self._table[rows]
         needed: NDArray[np.bool_] = values["worked"] | (positions < values["may_stop_at"])
         return needed
 
     def sample(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
-        """Chooses one token for each row; `logits[i]` and `positions[i]` belong to `rows[i]`.
+        """Choose one token for each row; `logits[i]` and `positions[i]` belong to `rows[i]`.
 
-        Rows that do not need the host may come more than once, at different positions. A free row (its join was
-        refused while a step that names it was in flight) is greedy.
+        Rows that do not need the host may come more than once, at different positions. A free row (its join was refused
+        while a step that names it was in flight) is greedy.
         """
         values = self._gather(logits, rows, positions)
         logits = logits[:, : self._vocab_size]
@@ -206,7 +206,7 @@ class SamplerRows:
         return bool(self._table["hosted"][rows].any())
 
     def sample_ahead(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> torch.Tensor:
-        """As `sample`, for rows that do not need the host: tokens i64 that stay on the device, -1 for a bad row.
+        """Sample rows that do not need the host: tokens i64 that stay on the device, -1 for a bad row.
 
         Nothing waits for the device.
         """
@@ -215,7 +215,8 @@ class SamplerRows:
         top, tokens = logits.max(dim=-1)
         drawn = np.flatnonzero(values["worked"])
         if len(drawn):
-            index, part = upload(drawn, logits.device), values[drawn]
+            index = upload(drawn, logits.device)
+            part = values[drawn]
             scaled = logits[index].float() - top[index, None].float()
             if (part["temperature"] != 1).any():
                 scaled.div_(upload(part["temperature"].copy(), logits.device)[:, None])
@@ -225,18 +226,20 @@ class SamplerRows:
     def report_prompt(
         self, builder: ReportBuilder, row: int, first: int, logits: torch.Tensor, tokens: NDArray[np.int32]
     ) -> None:
-        """Adds what `row` wants to know of its prompt's `tokens`, which begin at index `first`: the model's own
-        log-softmax, without penalties and temperature."""
+        """Add the report that `row` wants of its prompt's `tokens`, which begin at index `first`.
+
+        Its values are the model's own log-softmax, without penalties and temperature.
+        """
         builder.add(row, first, logits[:, : self._vocab_size], tokens, self._wanted.get(row, CHOSEN_ONLY))
 
     def why_bad(self, row: int) -> str:
-        """What was wrong with the logits of a bad row."""
+        """Explain what was wrong with the logits of a bad row."""
         return self._processed.failure(row) or "the model's logits were not finite for this request"
 
     def _choose(
         self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32], torch.Tensor]:
-        """Tokens (-1 for a bad row), log-probabilities, and the logits that were drawn from.
+        """Return tokens (-1 for a bad row), log-probabilities, and the logits that were drawn from.
 
         `logits` are shifted and scaled afterwards; those drawn from are the same but for rows with typical_p, whose
         other truncations are done there and gone from `values`.
@@ -275,14 +278,17 @@ class SamplerRows:
         values: NDArray[np.void],
         positions: NDArray[np.int64],
     ) -> torch.Tensor:
-        """A copy in which rows `typical` have nothing but what all their truncations keep; `first` follows."""
-        index, drawn = self._on_device(typical), logits.clone()
+        """Return a copy in which rows `typical` have nothing but what all their truncations keep; `first` is
+        updated."""
+        index = self._on_device(typical)
+        drawn = logits.clone()
         part = values[typical]
         part["greedy"] = False  # so that top-k 1 counts as what it is
         kept = only_kept(logits[index], _choices(part, positions[typical]))
         drawn[index] = only_typical(kept, part["typical_p"])
         first[index] = drawn[index].max(dim=-1).indices
-        values["top_k"][typical], values["top_p"][typical] = self._vocab_size, 1.0
+        values["top_k"][typical] = self._vocab_size
+        values["top_p"][typical] = 1.0
         values["log_min_p"][typical] = -np.inf
         return drawn
 
@@ -295,7 +301,8 @@ class SamplerRows:
         positions: NDArray[np.int64],
         tokens: NDArray[np.int64],
     ) -> LogprobReports | None:
-        """For rows that want it, the most probable and the named tokens, by the distribution of the row's mode."""
+        """Report the most probable and the named tokens, for rows that want it, by the distribution of the row's
+        mode."""
         asking = {row for row, wanted in self._wanted.items() if wanted.top or len(wanted.ids)}
         wanted = [i for i, row in enumerate(rows.tolist()) if row in asking] if asking else []
         if not wanted:
@@ -332,7 +339,8 @@ class SamplerRows:
         positions: NDArray[np.int64],
     ) -> None:
         for i in np.flatnonzero(positions < values["may_stop_at"]):
-            row, ids = logits[int(i)], self._on_device(self._stop_ids[int(rows[i])])
+            row = logits[int(i)]
+            ids = self._on_device(self._stop_ids[int(rows[i])])
             held = row[ids]
             row[ids] = -torch.inf
             if bool(torch.isneginf(row.max())):
@@ -346,7 +354,8 @@ class SamplerRows:
 
     def _restrict(self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void]) -> None:
         for i in np.flatnonzero(values["restricted"]).tolist():
-            row, before = int(rows[i]), logits[i].clone()
+            row = int(rows[i])
+            before = logits[i].clone()
             if row in self._allowed:
                 ids = self._on_device(self._allowed[row])
                 logits[i] = -torch.inf
@@ -357,7 +366,8 @@ class SamplerRows:
                 logits[i] = before
 
     def _scale(self, logits: torch.Tensor, temperature: NDArray[np.float32]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
-        """Shifts rows to a largest logit of 0, divides by the temperature; the first tokens, and which rows are bad."""
+        """Shift rows to a largest logit of 0, and divide by the temperature. Returns the first tokens, and which
+        rows are bad."""
         top, first = logits.max(dim=-1)
         bad = ~torch.isfinite(top).cpu().numpy()
         if bad.any():
@@ -403,13 +413,14 @@ def _take(logits: torch.Tensor, index: NDArray[np.intp]) -> torch.Tensor:
 
 
 def largest(logits: torch.Tensor) -> NDArray[np.int64]:
-    """The largest logit's token, or -1 where that logit is not finite: `max` carries a NaN through."""
+    """Return the argmax token, or -1 where its logit is not finite: `max` carries a NaN through."""
     top, token = logits.max(dim=-1)
     return np.asarray(torch.where(torch.isfinite(top), token, -1).cpu().numpy())
 
 
 def with_largest(tokens: NDArray[np.int64], worked: NDArray[np.bool_], sampled: Sampled | None) -> Sampled:
-    """What a step chose whose rows have `tokens` (-1: bad), but for those `worked`, if any, which `sampled` tells."""
+    """Join the choices of a step: `tokens` (-1: bad), but for the rows `worked`, if any, whose choices are in
+    `sampled`."""
     if sampled is None:
         return Sampled.of(tokens)
     logprobs = None

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 def only_typical(logits: torch.Tensor, typical_p: NDArray[np.float64]) -> torch.Tensor:
-    """`logits` [R, vocab] with -inf for tokens that are not kept, shifted so that the largest is 0 again.
+    """Put -inf on tokens that typical-p drops, in `logits` [R, vocab]; the largest is shifted to 0 again.
 
     Tokens that are -inf already stay so; each row has others.
     """

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import torch
 
+# Share of the vocabulary that is green.
 GAMMA = 0.5
-"""Share of the vocabulary that is green."""
+# Bonus on the logits of green tokens.
 DELTA = 2.0
-"""What is added to the logits of green tokens."""
 HASH_KEY = 15485863
 
 
 def green_list(last: int, vocab_size: int) -> torch.Tensor:
-    """The green tokens after token `last`."""
+    """Return the green tokens after token `last`."""
     generator = torch.Generator("cpu").manual_seed(HASH_KEY * last)
     return torch.randperm(vocab_size, generator=generator)[: int(vocab_size * GAMMA)]
 
 
 def favour_green(logits: torch.Tensor, last: int) -> None:
-    """Adds the bonus to one row of logits, in place."""
+    """Add the bonus to one row of logits, in place."""
     logits[green_list(last, logits.shape[0]).to(logits.device)] += DELTA

@@ -1,7 +1,7 @@
 """Paged attention of the fused stack: an online softmax between the two products of cache_dot.py.
 
-Knows sequences as attention_plan.py cuts them up, and how a block lies in memory (cache_dot.py). What a product takes
-is of the queries' dtype, as elsewhere in the model; scores and sums are float32. Indices are not checked.
+Knows sequences as attention_plan.py cuts them up, and the memory layout of a block (cache_dot.py). Operands of products
+have the queries' dtype, as elsewhere in the model; scores and sums are float32. Indices are not checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORD_BYTES = 4
 
 
 class Cache(NamedTuple):
-    """The KV cache, and where this step's tokens go."""
+    """The KV cache, and the slots of this step's tokens."""
 
     k: NDArray[np.int64]  # [L] addresses of blocks
     v: NDArray[np.int64]
@@ -40,9 +40,9 @@ class Cache(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """How the batch attends: the plan of attention_plan.py, and each layer's scale and window.
+    """The attention of a batch: the plan of attention_plan.py, and each layer's scale and window.
 
-    With each turn after the first, positions are larger by one.
+    With each step after the first, positions are larger by one.
     """
 
     tables: NDArray[np.int32]
@@ -56,13 +56,13 @@ class Attention(NamedTuple):
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _head_bytes(cache: Any, dim: int) -> Any:
-    """Bytes of one head in one block."""
+    """Return the bytes of one head in one block."""
     return cache.block_size * dim * cache.like.itemsize
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def key_group(cache: Any, layer: int, head: int, block: int, offset: int) -> Any:
-    """The address of K of the group that begins at `offset` of a block."""
+    """Return the address of K of the group that begins at `offset` of a block."""
     return cache.k[layer] + (block * cache.kv_heads + head) * _head_bytes(cache, cache.k_dim) + offset * _WORD_BYTES
 
 
@@ -74,18 +74,24 @@ def value_group(cache: Any, layer: int, head: int, block: int, offset: int) -> A
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _token(attention: Any, tile: Any, number: int) -> int:
-    """Where in the batch a tile's token is."""
+    """Return the index in the batch of a tile's token."""
     token: int = attention.members[tile[0] + number, 1] if tile[4] else tile[1] + number
     return token
 
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, first: int, own: Any) -> None:
-    """The rows of one head, which are the core's own from `first` on."""
-    queries, acc, peak, totals = own[0], own[3], own[4], own[5]
+    """Fill the rows of one head, which are the core's own from `first` on."""
+    queries = own[0]
+    acc = own[3]
+    peak = own[4]
+    totals = own[5]
     for number in range(tile[2] * group):
-        row, token = first + number, _token(attention, tile, number // group)
-        query, to, sums = q[token, head * group + number % group], queries[row], acc[row]
+        row = first + number
+        token = _token(attention, tile, number // group)
+        query = q[token, head * group + number % group]
+        to = queries[row]
+        sums = acc[row]
         for d in range(len(query)):
             to[d] = query[d]
         for d in range(len(sums)):
@@ -97,11 +103,14 @@ def _begin(q: Any, attention: Any, tile: Any, head: int, group: int, first: int,
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _end(out: Any, attention: Any, tile: Any, head: int, group: int, first: int, own: Any) -> None:
-    acc, totals = own[3], own[5]
+    acc = own[3]
+    totals = own[5]
     width = acc.shape[1]
     for number in range(tile[2] * group):
-        row, at = first + number, (head * group + number % group) * width
-        to, sums = out[_token(attention, tile, number // group), at : at + width], acc[row]
+        row = first + number
+        at = (head * group + number % group) * width
+        to = out[_token(attention, tile, number // group), at : at + width]
+        sums = acc[row]
         total = np.float32(0.0)
         for lane in range(LANES):
             total += totals[row, lane]
@@ -112,7 +121,7 @@ def _end(out: Any, attention: Any, tile: Any, head: int, group: int, first: int,
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _next_group(index: int, offset: int, size: int) -> Any:
-    """The block, as its place in a table, and the token of it where the group after this one begins."""
+    """Return the block, as its place in a table, and the offset where the group after this one begins."""
     return (index + 1, 0) if offset + GROUP == size else (index, offset + GROUP)
 
 
@@ -129,49 +138,61 @@ def _walk(
     window: int,
     own: Any,
 ) -> None:
-    """Rows first to end of a tile take the keys first to end of one sequence, a panel at a time, head by head: those
-    of a block lie one after the other.
+    """Walk the rows first to end of a tile over the keys first to end of one sequence, a panel at a time, head by head.
 
-    Blocks lie scattered in memory, so nobody else foresees what comes next: a panel's V is asked for while its K is
-    multiplied, and the K that follows while V is.
+    The heads of a block lie one after the other. Blocks lie scattered in memory, so the hardware prefetcher cannot
+    foresee what comes next: a panel's V is prefetched while its K is multiplied, and the K that follows while V is.
 
-    `heads` are first and end of the KV heads, and how many rows each has. `positions` are that of the first row, how
-    many rows have the same, and by how much it grows after these.
+    `heads` are first and end of the KV heads, and the rows of each. `positions` are that of the first row, the number
+    of rows that have the same, and the growth after these.
     """
     queries, scores, weights, acc, peak, totals, k_groups, v_groups, k_early = own
     first_head, end_head, head_rows = heads
     first_row, end_row = rows
     position_of_first, group, growth = positions
-    count_rows, size = end_row - first_row, cache.block_size
+    count_rows = end_row - first_row
+    size = cache.block_size
     pieces = -(-count_rows // PIECE_ROWS)
-    least, longer = count_rows // pieces, count_rows % pieces
+    least = count_rows // pieces
+    longer = count_rows % pieces
     first_key, end = keys_walked
-    panel_index, panel_offset = first_key // size, first_key % size
+    panel_index = first_key // size
+    panel_offset = first_key % size
     for start in range(first_key, end, PANEL_KEYS):
         keys = min(PANEL_KEYS, end - start)
         count = -(-keys // GROUP)
-        next_index, next_offset = panel_index, panel_offset
+        next_index = panel_index
+        next_offset = panel_offset
         for _ in range(count):
             next_index, next_offset = _next_group(next_index, next_offset, size)
         for head in range(first_head, end_head):
-            index, offset = panel_index, panel_offset
+            index = panel_index
+            offset = panel_offset
             for g in range(PANEL_GROUPS):
                 if g < count:
                     k_groups[g] = key_group(cache, layer, head, table[index], offset)
                     v_groups[g] = value_group(cache, layer, head, table[index], offset)
                     index, offset = _next_group(index, offset, size)
                 else:  # what lies beyond the last group is computed with it and hidden
-                    k_groups[g], v_groups[g] = k_groups[count - 1], v_groups[count - 1]
-            another, left, index, offset = first_head, end - start - PANEL_KEYS, next_index, next_offset
+                    k_groups[g] = k_groups[count - 1]
+                    v_groups[g] = v_groups[count - 1]
+            another = first_head
+            left = end - start - PANEL_KEYS
+            index = next_index
+            offset = next_offset
             if head + 1 < end_head:
-                another, left, index, offset = head + 1, keys, panel_index, panel_offset
+                another = head + 1
+                left = keys
+                index = panel_index
+                offset = panel_offset
             for g in range(PANEL_GROUPS):
                 if g * GROUP < left:
                     k_early[g] = key_group(cache, layer, another, table[index], offset)
                     index, offset = _next_group(index, offset, size)
             first = first_row + (head - first_head) * head_rows
             for piece in range(pieces):
-                at, many = first + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
+                at = first + piece * least + min(piece, longer)
+                many = least + (1 if piece < longer else 0)
                 score(queries, cache.like, at, many, k_groups, size, v_groups, scores)
             for query in range(count_rows // group):
                 position = position_of_first + query * growth - start
@@ -184,19 +205,27 @@ def _walk(
                         for d in range(len(sums)):
                             sums[d] *= shrink
             for piece in range(pieces):
-                at, many = first + piece * least + min(piece, longer), least + (1 if piece < longer else 0)
+                at = first + piece * least + min(piece, longer)
+                many = least + (1 if piece < longer else 0)
                 gather(weights, cache.like, at, many, count, v_groups, cache.v_dim, k_early, size, acc)
-        panel_index, panel_offset = next_index, next_offset
+        panel_index = next_index
+        panel_offset = next_offset
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _run_tile(
     layer: int, turn: int, attention: Any, tile: Any, first: int, end: int, group: int, cache: Any, own: Any
 ) -> None:
-    """All keys that any of a tile's queries sees, of these KV heads: first those that its sequences share, then those
-    of each."""
-    scale, window, tables = attention.scales[layer], attention.windows[layer], attention.tables
-    rows, position, shared = tile[2] * group, tile[3] + turn, tile[5]
+    """Run a tile for these KV heads over all keys that any of its queries sees.
+
+    The keys that its sequences share come first, then those of each.
+    """
+    scale = attention.scales[layer]
+    window = attention.windows[layer]
+    tables = attention.tables
+    rows = tile[2] * group
+    position = tile[3] + turn
+    shared = tile[5]
     heads = first, end, rows
     if tile[4] == 0:
         keys = max(0, position - window + 1) // GROUP * GROUP, position + tile[2]
@@ -218,8 +247,9 @@ def _run_tile(
 
 @njit(nogil=True, cache=True, **INSIDE)
 def attention_room(q: Any, cache: Any, attention: Any) -> Any:
-    """Memory of a core's own for the widest unit."""
-    group, most = q.shape[1] // cache.kv_heads, 0
+    """Return a core's own memory for the widest unit."""
+    group = q.shape[1] // cache.kv_heads
+    most = 0
     for number in range(len(attention.units)):
         tile, first, end = attention.units[number]
         most = max(most, attention.tiles[tile, 2] * group * (end - first))
@@ -238,12 +268,17 @@ def attention_room(q: Any, cache: Any, attention: Any) -> Any:
 
 @njit(nogil=True, cache=True, **INSIDE)
 def attend(layer: int, turn: int, taken: Any, q: Any, cache: Any, attention: Any, own: Any, out: Any) -> None:
-    """The heads of `out` [T, >= heads * v_dim] from `q` [T, heads, k_dim], both operands, of some units: the first, and
-    how many."""
-    group, last = q.shape[1] // cache.kv_heads, layer == len(attention.scales) - 1
+    """Compute the heads of `out` [T, >= heads * v_dim] from `q` [T, heads, k_dim], both operands, for some units.
+
+    `taken` is the first unit, and their number.
+    """
+    group = q.shape[1] // cache.kv_heads
+    last = layer == len(attention.scales) - 1
     for number in range(taken[0], taken[0] + taken[1]):
         unit = attention.last_units[number] if last else attention.units[number]
-        tile, first, end = attention.tiles[unit[0]], unit[1], unit[2]
+        tile = attention.tiles[unit[0]]
+        first = unit[1]
+        end = unit[2]
         rows = tile[2] * group
         for head in range(first, end):
             _begin(q, attention, tile, head, group, (head - first) * rows, own)

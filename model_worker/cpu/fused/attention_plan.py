@@ -1,4 +1,4 @@
-"""How the fused stack cuts attention up: tiles of queries, and units of work that cores claim.
+"""The plan of the fused stack's attention: tiles of queries, and units of work that cores claim.
 
 Sequences that begin with the same cached blocks are found by their block tables. Their rows in decode form one tile,
 which reads the keys and values of these blocks once for all of them, and then for each row those of its own.
@@ -36,13 +36,16 @@ class Plan(NamedTuple):
 
 
 def plan_for(batch: ForwardBatch, kv_heads: int, group: int, cores: int) -> Plan:
-    """`group` query heads share a KV head."""
-    query_start, kv_len, tables = batch.query_start.numpy(), batch.kv_len.numpy(), batch.block_tables.numpy()
+    """Make the plan of a batch; `group` query heads share a KV head."""
+    query_start = batch.query_start.numpy()
+    kv_len = batch.kv_len.numpy()
+    tables = batch.block_tables.numpy()
     # A tile takes as many queries as fit, and rows that share a beginning are split so that every core has a tile.
     most = max(1, TILE_ROWS // group)
     together = max(2, min(most, -(-len(kv_len) // cores)))
     count = batch.num_sequences + batch.num_tokens // most
-    tiles, members = np.zeros((count, 6), np.int64), np.empty((len(kv_len), 3), np.int64)
+    tiles = np.zeros((count, 6), np.int64)
+    members = np.empty((len(kv_len), 3), np.int64)
     count = _cut(query_start, kv_len, tables, batch.block_size, most, together, tiles, members)
     # Where there are few tiles, the heads of those that stream are split, too, to keep all cores busy.
     split = min(kv_heads, -(-2 * cores // count))
@@ -52,7 +55,7 @@ def plan_for(batch: ForwardBatch, kv_heads: int, group: int, cores: int) -> Plan
 
 @njit(nogil=True, cache=True)
 def _shared_keys(tables: Any, members: Any, one: int, other: int, block_size: int) -> int:
-    """How many keys two members have in common, in whole panels, and before the token of either."""
+    """Count the keys that two members have in common, in whole panels, and before the token of either."""
     blocks = min(members[one, 2], members[other, 2]) // block_size
     same = 0
     while same < blocks and tables[members[one, 0], same] == tables[members[other, 0], same]:
@@ -62,7 +65,7 @@ def _shared_keys(tables: Any, members: Any, one: int, other: int, block_size: in
 
 @njit(nogil=True, cache=True)
 def _decoding(query_start: Any, kv_len: Any, tables: Any, members: Any) -> int:
-    """Fills in rows in decode, and returns how many; those that begin with the same block are neighbours.
+    """Fill in rows in decode, and return their number; those that begin with the same block are neighbours.
 
     Sorted by insertion: numba takes seconds to compile a sort of its own, and a batch has at most some hundred rows.
     """
@@ -74,7 +77,9 @@ def _decoding(query_start: Any, kv_len: Any, tables: Any, members: Any) -> int:
                 for column in range(3):
                     members[place, column] = members[place - 1, column]
                 place -= 1
-            members[place, 0], members[place, 1], members[place, 2] = s, query_start[s], kv_len[s] - 1
+            members[place, 0] = s
+            members[place, 1] = query_start[s]
+            members[place, 2] = kv_len[s] - 1
             count += 1
     return count
 
@@ -83,45 +88,56 @@ def _decoding(query_start: Any, kv_len: Any, tables: Any, members: Any) -> int:
 def _cut(
     query_start: Any, kv_len: Any, tables: Any, block_size: int, most: int, together: int, tiles: Any, members: Any
 ) -> int:
-    """Fills in tiles of at most `most` queries of one sequence, or `together` of several; returns how many."""
-    decoding, count, first = _decoding(query_start, kv_len, tables, members), 0, 0
+    """Fill in tiles of at most `most` queries of one sequence, or `together` of several; return their number."""
+    decoding = _decoding(query_start, kv_len, tables, members)
+    count = 0
+    first = 0
     while first < decoding:
-        size, shared = 1, 0
+        size = 1
+        shared = 0
         while first + size < decoding and size < together:
             keys = _shared_keys(tables, members, first, first + size, block_size)
             # One that shares much less would take from the others what they share.
             if keys == 0 or 2 * keys < shared:
                 break
-            shared, size = keys if size == 1 else min(shared, keys), size + 1
+            shared = keys if size == 1 else min(shared, keys)
+            size = size + 1
         tiles[count, 0] = members[first, 0] if size == 1 else first
-        tiles[count, 1], tiles[count, 2], tiles[count, 3] = members[first, 1], size, members[first, 2]
-        tiles[count, 4], tiles[count, 5] = 0 if size == 1 else size, shared
-        first, count = first + size, count + 1
+        tiles[count, 1] = members[first, 1]
+        tiles[count, 2] = size
+        tiles[count, 3] = members[first, 2]
+        tiles[count, 4] = 0 if size == 1 else size
+        tiles[count, 5] = shared
+        first = first + size
+        count = count + 1
     for s in range(len(kv_len)):
         queries = query_start[s + 1] - query_start[s]
         if queries > 1:
             for skipped in range(0, queries, most):
-                tiles[count, 0], tiles[count, 1] = s, query_start[s] + skipped
-                tiles[count, 2], tiles[count, 3] = min(most, queries - skipped), kv_len[s] - queries + skipped
+                tiles[count, 0] = s
+                tiles[count, 1] = query_start[s] + skipped
+                tiles[count, 2] = min(most, queries - skipped)
+                tiles[count, 3] = kv_len[s] - queries + skipped
                 count += 1
     return count
 
 
 @njit(nogil=True, cache=True)
 def _share_out(tiles: Any, count: int, kv_heads: int, group: int, split: int, units: Any) -> int:
-    """Fills in units, and returns how many: tiles with more than a few rows have one for each head."""
+    """Fill in units, and return their number: tiles with more than a few rows have one for each head."""
     unit = 0
     for tile in range(count):
         ranges = split if tiles[tile, 2] * group <= STREAMING_ROWS else kv_heads
         for part in range(ranges):
             units[unit, 0] = tile
-            units[unit, 1], units[unit, 2] = part * kv_heads // ranges, (part + 1) * kv_heads // ranges
+            units[unit, 1] = part * kv_heads // ranges
+            units[unit, 2] = (part + 1) * kv_heads // ranges
             unit += 1
     return unit
 
 
 def units_with(plan: Plan, tokens: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
-    """Those units of a plan for `num_tokens` in which any of these tokens attends."""
+    """Return the units of a plan for `num_tokens` in which any of these tokens attends."""
     wanted = np.zeros(num_tokens, np.bool_)
     wanted[tokens] = True
     units = np.empty_like(plan.units)
@@ -132,7 +148,8 @@ def units_with(plan: Plan, tokens: NDArray[np.int64], num_tokens: int) -> NDArra
 def _pick_units(tiles: Any, members: Any, units: Any, wanted: Any, picked: Any) -> int:
     count = 0
     for unit in range(len(units)):
-        tile, any_wanted = tiles[units[unit, 0]], False
+        tile = tiles[units[unit, 0]]
+        any_wanted = False
         for number in range(tile[2]):
             token = members[tile[0] + number, 1] if tile[4] else tile[1] + number
             any_wanted = any_wanted or wanted[token]

@@ -1,8 +1,8 @@
-"""What a decoder layer does to a block of tokens, phase by phase: all but attention, which looks beyond the block.
+"""The phases of a decoder layer for a block of tokens: all but attention, which looks beyond the block.
 
 A phase is cut into pieces, for several cores or for one that does them all. Knows arrays: packed weights by address, as
-packed_linear.py lays them out. The residual and all sums are float32; what goes into a product is rounded to bfloat16
-first where that is what weights are and processors multiply it. Indices are not checked.
+packed_linear.py lays them out. The residual and all sums are float32; operands of products are rounded to bfloat16
+first where the weights are bfloat16 and processors multiply it. Indices are not checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NORM, QKV, PLACE, OUT, MLP_NORM, INNER, MLP_OUT, PARTS = range(8)
 
 
 class Weights(NamedTuple):
-    """What the model is made of. Arrays begin with the layer."""
+    """The weights of the model. Arrays begin with the layer."""
 
     panels: NDArray[np.int64]  # [L, 7] addresses of packed weights
     biases: NDArray[np.float32]  # [L, q + k + v outputs]
@@ -39,7 +39,7 @@ class Weights(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Room for T tokens, or for B that are dealt with at a time.
+    """Buffers for T tokens, or for B that are dealt with at a time.
 
     The operands of products are as wide as panels have steps, and zero beyond their contents.
     """
@@ -54,8 +54,10 @@ class Buffers(NamedTuple):
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def normalise(x: Any, row: int, weight: Any, epsilon: Any, out: Any, to: int) -> None:
-    """out[to] = RMS norm of x[row]."""
-    total, values, normed = np.float32(0.0), x[row], out[to]
+    """Write the RMS norm of x[row] to out[to]."""
+    total = np.float32(0.0)
+    values = x[row]
+    normed = out[to]
     for c in range(len(weight)):
         total += values[c] * values[c]
     share = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + epsilon)
@@ -65,28 +67,34 @@ def normalise(x: Any, row: int, weight: Any, epsilon: Any, out: Any, to: int) ->
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _widths(q: Any, cache: Any) -> Any:
-    """Outputs of Q, K and V."""
+    """Return the output widths of Q, K and V."""
     return q.shape[1] * q.shape[2], cache.kv_heads * cache.k_dim, cache.kv_heads * cache.v_dim
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _project(layer: int, taken: Any, operand: Any, out: Any, work: Any, own: Any) -> None:
-    """Some halves of panels of Q's, K's and V's weights, which lie anywhere, but are counted as if in a row."""
-    panels, biases, widths = work.weights.panels, work.weights.biases, _widths(work.buffers.q, work.cache)
+    """Multiply by some halves of panels of Q's, K's and V's weights, which lie anywhere, but are counted as if in a
+    row."""
+    panels = work.weights.panels
+    biases = work.weights.biases
+    widths = _widths(work.buffers.q, work.cache)
     start = column = 0
     for part in range(V + 1):
         width = widths[part]
         halves = halves_of(width)
-        first, end = max(taken[0] - start, 0), min(taken[0] + taken[1] - start, halves)
+        first = max(taken[0] - start, 0)
+        end = min(taken[0] + taken[1] - start, halves)
         if first < end:
-            some, weights = (first, end - first), panels[layer, part]
+            some = (first, end - first)
+            weights = panels[layer, part]
             add_product(own.core, some, operand, weights, width, out, column, biases, layer, own.kind, own.tile)
-        start, column = start + halves, column + width
+        start = start + halves
+        column = column + width
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def pieces_in(part: int, tokens: int, work: Any) -> Any:
-    """Into how many pieces a phase is cut for so many tokens."""
+    """Return the number of pieces into which a phase is cut for `tokens` tokens."""
     if part in (NORM, MLP_NORM) or tokens == 0:
         return tokens
     if part == QKV:
@@ -101,14 +109,20 @@ def pieces_in(part: int, tokens: int, work: Any) -> Any:
 def do_part(
     part: int, layer: int, turn: int, block: Any, taken: Any, fresh: bool, x: Any, heads: Any, work: Any, own: Any
 ) -> None:
-    """A phase of a layer for a block: its first token, how many, and from which row of the buffers on it has room.
+    """Run a phase of a layer for a block: its first token, its length, and its first row in the buffers.
 
-    Of the phase's pieces those that are `taken`: the first, and how many; `fresh` if this core had none before. `x`
-    [T, hidden] is the residual, `heads` the operand that attention has made; `work` and `own` are as in phases.py.
+    `taken` are the phase's pieces to run: the first, and their number; `fresh` if this core had none before. `x` [T,
+    hidden] is the residual, `heads` the operand that attention has made; `work` and `own` are as in phases.py.
     """
     first, count, at = block
-    rows, weights, buffers, core, tile = x[first : first + count], work.weights, work.buffers, own.core, own.tile
-    hidden, inner, panels = buffers.hidden[at : at + count], buffers.inner[at : at + count], weights.panels
+    rows = x[first : first + count]
+    weights = work.weights
+    buffers = work.buffers
+    core = own.core
+    tile = own.tile
+    hidden = buffers.hidden[at : at + count]
+    inner = buffers.inner[at : at + count]
+    panels = weights.panels
     if part in (NORM, MLP_NORM):
         norm = weights.norms[layer, BEFORE_ATTENTION if part == NORM else BEFORE_MLP]
         for row in range(taken[0], taken[0] + taken[1]):
@@ -119,20 +133,26 @@ def do_part(
     elif part == PLACE:
         place(layer, turn, block, taken, work)
     elif part == OUT:
-        operand, out, biases = heads[first : first + count], panels[layer, O], weights.biases
+        operand = heads[first : first + count]
+        out = panels[layer, O]
+        biases = weights.biases
         prepare(fresh, operand, own.kind)
         add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.kind, tile)
     elif part == INNER:
-        gate, up, width = panels[layer, GATE], panels[layer, UP], weights.mlp_width
+        gate = panels[layer, GATE]
+        up = panels[layer, UP]
+        width = weights.mlp_width
         prepare(fresh, hidden, own.kind)
         gated(core, taken, hidden, gate, up, width, inner, own.kind, tile, own.other)
     else:
-        down, biases = panels[layer, DOWN], weights.biases
+        down = panels[layer, DOWN]
+        biases = weights.biases
         prepare(fresh, inner, own.kind)
         add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.kind, tile)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def every(pieces: int) -> Any:
-    """All pieces: the first, and how many. (A tuple of a literal would have all that takes it compiled once more.)"""
+    """Return all pieces: the first, and their number. (A tuple of a literal would have its callees compiled once
+    more.)"""
     return np.int64(0), np.int64(pieces)

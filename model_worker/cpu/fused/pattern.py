@@ -1,7 +1,7 @@
 """Recognises models made of norm, attention, norm and gated MLP (llama, mistral, qwen2, qwen3, phi3...), by structure.
 
-Knows what such a model is made of: its modules, and what their forward passes mention, which is how a multiplier or a
-rotation that is left out in some layers would show. Does not know names of models, nor how the parts are run.
+Knows the modules of such a model, and the names in their forward passes, which is how a multiplier or a rotation that
+is left out in some layers would show. Does not know names of models, nor how the weights are run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Packed = PackedLinear | Int8Linear
 
 
 def _mentioned(*modules: type[nn.Module]) -> set[str]:
-    """All attributes and globals that the forward passes of these modules name."""
+    """Collect all attributes and globals that the forward passes of these modules name."""
     return {name for module in modules for name in inspect.unwrap(module.forward).__code__.co_names}
 
 
@@ -54,22 +54,23 @@ _LAYER_CODE = _mentioned(llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer, phi3.
 _ATTENTION_CODE = _mentioned(
     llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention, phi3.Phi3Attention
 )
-_MLP_CODE, _NORM_CODE = _mentioned(llama.LlamaMLP, phi3.Phi3MLP), _mentioned(llama.LlamaRMSNorm)
+_MLP_CODE = _mentioned(llama.LlamaMLP, phi3.Phi3MLP)
+_NORM_CODE = _mentioned(llama.LlamaRMSNorm)
 
 
 class UnsupportedPattern(Exception):
-    """The model is not of the form that the stack computes; the message completes "since"."""
+    """The model does not match the stack's pattern; the message completes "since"."""
 
 
 class Projection(NamedTuple):
-    """Some output features of a packed module: all of them, or one of the parts that a model has joined."""
+    """Some output features of a packed module: all of them, or one of the projections that a model has joined."""
 
     linear: Packed
     first: int
     width: int
 
     def address_in(self, panels: NDArray[Any]) -> int:
-        """Where it begins in these panels of the module."""
+        """Return the projection's address in these panels of the module."""
         return int(panels.ctypes.data) + self.first // PANEL * int(panels[0].nbytes)
 
     @property
@@ -85,7 +86,7 @@ class Projection(NamedTuple):
 
 
 class Parts:
-    """The modules of a model, found by structure; raises UnsupportedPattern at the first that does not fit."""
+    """The weights of a decoder, found by structure; raises UnsupportedPattern at the first module that does not fit."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         model: Any = loaded.model
@@ -98,7 +99,9 @@ class Parts:
         _require(rotary == ["x", "position_ids"], "its rotary embedding differs by layer")
         self.embedding: nn.Module = decoder.embed_tokens
         self.rotary: nn.Module = decoder.rotary_emb
-        self._loaded, self._final_norm, self._layers = loaded, decoder.norm, list(decoder.layers)
+        self._loaded = loaded
+        self._final_norm = decoder.norm
+        self._layers = list(decoder.layers)
         self._check_layers()
         self.order = [loaded.attention.layer_of[layer.self_attn] for layer in self._layers]
         shape = loaded.attention.layout.layers[0]
@@ -124,7 +127,7 @@ class Parts:
         _require(plain, "its attention has a soft cap or sinks")
 
     def _check_shapes(self, shape: LayerShape) -> None:
-        """All layers alike, one kind of weights, and biases only where the kernel adds them."""
+        """Check that all layers are alike, with one kind of weights, and biases only where the kernel adds them."""
         _require(
             len({tuple(p.width for p in row) for row in self.projections}) == 1, "its layers have different widths"
         )
@@ -140,7 +143,7 @@ class Parts:
         _require((k, v) == heads and q % k == 0, "its projections are not those of its heads")
 
     def embedding_table(self) -> NDArray[Any] | None:
-        """[vocabulary, hidden] in the model's dtype, if rows of it are all that the embedding gives."""
+        """Return [vocabulary, hidden] in the model's dtype, if the embedding gives plain rows of it."""
         module = self.embedding
         if type(module) is not nn.Embedding or module.max_norm is not None or module.weight.dtype != self._loaded.dtype:
             return None
@@ -155,11 +158,11 @@ class Parts:
 
     @property
     def weight_bytes(self) -> int:
-        """What a pass reads at least."""
+        """Bytes that a pass reads at least."""
         return sum(linear.num_bytes for linear in self.linears)
 
     def operand_widths(self) -> tuple[int, int, int]:
-        """Input features, with padding, of what reads the hidden state, the heads and the MLP's inside."""
+        """Input features, with padding, of the products that read the hidden state, the heads and the MLP's inside."""
         rows = self.projections
         readers = (
             [self.head, *(row[i] for row in rows for i in (0, 1, 2, 4, 5))],
@@ -172,7 +175,7 @@ class Parts:
         return hidden, heads, inner
 
     def addresses(self, panels: Callable[[Packed], NDArray[Any]]) -> tuple[NDArray[np.int64], int]:
-        """Where the projections [L, 7] and lm_head lie in these panels of their modules."""
+        """Return the addresses of the projections [L, 7] and of lm_head in these panels of their modules."""
         rows = [[p.address_in(panels(p.linear)) for p in row] for row in self.projections]
         return np.array(rows), self.head.address_in(panels(self.head.linear))
 
@@ -208,15 +211,17 @@ def _require(condition: bool, reason: str) -> None:
 
 
 def _is(module: nn.Module, children: Collection[set[str]], code: set[str]) -> bool:
-    """Whether its children are one of these sets, and its forward pass names nothing but what `code` has."""
+    """Whether a module's children are one of these sets, and its forward pass names nothing outside `code`."""
     return {name for name, _ in module.named_children()} in children and _mentioned(type(module)) <= code
 
 
 def _projections(layer: Any, shape: LayerShape) -> list[Projection]:
-    """In the order of the kernel's names Q to DOWN."""
-    attention, mlp = layer.self_attn, layer.mlp
+    """Find the projections in the order of the kernel's names Q to DOWN."""
+    attention = layer.self_attn
+    mlp = layer.mlp
     if hasattr(attention, "qkv_proj"):
-        k, v = shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim
+        k = shape.kv_heads * shape.k_dim
+        v = shape.kv_heads * shape.v_dim
         joined = _projection(attention.qkv_proj)
         found = _split(joined, [joined.width - k - v, k, v])
     else:
@@ -242,7 +247,7 @@ def _split(joined: Projection, widths: list[int]) -> list[Projection]:
 
 
 def _epsilon(norm: nn.Module) -> float:
-    """Of an RMS norm."""
+    """Return the epsilon of an RMS norm."""
     alike = _is(norm, [set()], _NORM_CODE) and [name for name, _ in norm.named_parameters()] == ["weight"]
     _require(alike, "its norms are not RMS norms with one weight")
     epsilon = getattr(norm, "variance_epsilon", None)

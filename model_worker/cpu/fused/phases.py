@@ -1,11 +1,13 @@
-"""A whole stack of decoder layers in one compiled call, from embeddings to logits, and so for some passes in a row.
+"""A whole stack of decoder layers in one compiled call, from embeddings to logits, for one or several decode steps.
 
 Knows arrays as layer.py and attention.py do. A pass is a row of phases; each is cut into pieces that the cores of a
-team take, and those that are over at once are left to one core. Few tokens are multiplied by every core with its share
-of the weights; of many tokens each core takes some at a time through all of a layer but attention.
-Passes in a row are the turns of a team's job: those of a decode step and the steps after it, in which each sequence has
-the token that the turn before has drawn.
-Indices are not checked: what is out of place here corrupts memory. Does not know which models have this form (stack.py
+thread pool claim, and short phases are left to one core. Few tokens are multiplied by every core with its share of the
+weights; of many tokens each core takes some at a time through all of a layer but attention.
+
+Multi-step decode runs as the steps of one job: a decode step and the steps after it, in which each sequence has the
+token that the step before has drawn.
+
+Indices are not checked: one out of range corrupts memory. Does not know which models match this pattern (pattern.py
 does).
 """
 
@@ -46,29 +48,29 @@ from model_worker.cpu.threads import OVER, another_turn, begin, phase_of, take, 
 BEFORE, ATTEND, KEEP, AFTER, BEGIN, FINAL_NORM, SCREEN, CHOOSE, HEAD, AGREE, KINDS = range(PARTS, PARTS + 11)
 NO_LAYER = 1 + KINDS - FINAL_NORM
 LAYER = NORM, QKV, PLACE, BEFORE, ATTEND, KEEP, OUT, MLP_NORM, INNER, MLP_OUT, AFTER
+# Tokens of a block that one core takes through a layer: few enough that their buffers stay in its second-level cache,
+# enough that weights, which each core then reads for itself, do not hold it up.
 BLOCK_TOKENS = 64
-"""What a core takes of many tokens: few enough that all that becomes of them stays in its second-level cache, enough
-that weights, which each core then reads for itself, do not hold it up."""
+# Rows in a grain of work that is done token by token.
 GRAIN_ROWS = 4
-"""Of work that is done token by token."""
+# Phases with at most this many tokens run on one core: waking another takes longer.
 FEW_ROWS = 2
-"""So many tokens are dealt with sooner than another core hears of them."""
 
 
 class Inputs(NamedTuple):
-    """The tokens of a pass. Those of rows whose last token another pass draws are read when this one begins.
+    """The tokens of a pass. Rows whose last token another pass draws are read when this one begins.
 
-    In turns after the first these are all: token t is the last one of the row that logits t were for.
+    In steps after the first these are all: token t is the last one of the row that logits t were for.
     """
 
     tokens: NDArray[np.int64]  # [T], or nothing if x holds the embeddings already
-    rows: NDArray[np.int64]  # [T]: whose last token stands for this one; -1: nobody's
+    rows: NDArray[np.int64]  # [T]: whose last token stands for this one; -1: none
     last_tokens: NDArray[np.int64]  # [rows]
     table: NDArray[Any]  # [vocabulary, hidden]: embeddings
 
 
 class Outputs(NamedTuple):
-    """What a pass makes; `wanted` to `tokens` are as `pick_product` and `agree` know them."""
+    """The results of a pass; `wanted` to `tokens` are as in `argmax_product` and `reduce_argmax`."""
 
     logit_rows: NDArray[np.int64]  # [L]: tokens whose logits count
     wanted: NDArray[np.int64]  # [L]
@@ -76,17 +78,17 @@ class Outputs(NamedTuple):
     keys: NDArray[np.int32]  # [cores, L]
     places: NDArray[np.int64]  # [cores, L]
     tokens: NDArray[np.int64]  # [turns, L]
-    rows: NDArray[np.int64]  # [L]: whose last token this will be; -1: nobody's
+    rows: NDArray[np.int64]  # [L]: whose last token this will be; -1: none
     last_tokens: NDArray[np.int64]  # [rows]
     peaks: NDArray[np.int32]  # [L, panels of lm_head], as screened_head.py knows them, or nothing: not screened
     panels: NDArray[np.int64]  # [1 + panels]: how many of lm_head's panels are multiplied, and which
 
 
 class Kept(NamedTuple):
-    """Tokens whose logits count: from the last layer's attention on, the others are nobody's concern.
+    """Tokens whose logits are needed: the last layer computes no others after its attention.
 
-    They come in any order, and more than once if asked for so. If all T tokens count, in order, these are the arrays of
-    all, and nothing is `copied`.
+    They come in any order, and more than once if asked for so. If all T tokens are needed, in order, these are the
+    arrays of all, and nothing is `copied`.
     """
 
     x: NDArray[np.float32]  # [L, hidden]: the residual
@@ -95,7 +97,8 @@ class Kept(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Angles of rotary positions, and which of them each token has in the first turn; in each after it the next one."""
+    """The angles of rotary positions, and the index of each token's in the first step; it grows by one with each
+    step."""
 
     cos: NDArray[np.float32]  # [n, rotated elements]
     sin: NDArray[np.float32]
@@ -103,7 +106,7 @@ class Rotary(NamedTuple):
 
 
 class Work(NamedTuple):
-    """A forward pass, or several."""
+    """The arguments of a forward pass, or of several."""
 
     inputs: Inputs
     x: NDArray[np.float32]  # [T, hidden]: the residual, from the embeddings on
@@ -117,7 +120,7 @@ class Work(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What each core has for itself."""
+    """The buffers that each core has for itself."""
 
     core: int
     kind: Any  # of the weights, with digits of the operand if they are int8, as products.py knows it
@@ -130,17 +133,18 @@ class Own(NamedTuple):
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _embed(number: int, turn: int, inputs: Any, rows: Any, x: Any) -> None:
-    """The embedding of one token, widened."""
+    """Write the embedding of one token, widened."""
     row = inputs.rows[number] if turn == 0 else rows[number]
     token = inputs.tokens[number] if row < 0 else max(0, inputs.last_tokens[row])
-    vector, to = inputs.table[token], x[number]
+    vector = inputs.table[token]
+    to = x[number]
     for c in range(len(to)):
         to[c] = widened(vector[c])
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _kind(phase: int, layers: int) -> Any:
-    """What is done in a phase, and in which layer."""
+    """Return the kind of a phase, and its layer."""
     if phase == 0:
         return BEGIN, 0
     if phase <= layers * len(LAYER):
@@ -150,14 +154,17 @@ def _kind(phase: int, layers: int) -> Any:
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _blocks(tokens: int, cores: int) -> int:
-    """Into how many blocks many tokens are cut, as many for each core; 0 for few tokens."""
+    """Return the number of blocks into which many tokens are cut, as many for each core; 0 for few tokens."""
     return -(-tokens // (cores * BLOCK_TOKENS)) * cores if tokens >= cores * BLOCK_TOKENS else 0
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _fill_sizes(sizes: Any, last: bool, cores: int, work: Any) -> None:
-    """[kind, 2]: how many pieces a phase has, and how many of them are a grain; those of the last layer may differ."""
-    attention, outputs, tokens, wanted = work.attention, work.outputs, work.x.shape[0], work.kept.x.shape[0]
+    """Fill in [kind, 2]: the pieces of a phase, and the pieces of a grain; those of the last layer may differ."""
+    attention = work.attention
+    outputs = work.outputs
+    tokens = work.x.shape[0]
+    wanted = work.kept.x.shape[0]
     after = wanted if last else tokens
     sizes[BEFORE, 0], sizes[AFTER, 0] = _blocks(tokens, cores), _blocks(after, cores)
     for part in range(PARTS):
@@ -165,9 +172,11 @@ def _fill_sizes(sizes: Any, last: bool, cores: int, work: Any) -> None:
             sizes[part, 0] = pieces_in(part, tokens if part < OUT else after, work)
     sizes[ATTEND, 0] = len(attention.last_units if last else attention.units)
     sizes[KEEP, 0] = wanted if last and work.kept.copied else 0
-    sizes[BEGIN, 0], sizes[FINAL_NORM, 0] = tokens, wanted
+    sizes[BEGIN, 0] = tokens
+    sizes[FINAL_NORM, 0] = wanted
     sizes[SCREEN, 0], sizes[HEAD, 0] = outputs.peaks.size // max(wanted, 1), len(outputs.panels) - 1 if wanted else 0
-    sizes[CHOOSE, 0], sizes[AGREE, 0] = min(outputs.peaks.size, 1), 1
+    sizes[CHOOSE, 0] = min(outputs.peaks.size, 1)
+    sizes[AGREE, 0] = 1
     sizes[:, 1] = GRAIN_ROWS
     sizes[QKV, 1] = sizes[OUT, 1] = sizes[INNER, 1] = sizes[MLP_OUT, 1] = HALVES
     sizes[BEFORE, 1] = sizes[AFTER, 1] = sizes[ATTEND, 1] = 1
@@ -176,7 +185,7 @@ def _fill_sizes(sizes: Any, last: bool, cores: int, work: Any) -> None:
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _keep(taken: Any, rows: Any, x: Any, heads: Any, kept: Any) -> None:
-    """Copy what goes on of some tokens whose logits count."""
+    """Gather residual and heads of some tokens whose logits are needed."""
     for number in range(taken[0], taken[0] + taken[1]):
         kept.x[number] = x[rows[number]]
         kept.heads[number] = heads[rows[number]]
@@ -184,7 +193,7 @@ def _keep(taken: Any, rows: Any, x: Any, heads: Any, kept: Any) -> None:
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _over_at_once(phase: int, layers: int, tokens: int, sizes: Any) -> Any:
-    """Whether a phase is over before another core has heard of it."""
+    """Whether a phase is over before another core has woken for it."""
     kind, layer = _kind(phase, layers)
     pieces = sizes[int(layer == layers - 1), kind, 0]
     few = tokens if kind == PLACE else pieces
@@ -194,7 +203,7 @@ def _over_at_once(phase: int, layers: int, tokens: int, sizes: Any) -> Any:
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _agree(turn: int, outputs: Any) -> None:
-    """The largest tokens, also as the last ones of their rows."""
+    """Reduce the argmax of all cores, and write the tokens as the last ones of their rows."""
     tokens = outputs.tokens[turn]
     agree(outputs.keys, outputs.places, tokens)
     for row in range(len(outputs.rows)):
@@ -204,20 +213,33 @@ def _agree(turn: int, outputs: Any) -> None:
 
 @njit(inline="always")
 def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, work: Any, own: Any) -> None:
-    """Those of a phase's pieces that are `taken`: the first, and how many; `fresh` if this core had none before."""
-    first, end, x, heads = taken[0], taken[0] + taken[1], work.x, work.buffers.heads
-    weights, kept, outputs, hidden = work.weights, work.kept, work.outputs, work.buffers.hidden
+    """Run the pieces of a phase that are `taken`: the first, and their number; `fresh` if this core had none before."""
+    first = taken[0]
+    end = taken[0] + taken[1]
+    x = work.x
+    heads = work.buffers.heads
+    weights = work.weights
+    kept = work.kept
+    outputs = work.outputs
+    hidden = work.buffers.hidden
     if layer == len(weights.panels) - 1 and (kind == AFTER or OUT <= kind < PARTS):
-        x, heads = kept.x, kept.heads
+        x = kept.x
+        heads = kept.heads
     tokens = x.shape[0]
     if kind < PARTS or kind in (BEFORE, AFTER):
-        blocks, first_part, end_part = end - first, NORM if kind == BEFORE else OUT, OUT if kind == BEFORE else PARTS
+        blocks = end - first
+        first_part = NORM if kind == BEFORE else OUT
+        end_part = OUT if kind == BEFORE else PARTS
         if kind < PARTS:
-            blocks, first_part, end_part = 1, kind, kind + 1
+            blocks = 1
+            first_part = kind
+            end_part = kind + 1
         for number in range(first, first + blocks):
-            block, every_piece = (0, tokens, 0), kind >= PARTS
+            block = (0, tokens, 0)
+            every_piece = kind >= PARTS
             if every_piece:
-                begins, ends = tokens * number // pieces, tokens * (number + 1) // pieces
+                begins = tokens * number // pieces
+                ends = tokens * (number + 1) // pieces
                 block = begins, ends - begins, own.core * BLOCK_TOKENS
             for part in range(first_part, end_part):
                 some = every(pieces_in(part, block[1], work)) if every_piece else taken
@@ -233,14 +255,19 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
         for row in range(first, end):
             normalise(kept.x, row, weights.final_norm, weights.epsilon, hidden, row)
     elif kind == SCREEN:
-        kind_of_screen, width = own.screen_kind, outputs.logits.shape[1]
+        kind_of_screen = own.screen_kind
+        width = outputs.logits.shape[1]
         prepare(fresh, hidden[: len(outputs.peaks)], kind_of_screen)
         screen(taken, hidden, kind_of_screen, weights.screen, width, outputs.peaks, own.tile, own.bits)
     elif kind == CHOOSE:
         choose(hidden, weights.bounds, outputs.peaks, outputs.panels)
     elif kind == HEAD:
-        numbers, keys, places = outputs.panels[1 : 1 + pieces], outputs.keys[own.core], outputs.places[own.core]
-        wanted, logits, tile = outputs.wanted, outputs.logits, own.tile
+        numbers = outputs.panels[1 : 1 + pieces]
+        keys = outputs.keys[own.core]
+        places = outputs.places[own.core]
+        wanted = outputs.wanted
+        logits = outputs.logits
+        tile = own.tile
         prepare(fresh, hidden[: len(wanted)], own.kind)
         pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, own.kind, tile, own.bits)
     elif kind == AGREE:
@@ -248,38 +275,42 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
 
 
 def most_turns(layers: int) -> int:
-    """That one call can have."""
+    """Return the most steps that one call can have."""
     return OVER // (layers * len(LAYER) + NO_LAYER)
 
 
 @njit(nogil=True, cache=True)
 def run_stack(core: int, turns: int, counter: Any, work: Any, kind: Any, screen_kind: Any) -> None:
-    """One core's part of a forward pass, or of so many.
+    """Run one core's part of a forward pass, or of `turns` of them.
 
-    `kind` is that of the weights, `screen_kind` the screen's; their digits begin with the core.
+    `kind` is that of the weights, `screen_kind` the screen's; their fixed-point digits begin with the core.
     """
-    counter, work = borrowed(counter), borrowed(work)
-    layers, cores, tokens = len(work.weights.panels), len(work.outputs.keys), work.x.shape[0]
+    counter = borrowed(counter)
+    work = borrowed(work)
+    layers = len(work.weights.panels)
+    cores = len(work.outputs.keys)
+    tokens = work.x.shape[0]
     a_turn = layers * len(LAYER) + NO_LAYER
     end = min(OVER, turns * a_turn)
-    tiles, scratch = (
-        np.empty((2, TILE_ROWS, PANEL), np.float32),
-        attention_room(work.buffers.q, work.cache, work.attention),
-    )
-    tile, other = borrowed(tiles)[0], borrowed(tiles)[1]
+    tiles = np.empty((2, TILE_ROWS, PANEL), np.float32)
+    scratch = attention_room(work.buffers.q, work.cache, work.attention)
+    tile = borrowed(tiles)[0]
+    other = borrowed(tiles)[1]
     kinds = borrowed(kind_at(kind, core)), borrowed(kind_at(screen_kind, core))
     own = Own(core, kinds[0], kinds[1], tile, tile.view(np.int32), other, borrowed(scratch))
     sizes = np.zeros((2, KINDS, 2), np.int64)
     for last in range(2):
         _fill_sizes(sizes[last], last == 1, cores, work)
-    phase, alone = phase_of(counter), False
+    phase = phase_of(counter)
+    alone = False
     while phase < end:
         turn = phase // a_turn
         kind, layer = _kind(phase % a_turn, layers)
         pieces, grain = sizes[int(layer == layers - 1), kind]
         if kind == HEAD:
             pieces = work.outputs.panels[0]
-        done, taken = 0, every(pieces) if alone else take(counter, phase, pieces, grain, core, cores)
+        done = 0
+        taken = every(pieces) if alone else take(counter, phase, pieces, grain, core, cores)
         while taken[1] > 0:
             _do(kind, layer, turn, taken, done == 0, pieces, work, own)
             done += taken[1]

@@ -1,6 +1,6 @@
-"""What a token's projections become: rotated queries as operand of the scores, K and V in their slots of the cache.
+"""From a token's projections to rotated queries, as operand of the scores, and to K and V in their slots of the cache.
 
-Knows how blocks lie in memory (cache_dot.py): K as words [element step, token], V as [token step, element]; a word
+Knows the memory layout of blocks (cache_dot.py): K as words [element step, token], V as [token step, element]; a word
 is one float32 or two bfloat16. Sixteen elements at a time go through vector registers, from and to addresses: as loops
 over arrays, whose slices may overlap for all that a compiler knows, this took as long as a third of attention. Indices
 are not checked.
@@ -25,21 +25,24 @@ from model_worker.cpu.simd.vectors import load_lanes, round_lanes, store_lanes
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
 
+# Tokens of a piece, of one head: two lines of memory in each row of the keys of a block, and as many as a core takes
+# without delay.
 PIECE_TOKENS = 32
-"""Of one head: two lines of memory in each row of the keys of a block, and as many as a core takes without delay."""
 
 
 def _at(context: Any, builder: Any, kind: Any, value: Any, index: Any) -> Any:
-    """Where an element of a one-dimensional array lies."""
+    """Return the address of an element of a one-dimensional array."""
     return builder.gep(context.make_array(kind)(context, builder, value).data, [index])
 
 
 @intrinsic
 def _turn(typing: Any, head: Any, cos: Any, sin: Any, angle: Any, at: Any, half: Any, out: Any) -> Any:
-    """out[at + lane] and out[at + half + lane] = elements of float32 `head`, rotated by an angle, of sixteen lanes."""
+    """Rotate sixteen lanes: out[at + lane] and out[at + half + lane] = elements of float32 `head`, turned by an
+    angle."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds, places = signature.args, (args[4], builder.add(args[4], args[5]))
+        kinds = signature.args
+        places = (args[4], builder.add(args[4], args[5]))
         low, high = (load_lanes(builder, _at(context, builder, kinds[0], args[0], place)) for place in places)
         cosines, sines = (
             [
@@ -61,7 +64,7 @@ def _turn(typing: Any, head: Any, cos: Any, sin: Any, angle: Any, at: Any, half:
 
 @intrinsic
 def _copy(typing: Any, head: Any, at: Any, out: Any) -> Any:
-    """out[at + lane] = elements of float32 `head`, of sixteen lanes."""
+    """Copy sixteen lanes: out[at + lane] = elements of float32 `head`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = signature.args
@@ -74,9 +77,10 @@ def _copy(typing: Any, head: Any, at: Any, out: Any) -> Any:
 
 @intrinsic
 def _spread(typing: Any, values: Any, at: Any, memory: Any, word: Any, odd: Any) -> Any:
-    """Elements of sixteen lanes of float32 `values` into as many words from memory[word] on: bfloat16 into one half.
+    """Scatter sixteen lanes of float32 `values` into as many words from memory[word] on: bfloat16 into one half of
+    each.
 
-    What is in the other half stays: another core may write it at the same time.
+    The other half keeps its contents: another core may write it at the same time.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -86,7 +90,8 @@ def _spread(typing: Any, values: Any, at: Any, memory: Any, word: Any, odd: Any)
         if kinds[2].dtype == types.float32:
             builder.store(vector, builder.bitcast(place, FLOATS.as_pointer()), align=4)
             return context.get_dummy_value()
-        halves, bits = ir.VectorType(ir.IntType(16), 2 * LANES), ir.VectorType(ir.IntType(1), 2 * LANES)
+        halves = ir.VectorType(ir.IntType(16), 2 * LANES)
+        bits = ir.VectorType(ir.IntType(1), 2 * LANES)
         words = builder.zext(round_lanes(builder, vector), WORDS)
         kind = ir.FunctionType(ir.VoidType(), (halves, halves.as_pointer(), WORD, bits))
         function = builder.module.declare_intrinsic("llvm.masked.store.v32i16.p0", (), kind)
@@ -105,7 +110,8 @@ def _spread(typing: Any, values: Any, at: Any, memory: Any, word: Any, odd: Any)
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _normalise_head(head: int, weight: Any, epsilon: Any) -> None:
-    values, total = carray(pointer(head), (len(weight),), np.float32), np.float32(0.0)
+    values = carray(pointer(head), (len(weight),), np.float32)
+    total = np.float32(0.0)
     for d in range(len(weight)):
         total += values[d] * values[d]
     share = np.float32(1.0) / np.sqrt(total / np.float32(len(weight)) + epsilon)
@@ -120,11 +126,14 @@ def _rotate(head: int, dim: int, angle: int, rotary: Any, like: Any, to: int) ->
     float32 [dim] at the address `head`, as elements of `like` to the address `to`.
     """
     rotated = rotary.cos.shape[1]
-    half, values, out = rotated // 2, carray(pointer(head), (dim,), np.float32), carray(pointer(to), (dim,), like.dtype)
+    half = rotated // 2
+    values = carray(pointer(head), (dim,), np.float32)
+    out = carray(pointer(to), (dim,), like.dtype)
     for d in range(0, half - LANES + 1, LANES):
         _turn(values, rotary.cos, rotary.sin, angle, d, half, out)
     for d in range(half // LANES * LANES, half):
-        low, high = values[d], values[half + d]
+        low = values[d]
+        high = values[half + d]
         out[d] = element(low * rotary.cos[angle, d] - high * rotary.sin[angle, d], out)
         out[half + d] = element(high * rotary.cos[angle, half + d] + low * rotary.sin[angle, half + d], out)
     whole = rotated + (dim - rotated) // LANES * LANES
@@ -136,21 +145,24 @@ def _rotate(head: int, dim: int, angle: int, rotary: Any, like: Any, to: int) ->
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _keep_key(to: int, size: int, steps: int, rotated: int) -> None:
-    """Put one token's K where cache_dot.py expects it: from the address `rotated` to `to`."""
-    words, memory = carray(pointer(rotated), (steps,), np.uint32), carray(pointer(to), (steps * size,), np.uint32)
+    """Scatter one token's K as cache_dot.py expects it: from the address `rotated` to `to`."""
+    words = carray(pointer(rotated), (steps,), np.uint32)
+    memory = carray(pointer(to), (steps * size,), np.uint32)
     for step in range(steps):
         memory[step * size] = words[step]
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _keep_value(to: int, dim: int, offset: int, value: int, unused: int, like: Any) -> None:
-    """Put one token's V there, and zeros after it: their weight is 0, but 0 times what is no number is no number.
+    """Scatter one token's V, and zeros after it: their weight is 0, but 0 times a NaN is NaN.
 
     float32 [dim] at the address `value`, for token number `offset` of the group that begins at the address `to`.
     """
     part = LANE_BYTES // like.itemsize
-    values, memory = carray(pointer(value), (dim,), np.float32), carray(pointer(to), (dim * GROUP,), like.dtype)
-    first, odd = offset // part * part * dim, offset % part
+    values = carray(pointer(value), (dim,), np.float32)
+    memory = carray(pointer(to), (dim * GROUP,), like.dtype)
+    first = offset // part * part * dim
+    odd = offset % part
     for d in range(0, dim, LANES):
         _spread(values, d, memory, first + d * part, odd)
     for after in range(offset + 1, offset + 1 + unused):
@@ -161,30 +173,48 @@ def _keep_value(to: int, dim: int, offset: int, value: int, unused: int, like: A
 
 @njit(nogil=True, cache=True, **INSIDE)
 def pieces_of(tokens: int, q: Any, cache: Any) -> Any:
-    """Into how many pieces `place` is cut: a head of some tokens each, in the order of the projections."""
+    """Return the number of pieces of `rotate_and_write_kv`: a head of some tokens each, in the order of the
+    projections."""
     return (q.shape[1] + 2 * cache.kv_heads) * -(-tokens // PIECE_TOKENS)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def place(layer: int, turn: int, block: Any, taken: Any, work: Any) -> None:
-    """Turn the projections of a block of tokens, which are in the buffers: Q into `q`, K and V into the cache.
+    """Rotate the projections of a block of tokens, which are in the buffers: Q goes into `q`, K and V into the cache.
 
-    Arguments are as those of layer.py's parts. The pieces follow each other as the projections do, so that most are
+    Arguments are as those of layer.py's phases. The pieces follow each other as the projections do, so that most are
     taken by the core that has made them.
     """
     first, count, at = block
-    qkv, q, keys, cache, rotary = work.buffers.qkv, work.buffers.q, work.buffers.keys, work.cache, work.rotary
-    head_norms, epsilon = work.weights.head_norms[layer], work.weights.epsilon
-    heads, kv_heads, dim, v_dim = q.shape[1], cache.kv_heads, q.shape[2], cache.v_dim
-    steps, like, chunks = dim * cache.like.itemsize // LANE_BYTES, cache.like, -(-count // PIECE_TOKENS)
-    row_bytes, from_qkv, to_q, to_keys = qkv.shape[1] * LANE_BYTES, qkv.ctypes.data, q.ctypes.data, keys.ctypes.data
+    qkv = work.buffers.qkv
+    q = work.buffers.q
+    keys = work.buffers.keys
+    cache = work.cache
+    rotary = work.rotary
+    head_norms = work.weights.head_norms[layer]
+    epsilon = work.weights.epsilon
+    heads = q.shape[1]
+    kv_heads = cache.kv_heads
+    dim = q.shape[2]
+    v_dim = cache.v_dim
+    steps = dim * cache.like.itemsize // LANE_BYTES
+    like = cache.like
+    chunks = -(-count // PIECE_TOKENS)
+    row_bytes = qkv.shape[1] * LANE_BYTES
+    from_qkv = qkv.ctypes.data
+    to_q = q.ctypes.data
+    to_keys = keys.ctypes.data
     for piece in range(taken[0], taken[0] + taken[1]):
-        head, skipped = piece // chunks, piece % chunks * PIECE_TOKENS
+        head = piece // chunks
+        skipped = piece % chunks * PIECE_TOKENS
         kv = (head - heads) % kv_heads
         column = head * dim if head < heads + kv_heads else (heads + kv_heads) * dim + kv * v_dim
         for row in range(skipped, min(skipped + PIECE_TOKENS, count)):
-            token, part = first + row, from_qkv + (at + row) * row_bytes + column * LANE_BYTES
-            angle, number, offset = rotary.rows[token] + turn, cache.blocks[turn, token], cache.offsets[turn, token]
+            token = first + row
+            part = from_qkv + (at + row) * row_bytes + column * LANE_BYTES
+            angle = rotary.rows[token] + turn
+            number = cache.blocks[turn, token]
+            offset = cache.offsets[turn, token]
             if head < heads + kv_heads and head_norms.shape[1]:
                 _normalise_head(part, head_norms[0 if head < heads else 1], epsilon)
             if head < heads:

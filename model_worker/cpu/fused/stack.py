@@ -1,7 +1,7 @@
-"""Runs a model of the form that pattern.py recognises in one compiled call per forward pass.
+"""Runs a model that pattern.py recognises in one compiled call per forward pass.
 
-Knows how a batch and the KV cache become the arguments of that call. Weights are not copied: the stack reads those
-that the packed modules hold. A stack serves only after it has given the logits of the model's own forward pass.
+Knows how a batch and the KV cache become the arguments of that call. Weights are not copied: the stack reads those that
+the packed modules hold. A stack serves only after it has given the logits of the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -45,37 +45,39 @@ _NO_WINDOW = 1 << 40
 # Angles of positions below this are computed once and kept; beyond, they are computed anew in each pass.
 _KEPT_POSITIONS = 1 << 15
 _NO_PEAKS = np.empty((0, 0), np.int32)
+# Smallest model, in weight bytes, that launches ahead: a pass must take over 1 ms.
 WORTH_RUNNING_AHEAD = 32 << 20
-"""Bytes of weights from which on a pass takes so long (a millisecond and more) that other work is done meanwhile."""
 
+# Most tokens of a pass that reads bf12 weights: with more, arithmetic is the bottleneck, and bf12 takes more of it.
 COMPACT_ROWS = 8
-"""Up to so many tokens a pass reads compact weights: more of them wait for arithmetic, of which these take more."""
+# Weight bytes from which on weights come from memory in each pass, and not from a cache.
 WORTH_COMPACTING = 32 << 20
-"""Bytes of weights from which on they come from memory in each pass."""
+# Share of free memory that bf12 weights, which are a second copy, may take.
 COMPACT_SHARE = 1 / 8
-"""Of free memory: what compact weights, which are a second copy, may take."""
+# Most bytes of the bf12 copy, exceptions included, over the bytes of the weights.
 MOST_COMPACT = 0.8
-"""Of the bytes of weights: what the copy takes, with some exceptions."""
 
 
 class Drawn(NamedTuple):
-    """Tokens that passes leave to later ones, which may begin before anybody has read them."""
+    """Deferred tokens: passes leave them to later ones, which may begin before they have been read."""
 
     unread: NDArray[np.int64]  # [T]: the row whose last token stands for this one; -1: it is known
-    rows: NDArray[np.int64]  # [L]: the row whose last token this pass draws; -1: nobody's
+    rows: NDArray[np.int64]  # [L]: the row whose last token this pass draws; -1: none
     last_tokens: NDArray[np.int64]  # [rows]
 
 
 class Passes:
-    """Some passes in a row that were begun, of which each has the tokens that the one before has drawn."""
+    """Launched passes in a row, of which each has the tokens that the one before has drawn."""
 
     def __init__(self, job: Job, tokens: NDArray[np.int64], screen: Screen | None) -> None:
-        self._job, self._tokens, self._screen = job, tokens, screen
+        self._job = job
+        self._tokens = tokens
+        self._screen = screen
+        # The number of passes.
         self.count = len(tokens)
-        """How many there are."""
 
     def wait(self, number: int) -> NDArray[np.int64]:
-        """Helps until the pass with this number, from 0 on, is over; returns its tokens [L], -1 for one not finite."""
+        """Help until pass `number`, from 0 on, is over. Returns its tokens [L], -1 for one that is not finite."""
         self._job.finish(number + 1)
         if self._screen is not None:
             self._screen.look_back()
@@ -83,12 +85,13 @@ class Passes:
         return tokens
 
     def stop(self) -> None:
-        """Lets the pass in progress be the last; `count` says then how many there are."""
+        """Make the pass in progress the last, and set `count` accordingly."""
         self.count = self._job.stop()
 
 
 def fused_stack(loaded: LoadedModel) -> FusedStack | None:
-    """The stack of a model of the right form whose linear modules are packed, or None and a line in the log."""
+    """Make the stack of a model that matches the pattern and whose linear modules are packed, else log why not:
+    None."""
     try:
         return FusedStack(loaded)
     except UnsupportedPattern as reason:
@@ -99,7 +102,7 @@ def fused_stack(loaded: LoadedModel) -> FusedStack | None:
 
 
 class Compact(NamedTuple):
-    """The same weights in their compact form."""
+    """The weights in bf12."""
 
     matrices: list[CompactPanels]  # own the memory
     panels: NDArray[np.int64]  # as in Weights
@@ -107,27 +110,31 @@ class Compact(NamedTuple):
 
 
 class FusedStack:
-    """Weights of a model as one compiled call takes them, and buffers that grow with the largest batch."""
+    """The weights of a model as one compiled call takes them, and buffers that grow with the largest batch."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         parts = Parts(loaded)
         # The modules own the memory that the addresses in `weights` point to.
-        self._embedding, self._table = parts.embedding, parts.embedding_table()
-        self._rotary, self._modules = parts.rotary, parts
-        self._vocab_size, self._order = loaded.vocab_size, parts.order
+        self._embedding = parts.embedding
+        self._table = parts.embedding_table()
+        self._rotary = parts.rotary
+        self._modules = parts
+        self._vocab_size = loaded.vocab_size
+        self._order = parts.order
         self._layout = loaded.attention.layout.layers[0]
         self._q_heads = parts.q_heads
         self._cores = torch.get_num_threads()
         params = [loaded.attention.params[layer] for layer in parts.order]
         self._scales = np.array([layer.scale * LOG2_E for layer in params], np.float32)
         self._windows = np.array([layer.sliding_window or _NO_WINDOW for layer in params], np.int64)
-        self._weights, self._widths = parts.weights(), parts.operand_widths()
+        self._weights = parts.weights()
+        self._widths = parts.operand_widths()
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
         self._screen: Screen | None = None
         self._compact: Compact | None = None
         head = parts.head.linear
         if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING and head.in_features <= MOST_INPUTS:
-            # Passes give the same without it: nobody waits.
+            # Passes give the same without it, so none waits for it.
             Thread(target=self._make_screen, args=(head,), name="screen").start()
         count = -(-self._vocab_size // PANEL)
         self._every_panel = np.concatenate([[count], np.arange(count)])
@@ -165,12 +172,12 @@ class FusedStack:
 
     @property
     def compacts(self) -> bool:
-        """Whether few tokens read compact weights from now on, for those who would measure or test it."""
+        """Whether few tokens read bf12 weights from now on; for measurements and tests."""
         return self._compact is not None
 
     @property
     def screens(self) -> bool:
-        """Whether lm_head is screened from now on, for those who would measure or test it."""
+        """Whether lm_head is screened from now on; for measurements and tests."""
         return self._screen is not None
 
     def fits(self, block_size: int) -> bool:
@@ -182,56 +189,62 @@ class FusedStack:
         return self._run(batch, cache, _every(batch))[0]
 
     def pick(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Tensor]:
-        """Likewise, but the largest token of each of the L rows (-1: not finite), and the logits of those `wanted`."""
+        """Write the batch's tokens into the cache and return the argmax of each of the L rows.
+
+        It is -1 where the logits are not finite. The second result is the logits of the rows `wanted`.
+        """
         rows = np.where(wanted, np.cumsum(wanted) - 1, -1)
         logits, _, tokens = self._run(batch, cache, rows)
         return tokens, logits
 
     def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Also what the logits were made of, float32 [L, hidden]."""
+        """Return the logits, and the hidden states that they were made of, float32 [L, hidden]."""
         logits, residual, _ = self._run(batch, cache, _every(batch))
         shares = torch.rsqrt(residual.square().mean(-1, keepdim=True) + float(self._weights.epsilon))
         return logits, residual * shares * torch.from_numpy(self._weights.final_norm)
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether passes may and should be begun before the tokens of the one before are read."""
+        """Whether passes may and should be launched before the tokens of the one before are read."""
         return self._cores > 1 and self._table is not None and self._modules.weight_bytes >= WORTH_RUNNING_AHEAD
 
     def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Drawn, passes: int = 1) -> Passes:
-        """As `pick` for no logits, while the caller does something else; decode steps so many times, or fewer.
+        """Launch argmax passes while the caller does something else; decode steps `passes` times, or fewer.
 
         The block tables must hold the tokens of all. The caller helps when it waits. Passes must be waited for in the
-        order of their begin.
+        order of their launch.
         """
         passes = min(passes, most_turns(len(self._windows))) if batch.decodes else 1
         return self._begun(batch, cache, np.full(len(drawn.rows), -1), drawn, passes)[0]
 
     def warm_up(self, batch: ForwardBatch, cache: KVCache) -> None:
-        """Of what passes in a row take, compiles what a pass alone does not; `batch` is a decode step."""
-        nobody = np.full(batch.num_tokens, -1)
-        passes = self.begin(batch, cache, Drawn(nobody, nobody, np.empty(0, np.int64)))
+        """Compile the parts of several passes in a row that a single pass does not use; `batch` is a decode step."""
+        no_row = np.full(batch.num_tokens, -1)
+        passes = self.begin(batch, cache, Drawn(no_row, no_row, np.empty(0, np.int64)))
         passes.stop()
         passes.wait(0)
 
     def _run(
         self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
-        """Logits of rows that have a place in `wanted`, the residual [L, hidden] after all layers, largest tokens."""
-        nobody = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
-        passes, logits, residual = self._begun(batch, cache, wanted, nobody, 1)
+        """Run a pass. Returns logits of rows that have a place in `wanted`, the final residual [L, hidden], and the
+        argmax."""
+        none_deferred = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
+        passes, logits, residual = self._begun(batch, cache, wanted, none_deferred, 1)
         tokens = passes.wait(0)
         return torch.from_numpy(logits), torch.from_numpy(residual), tokens
 
     def _begun(
         self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn, passes: int
     ) -> tuple[Passes, NDArray[np.float32], NDArray[np.float32]]:
-        """Also the logits, and the residual of tokens whose logits count, as they will be."""
+        """Launch passes. Also returns their logits, and the residual of tokens whose logits are needed, as they will
+        be."""
         if self._may_compact:
-            # Not before kernels may be called. Passes give the same without it: nobody waits.
+            # Not before kernels may be called. Passes give the same without it.
             self._may_compact = False
             Thread(target=self._make_compact, name="compact", daemon=True).start()
-        largest, screen = Largest(self._cores, len(wanted), passes), self._screen
+        largest = Largest(self._cores, len(wanted), passes)
+        screen = self._screen
         greedy = 0 < len(wanted) <= SCREENED_ROWS and int(wanted.max()) < 0
         if not greedy or (screen is not None and not screen.pays()):
             screen = None
@@ -249,14 +262,16 @@ class FusedStack:
         )
         inputs, x = self._embedded(batch, drawn)
         buffers = self._buffers(max(batch.num_tokens, len(wanted)))
-        weights, kind = self._weights, self._kind
+        weights = self._weights
+        kind = self._kind
         if self._compact is not None and max(batch.num_tokens, len(wanted)) <= COMPACT_ROWS:
             weights = weights._replace(panels=self._compact.panels, head=self._compact.head)
             kind = kind._replace(compact=True)
         kept = Kept(x, buffers.heads, copied=False)
         last_tokens = None if _every_token(batch) else batch.logit_positions.numpy()
         if last_tokens is not None:
-            few, heads = np.empty((len(wanted), x.shape[1]), x.dtype), buffers.heads
+            few = np.empty((len(wanted), x.shape[1]), x.dtype)
+            heads = buffers.heads
             kept = Kept(few, np.empty((len(wanted), heads.shape[1]), heads.dtype), copied=True)
         work = Work(
             inputs=inputs,
@@ -273,7 +288,7 @@ class FusedStack:
         return Passes(job, outputs.tokens, screen), outputs.logits, kept.x
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
-        """The tokens, and room for their embeddings; or these, where the module must make them."""
+        """Return the tokens, and a buffer for their embeddings; filled, where the module must make them."""
         tokens = batch.tokens.numpy()
         if self._table is not None and batch.embeddings is None:
             x = np.empty((len(tokens), len(self._weights.final_norm)), np.float32)
@@ -299,7 +314,8 @@ class FusedStack:
         if cache not in self._caches:
             k, v = ([memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
             keep_in_huge_pages([*k, *v], written=False)
-            shape, nothing = self._layout, np.empty(0, np.int64)
+            shape = self._layout
+            nothing = np.empty(0, np.int64)
             known = Cache(
                 k=np.array([array.ctypes.data for array in k]),
                 v=np.array([array.ctypes.data for array in v]),
@@ -319,10 +335,11 @@ class FusedStack:
         return known._replace(blocks=blocks, offsets=offsets, unused=_unused(batch, offsets))
 
     def _attention(self, batch: ForwardBatch, last_tokens: NDArray[np.int64] | None) -> Attention:
-        """`last_tokens` are those that attend in the last layer; None: all."""
+        """Make the attention of a batch. `last_tokens` are those that attend in the last layer; None: all."""
         layer = self._layout
         plan = plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
-        tables, last_units = batch.block_tables.numpy(), plan.units
+        tables = batch.block_tables.numpy()
+        last_units = plan.units
         if last_tokens is not None:
             last_units = units_with(plan, last_tokens, batch.num_tokens)
         return Attention(tables, plan.tiles, plan.members, plan.units, last_units, self._scales, self._windows)
@@ -335,7 +352,8 @@ class FusedStack:
     def _make_room(self, tokens: int) -> tuple[Buffers, Kind]:
         layer, (hidden, heads, inner), operand = self._layout, self._widths, operand_dtype(self._element)
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
-        kind, widest = kind_for(self._element), width_of(max(self._widths))
+        kind = kind_for(self._element)
+        widest = width_of(max(self._widths))
         if may_be_compact(kind):
             kind = kind._replace(compact=False)
         if self._int8:
@@ -353,7 +371,7 @@ class FusedStack:
 
 
 def has_room_for_compact(weight_bytes: int) -> bool:
-    """Whether a compact copy of so many bytes of weights is a small part of the memory that is left."""
+    """Whether a bf12 copy of so many bytes of weights is a small part of the memory that is left."""
     return MOST_COMPACT * weight_bytes <= COMPACT_SHARE * free_memory()
 
 
@@ -368,7 +386,7 @@ def _every(batch: ForwardBatch) -> NDArray[np.int64]:
 
 
 def _slots(batch: ForwardBatch, passes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Blocks of the tokens of some passes, and their places in them: [passes, T] each."""
+    """Return the blocks of the tokens of some passes, and their places in them: [passes, T] each."""
     blocks, offsets = np.divmod(batch.slots.numpy()[None], batch.block_size)
     if passes == 1:
         return blocks, offsets
@@ -379,7 +397,7 @@ def _slots(batch: ForwardBatch, passes: int) -> tuple[NDArray[np.int64], NDArray
 
 
 def _unused(batch: ForwardBatch, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each token how many zeros must follow it in its group: see Cache."""
+    """Return for each token how many zeros must follow it in its group: see Cache."""
     if batch.max_query == 1:
         return np.where(offsets % GROUP == 0, GROUP - 1, 0)
     last = batch.query_start.numpy()[1:].astype(np.int64) - 1

@@ -1,7 +1,7 @@
 """Linear layers with int8 weights and a float32 scale for each output; activations keep their dtype.
 
-Knows how a weight is rounded, and the one order in which it lies in memory, which the modules here and the fused stack
-both read. Does not know models, nor how a product is computed (gemm/products.py does).
+Knows how a weight is quantized, and the one order in which it lies in memory, which the modules here and the fused
+stack both read. Does not know models, nor how a product is computed (gemm/products.py does).
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ LARGEST = 127
 
 
 class Rounded(NamedTuple):
-    """A weight [out, in] as whole numbers from -127 to 127 and a factor for each output."""
+    """A quantized weight [out, in]: integers from -127 to 127, and a scale for each output."""
 
     values: Tensor
     scales: Tensor
 
     @property
     def weight(self) -> Tensor:
-        """What it says, in float32."""
+        """Return the dequantized weight, in float32."""
         return self.values * self.scales[:, None]
 
 
 def rounded(weight: Tensor) -> Rounded:
-    """The nearest of 255 evenly spaced values, the greatest of which is each output's greatest weight."""
+    """Quantize a weight to the nearest of 255 evenly spaced values, the greatest of which is each output's greatest
+    weight."""
     exact = weight.detach().float()
     peaks = exact.abs().amax(dim=1)
     scales = torch.where(peaks > 0, peaks / LARGEST, 1.0)
@@ -55,8 +56,9 @@ class Int8Linear(PanelLinear):
 
     @property
     def weight(self) -> Tensor:
-        """What the integers say."""
-        memory, steps = torch.from_numpy(self.panels), self.input_width // WORD_BYTES
+        """Return the dequantized weight."""
+        memory = torch.from_numpy(self.panels)
+        steps = self.input_width // WORD_BYTES
         scales = memory[:, :SCALE_BYTES].contiguous().view(torch.float32).reshape(-1)
         words = memory[:, SCALE_BYTES:].reshape(-1, steps, PANEL, WORD_BYTES)[..., PLACES]
         values = words.transpose(1, 2).reshape(-1, self.input_width).float() - OFFSET
@@ -69,9 +71,10 @@ class Int8Linear(PanelLinear):
 
 
 def int8_panels(weight: Rounded) -> Tensor:
-    """What Int8Linear.panels describes."""
+    """Reorder a quantized weight as Int8Linear.panels describes."""
     outputs, inputs = weight.values.shape
-    count, width = -(-outputs // PANEL), width_of(inputs)
+    count = -(-outputs // PANEL)
+    width = width_of(inputs)
     panels = torch.empty(count, SCALE_BYTES + width * PANEL, dtype=torch.uint8)
     scales = functional.pad(weight.scales, (0, count * PANEL - outputs)).reshape(count, PANEL)
     values = functional.pad(weight.values, (0, width - inputs, 0, count * PANEL - outputs))

@@ -2,7 +2,7 @@
 
 Knows how to swap the plain linear modules of a loaded model, for these or for int8 ones, and how oneDNN's order looks
 in memory, which is the same on processors with AVX-512, so that it too can read the one copy there is. Does not know
-any architecture, nor what a layer is for.
+any architecture, nor the purpose of a layer.
 """
 
 from __future__ import annotations
@@ -82,9 +82,10 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
 
 
 def _panels_of(packed: Tensor, weight: Tensor) -> NDArray[np.uint32] | None:
-    """oneDNN's memory as panels, if it lies in this order."""
+    """Return oneDNN's memory as panels, if it lies in this order."""
     outputs, inputs = weight.shape
-    count, size = -(-outputs // PANEL), int(torch.ops.mkldnn._nbytes(packed))
+    count = -(-outputs // PANEL)
+    size = int(torch.ops.mkldnn._nbytes(packed))
     steps = size // (count * PANEL * LANE_BYTES)
     if size != count * PANEL * LANE_BYTES * steps or steps * LANE_BYTES < inputs * weight.itemsize:
         return None
@@ -96,7 +97,7 @@ def _panels_of(packed: Tensor, weight: Tensor) -> NDArray[np.uint32] | None:
 
 
 def _panels(weight: Tensor, steps: int | None = None) -> NDArray[np.uint32]:
-    """A plain weight as panels of so many steps, or as few as it takes."""
+    """Reorder a plain weight as panels of `steps` steps, or as few as it takes."""
     outputs, inputs = weight.shape
     width = (steps or -(-inputs * weight.itemsize // LANE_BYTES)) * LANE_BYTES // weight.itemsize
     padded = functional.pad(weight, (0, width - inputs, 0, -outputs % PANEL))
@@ -106,7 +107,7 @@ def _panels(weight: Tensor, steps: int | None = None) -> NDArray[np.uint32]:
 
 
 def round_linears(model: nn.Module) -> dict[nn.Module, Rounded]:
-    """Give every plain linear module of a CPU model the weight that int8 can say. Returns what it says for each.
+    """Quantize the weight of every plain linear module of a CPU model to int8. Returns the quantized weight of each.
 
     A weight that another module shares, such as a tied embedding's, stays there as it is.
     """
@@ -121,10 +122,10 @@ def round_linears(model: nn.Module) -> dict[nn.Module, Rounded]:
 def pack_linears(
     model: nn.Module, progress: Progress | None = None, said: dict[nn.Module, Rounded] | None = None
 ) -> list[PackedLinear | Int8Linear]:
-    """Swap every plain linear module of a CPU model for a packed one that is proven equal. Returns the packed ones.
+    """Swap every plain linear module of a CPU model for a packed one that is verified. Returns the packed ones.
 
-    Those that `round_linears` has rounded become int8 ones, and leave `said`, so that no weight is kept twice. One that
-    another module shares, such as a tied embedding's, stays there beside its packed copy.
+    Those that `quantize_linears` has quantized become int8 ones, and leave `quantized`, so that no weight is kept
+    twice. One that another module shares, such as a tied embedding's, stays there beside its packed copy.
     """
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     linears = [(parent, name, child) for parent, name, child in found if _is_plain(child)]
@@ -165,7 +166,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _can_be_rounded(weight: Tensor) -> bool:
-    """Whether int8 has numbers for it, and products with it stay within 32 bits."""
+    """Whether int8 can represent the weight, and products with it stay within 32 bits."""
     return weight.shape[1] <= MOST_INPUTS and bool(torch.isfinite(weight).all())
 
 
@@ -176,14 +177,16 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _proven(linear: nn.Module, said: Rounded | None) -> PackedLinear | Int8Linear | None:
-    """The packed form of a linear module, if it computes the same."""
-    weight, bias = _weight(linear), linear.bias
+    """Return the packed form of a linear module, if it computes the same."""
+    weight = _weight(linear)
+    bias = linear.bias
     assert bias is None or isinstance(bias, Tensor)
     packed: PackedLinear | Int8Linear
     with torch.inference_mode():
         packed = PackedLinear(weight, bias) if said is None else Int8Linear(said, bias, weight.dtype)
         x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-        want, got = linear(x).float(), packed(x).float()
+        want = linear(x).float()
+        got = packed(x).float()
     # A weight that is all zeros leaves nothing to divide by; its packed form must be exact then.
     error = (got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)
     return packed if float(error) < TOLERANCE[weight.dtype] else None

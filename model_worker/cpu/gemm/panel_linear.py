@@ -19,7 +19,8 @@ from model_worker.cpu.simd.dot_bf16 import operand_dtype
 from model_worker.cpu.threads import team
 
 # Waking the other cores takes tens of microseconds: less work than this is done by one.
-_BYTES_PER_CORE, _FLOPS_PER_CORE = 1_000_000, 4_000_000
+_BYTES_PER_CORE = 1_000_000
+_FLOPS_PER_CORE = 4_000_000
 
 
 class PanelLinear(nn.Module, ABC):
@@ -37,7 +38,7 @@ class PanelLinear(nn.Module, ABC):
     @property
     @abstractmethod
     def weight(self) -> Tensor:
-        """The weight in its plain order, made anew: for models that look at it outside of forward."""
+        """Return a new copy of the weight in its plain order, for models that look at it outside of forward."""
 
     @property
     @abstractmethod
@@ -49,10 +50,11 @@ class PanelLinear(nn.Module, ABC):
         return self.panels.nbytes
 
     def multiply(self, x: Tensor, int8: bool) -> Tensor:
-        """x . weight + bias by our own kernel."""
+        """Compute x . weight + bias by our own kernel."""
         rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
         padded = functional.pad(rows, (0, self.input_width - self.in_features)).contiguous()
-        out, cores = torch.empty(len(rows), self.out_features, dtype=self.dtype), self._cores(len(rows))
+        out = torch.empty(len(rows), self.out_features, dtype=self.dtype)
+        cores = self._cores(len(rows))
         element = _numbers(out).dtype
         operand = _numbers(padded if operand_dtype(element) == element else padded.float())
         kind = int8_kind_for(element, cores, len(rows), operand.size) if int8 else kind_for(element)
@@ -67,6 +69,6 @@ class PanelLinear(nn.Module, ABC):
 
 
 def _numbers(tensor: Tensor) -> NDArray[Any]:
-    """A tensor as numpy sees it; bfloat16 as its bits."""
+    """View a tensor as numpy sees it; bfloat16 as its bits."""
     array: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array

@@ -1,8 +1,8 @@
-"""Products of a few or many rows with packed weights, shared out to the cores of a team, and what follows each of them.
+"""Products of a few or many rows with packed weights, shared out to the cores of a thread pool, and their epilogues.
 
-Knows the kinds of panels: those of packed_linear.py, whose words are float32 or bfloat16, their compact form (bf12.py),
-and the int8 ones of int8_linear.py, which begin with their scales. Sums are float32 in the end. Does not know what is
-multiplied. Indices are not checked.
+Knows the kinds of panels: those of packed_linear.py, whose words are float32 or bfloat16, their bf12 form (bf12.py),
+and the int8 ones of int8_linear.py, which begin with their scales. Sums are float32 in the end. Does not know the
+meaning of operands. Indices are not checked.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ from model_worker.cpu.threads import begin, take, wait, was_last
 
 overload: Any = numba.extending.overload
 
-PANEL, HALF, LANE_BYTES = 64, 32, 4
+PANEL = 64
+HALF = 32
+LANE_BYTES = 4
+# Bytes of scales at the beginning of an int8 panel: a float32 for each output.
 SCALE_BYTES = PANEL * LANE_BYTES
-"""What an int8 panel begins with: a float32 for each output."""
+# Halves of a panel: the pieces of most products; a core takes whole panels, but of the last one a half.
 HALVES = 2
-"""Of a panel. They are the pieces of most products; a core takes whole panels, but of the last one a half."""
+# Panels of lm_head, the longest product, whose pieces they are, that a core takes at a time: some tens of microseconds.
 HEAD_PANELS = 8
-"""Panels of the longest product, whose pieces they are, that a core takes at a time: some tens of microseconds."""
 
 
 class Kind(NamedTuple):
-    """What kind of weights a product has."""
+    """The kind of a product's weights."""
 
     like: NDArray[Any]  # any array of the model's element type: uint16 stands for bfloat16
     digits: Digits | None  # None: panels are words of elements; for int8 panels, room for the operand
@@ -52,23 +54,27 @@ class Kind(NamedTuple):
 
 
 def kind_for(element: Any) -> Kind:
-    """Panels of words of this element type."""
+    """Return the kind of panels of words of this element type."""
     return Kind(np.empty(1, element), None)
 
 
 def may_be_compact(kind: Kind) -> bool:
-    """Whether there is a compact form of these panels, and instructions for it."""
+    """Whether there is a bf12 form of these panels, and instructions for it."""
     return HAS_COMPACT and kind.digits is None and kind.like.dtype == np.uint16
 
 
 def int8_kind_for(element: Any, cores: int, rows: int, elements: int) -> Kind:
-    """int8 panels in a model of this element type, whose operands have at most so many rows and elements."""
+    """Return the kind of int8 panels in a model of this element type.
+
+    Operands have at most `rows` rows and `elements` elements.
+    """
     like = np.empty(1, element)
     return Kind(like, room_for(cores, rows, elements, like))
 
 
 def kind_at(kind: Kind, core: int) -> Any:
-    """With a core's own digits; for compiled callers, whose types must not leave open whether there are any."""
+    """Return the kind with a core's own digits; for compiled callers, whose types must not leave open if there are
+    any."""
     return kind if kind.digits is None else kind._replace(digits=Digits(*(array[core] for array in kind.digits)))
 
 
@@ -94,14 +100,14 @@ def _prepare(operand: Any, like: Any, digits: Any) -> None:
 
 @njit(nogil=True, cache=True, **INSIDE)
 def prepare(fresh: bool, operand: Any, kind: Any) -> None:
-    """What a core does before its first piece of a product: operands of bytes are split into digits."""
+    """Prepare a core for its first piece of a product: operands of bytes are split into fixed-point digits."""
     if fresh:
         _prepare(operand, kind.like, kind.digits)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _steps(operand: Any, like: Any, digits: Any) -> Any:
-    """Of each panel of weights as wide as the operand."""
+    """Return the steps of each panel of weights as wide as the operand."""
     if digits is None:
         return operand.shape[1] * like.itemsize // LANE_BYTES
     return width_of(operand.shape[1]) // LANE_BYTES
@@ -116,7 +122,8 @@ def _is_compact(compact: Any) -> bool:
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _find_panel(operand: Any, panels: int, unit: int, like: Any, digits: Any, compact: Any) -> Any:
-    steps, half = _steps(operand, like, digits), (unit % HALVES) * HALF * LANE_BYTES
+    steps = _steps(operand, like, digits)
+    half = (unit % HALVES) * HALF * LANE_BYTES
     size = steps * STEP_BYTES
     if digits is None:
         if _is_compact(compact):
@@ -129,8 +136,10 @@ def _find_panel(operand: Any, panels: int, unit: int, like: Any, digits: Any, co
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _panel(operand: Any, panels: int, unit: int, kind: Any) -> Any:
-    """Addresses of half panel number `unit`, and of its scales if it has any; of a compact one of the panel that it is
-    half of, and which half."""
+    """Return the addresses of half panel number `unit`, and of its scales if it has any.
+
+    For a bf12 panel: the address of the panel that it is half of, and which half.
+    """
     return _find_panel(operand, panels, unit, kind.like, kind.digits, kind.compact)
 
 
@@ -143,27 +152,28 @@ def _piece_rows(like: Any, digits: Any) -> Any:
 
 @njit(nogil=True, cache=True, **INSIDE)
 def pieces_of_rows(rows: int, kind: Any) -> Any:
-    """Into how many pieces rows are cut: so few rows in each that their sums stay in registers."""
+    """Return the number of pieces into which rows are cut: so few rows in each that their sums stay in registers."""
     return -(-rows // _piece_rows(kind.like, kind.digits))
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _piece(rows: int, pieces: int, piece: int) -> Any:
-    """The first row of a piece, and how many it has."""
+    """Return the first row of a piece, and its number of rows."""
     first = rows * piece // pieces
     return first, rows * (piece + 1) // pieces - first
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def halves_of(width: int) -> int:
-    """Pieces of a product: halves of panels. The last half may have no output."""
+    """Return the pieces of a product: halves of panels. The last half may have no output."""
     return HALVES * -(-width // PANEL)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def _following(unit: int, taken: Any, halves: int, core: int) -> int:
-    """Where this core goes on after the panel of half number `unit`: with what it has `taken`, the first half and how
-    many, or where it will most likely take more.
+    """Return the half where this core goes on after the panel of half number `unit`.
+
+    It is one of those `taken`, the first half and their number, or one that the core will most likely take next.
     """
     first, count = taken
     following = unit // HALVES * HALVES + HALVES
@@ -174,7 +184,7 @@ def _following(unit: int, taken: Any, halves: int, core: int) -> int:
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _loops(many: int, whole: bool, like: Any, digits: Any) -> Any:
-    """How often a piece of so many rows goes through its panel."""
+    """Return how often a piece of `many` rows goes through its panel."""
     if digits is None:
         return groups_of(many, whole)
     return groups_of(many * digits_of(like), whole)
@@ -182,13 +192,14 @@ def _loops(many: int, whole: bool, like: Any, digits: Any) -> Any:
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _early(many: int, whole: bool, operand: Any, kind: Any, place: Any, following: Any, pieces: int, piece: int) -> Any:
-    """What to ask memory for while a piece with so `many` of the rows is multiplied, as tile.EARLY.
+    """Describe what to prefetch while a piece with `many` of the rows is multiplied, as dot_bf16.PREFETCH.
 
-    Pieces that wait for memory ask for what is a little further on: in their panel, then in the one at `following`.
+    Pieces that are bound by memory prefetch from a little further on: in their panel, then in the one at `following`.
     Where each goes through its panel more than once, and where they are many, most find it in a cache: so that memory
-    does not wait meanwhile, each asks for its share of the panel at `following`.
+    is not idle meanwhile, each prefetches its share of the panel at `following`.
     """
-    steps, groups = _steps(operand, kind.like, kind.digits), _loops(many, whole, kind.like, kind.digits)
+    steps = _steps(operand, kind.like, kind.digits)
+    groups = _loops(many, whole, kind.like, kind.digits)
     header, step_bytes = (HEADER_BYTES, COMPACT_STEP_BYTES) if _is_compact(kind.compact) else (0, STEP_BYTES)
     size = header + steps * step_bytes
     if pieces < SHARING_PIECES and groups == 1:
@@ -202,7 +213,7 @@ def _early(many: int, whole: bool, operand: Any, kind: Any, place: Any, followin
 def _multiply_compact(
     operand: Any, like: Any, compact: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any
 ) -> bool:
-    """Whether the panel is a compact one, and has been multiplied."""
+    """Multiply by the panel if it is a bf12 one; return whether it was."""
     if compact is None:
         return False
     if not compact:
@@ -235,7 +246,7 @@ def _multiply_piece(
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _multiply(operand: Any, kind: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any) -> None:
-    """tile[r] = operand[first + r] . what `_panel` has found."""
+    """Compute tile[r] = operand[first + r] . the panel of `_panel`."""
     _multiply_piece(operand, kind, kind.digits, first, rows, panel, whole, early, tile)
 
 
@@ -253,23 +264,28 @@ def add_product(
     kind: Any,
     tile: Any,
 ) -> None:
-    """out[:, column : column + width] = operand . weights + biases[layer], or += operand . weights for layer -1.
+    """Compute out[:, column : column + width] = operand . weights + biases[layer], or += operand . weights for layer
+    -1.
 
-    Of the weights' outputs those of the panels' halves that are `taken`: the first, and how many.
+    `taken` are the halves of the weights' panels to multiply: the first, and their number.
     """
-    rows, unit, end = out.shape[0], taken[0], min(taken[0] + taken[1], -(-width // HALF))
+    rows = out.shape[0]
+    unit = taken[0]
+    end = min(taken[0] + taken[1], -(-width // HALF))
     pieces = pieces_of_rows(rows, kind)
     while unit < end:
         whole = unit % HALVES == 0 and unit + 1 < end
         lanes = min(PANEL if whole else HALF, width - unit * HALF)
-        panel, at = _panel(operand, panels, unit, kind), column + unit * HALF
+        panel = _panel(operand, panels, unit, kind)
+        at = column + unit * HALF
         following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
             early = _early(many, whole, operand, kind, panel[0], following, pieces, piece)
             _multiply(operand, kind, first, many, panel, whole, early, tile)
             for r in range(many):
-                to, sums = out[first + r, at : at + lanes], tile[r]
+                to = out[first + r, at : at + lanes]
+                sums = tile[r]
                 if layer >= 0:
                     added = biases[layer, at : at + lanes]
                     for lane in range(len(to)):
@@ -284,7 +300,8 @@ def add_product(
 def head_product(
     operand: Any, rows: int, piece: int, kind: Any, panels: int, number: int, after: int, tile: Any
 ) -> Any:
-    """tile[r] = operand[first + r] . lm_head's panel with this number, of one piece: returns its first row, how many.
+    """Compute tile[r] = operand[first + r] . lm_head's panel `number`, for one piece. Returns its first row, and its
+    rows.
 
     The panel `after` is the one that this core multiplies next.
     """
@@ -311,14 +328,16 @@ def pick_product(
     tile: Any,
     bits: Any,
 ) -> None:
-    """The largest of each row of operand . weights, as `take_largest` keeps it; wanted rows whole, in out[wanted[row]].
+    """Keep the argmax of each row of operand . weights as `take_argmax` does; wanted rows go to out[wanted[row]] whole.
 
-    Of the panels in `numbers` those that are `taken`: the first, and how many. `wanted` int64 [rows] is negative for
-    rows of which nothing but the largest matters; `bits` is the tile as int32.
+    `taken` are the panels in `numbers` to multiply: the first, and their number. `wanted` int64 [rows] is negative for
+    rows that need nothing but the argmax; `bits` is the tile as int32.
     """
-    rows, width = len(wanted), out.shape[1]
+    rows = len(wanted)
+    width = out.shape[1]
     for index in range(taken[0], taken[0] + taken[1]):
-        number, after = numbers[index], numbers[min(index + 1, len(numbers) - 1)]
+        number = numbers[index]
+        after = numbers[min(index + 1, len(numbers) - 1)]
         at = number * PANEL
         lanes = min(PANEL, width - at)
         for piece in range(pieces_of_rows(rows, kind)):
@@ -327,7 +346,8 @@ def pick_product(
             for r in range(many):
                 row = wanted[first + r]
                 if row >= 0:
-                    to, sums = out[row, at : at + lanes], tile[r]
+                    to = out[row, at : at + lanes]
+                    sums = tile[r]
                     for lane in range(len(to)):
                         to[lane] = sums[lane]
 
@@ -345,15 +365,22 @@ def gated(
     tile: Any,
     other: Any,
 ) -> None:
-    """out = silu(operand . gate) * (operand . up), as the operand of the next product; of outputs as `add_product`."""
-    rows, unit, end = out.shape[0], taken[0], min(taken[0] + taken[1], -(-width // HALF))
-    pieces, one = pieces_of_rows(rows, kind), np.float32(1.0)
+    """Compute out = silu(operand . gate) * (operand . up), as the operand of the next product; outputs as
+    `add_product`."""
+    rows = out.shape[0]
+    unit = taken[0]
+    end = min(taken[0] + taken[1], -(-width // HALF))
+    pieces = pieces_of_rows(rows, kind)
+    one = np.float32(1.0)
     while unit < end:
-        whole, at = unit % HALVES == 0 and unit + 1 < end, unit * HALF
+        whole = unit % HALVES == 0 and unit + 1 < end
+        at = unit * HALF
         lanes = min(PANEL if whole else HALF, width - at)
         following = _following(unit, taken, halves_of(width), core)
-        gate_panel, gate_following = _panel(operand, gate, unit, kind), _panel(operand, gate, following, kind)[0]
-        up_panel, up_following = _panel(operand, up, unit, kind), _panel(operand, up, following, kind)[0]
+        gate_panel = _panel(operand, gate, unit, kind)
+        gate_following = _panel(operand, gate, following, kind)[0]
+        up_panel = _panel(operand, up, unit, kind)
+        up_following = _panel(operand, up, following, kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
             early = _early(many, whole, operand, kind, gate_panel[0], gate_following, pieces, piece)
@@ -361,7 +388,9 @@ def gated(
             early = _early(many, whole, operand, kind, up_panel[0], up_following, pieces, piece)
             _multiply(operand, kind, first, many, up_panel, whole, early, other)
             for r in range(many):
-                to, gates, values = out[first + r, at : at + lanes], tile[r], other[r]
+                to = out[first + r, at : at + lanes]
+                gates = tile[r]
+                values = other[r]
                 for lane in range(len(to)):
                     x = gates[lane]
                     to[lane] = element(x / (one + exp(-x)) * values[lane], out)
@@ -370,12 +399,15 @@ def gated(
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: Any, kind: Any, tile: Any) -> None:
-    """out = operand . weights + bias as elements of `out`; a bias of length 0 is none. Outputs as `add_product`."""
+    """Compute out = operand . weights + bias as elements of `out`; a bias of length 0 is none. Outputs as
+    `add_product`."""
     rows, width = out.shape
-    unit, end = taken[0], min(taken[0] + taken[1], -(-width // HALF))
+    unit = taken[0]
+    end = min(taken[0] + taken[1], -(-width // HALF))
     pieces = pieces_of_rows(rows, kind)
     while unit < end:
-        whole, at = unit % HALVES == 0 and unit + 1 < end, unit * HALF
+        whole = unit % HALVES == 0 and unit + 1 < end
+        at = unit * HALF
         lanes = min(PANEL if whole else HALF, width - at)
         panel = _panel(operand, panels, unit, kind)
         following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
@@ -384,7 +416,8 @@ def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: A
             early = _early(many, whole, operand, kind, panel[0], following, pieces, piece)
             _multiply(operand, kind, first, many, panel, whole, early, tile)
             for r in range(many):
-                to, sums = out[first + r, at : at + lanes], tile[r]
+                to = out[first + r, at : at + lanes]
+                sums = tile[r]
                 if len(bias):
                     added = bias[at : at + lanes]
                     for lane in range(len(to)):
@@ -399,11 +432,14 @@ def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: A
 def run_product(
     core: int, _turns: int, counter: Any, cores: int, operand: Any, panels: int, bias: Any, out: Any, kind: Any
 ) -> None:
-    """One core's part of a product alone, out = operand . weights + bias as elements of `out`; no bias has length 0.
+    """Run one core's part of a product alone, out = operand . weights + bias as elements of `out`; no bias has length
+    0.
 
     The digits of `kind`, if it has any, begin with the core.
     """
-    tile, own, halves = np.empty((TILE_ROWS, PANEL), np.float32), kind_at(kind, core), halves_of(out.shape[1])
+    tile = np.empty((TILE_ROWS, PANEL), np.float32)
+    own = kind_at(kind, core)
+    halves = halves_of(out.shape[1])
     done = 0
     taken = take(counter, 0, halves, HALVES, core, cores)
     prepare(taken[1] > 0, operand, own)

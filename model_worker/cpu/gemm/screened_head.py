@@ -1,13 +1,14 @@
 """Finds which of lm_head's panels can hold the largest logit, from a copy of its weights that takes half the bytes.
 
-A greedy token needs no logits, only which is largest, and reading lm_head for it is a fifth of what a step of a small
-model reads. So an int8 copy is multiplied first. Each logit differs from its exact sum by at most what Cauchy and
-Schwarz allow: |x| times the length of what rounding took from its weights, plus what x itself loses in fixed point
-(fixed_point.py), and what float32 may round in either sum.
+A greedy token needs no logits, only their argmax, and reading lm_head for it is a fifth of what a step of a small model
+reads. So an int8 copy is multiplied first. Each logit differs from its exact sum by at most what Cauchy and Schwarz
+allow: |x| times the length of the rounding error of its weights, plus the fixed-point error of x (fixed_point.py), and
+the float32 error of either sum.
+
 Panels that could not reach the largest logit within these bounds are left out; the others, two or three as a rule, are
 multiplied exactly, by the same kernel as ever. So every bit of the answer is what it would be without the screen.
 
-Knows panels as int8_linear.py and packed_linear.py describe them. Does not know what is multiplied.
+Knows panels as int8_linear.py and packed_linear.py describe them. Does not know the meaning of operands.
 """
 
 from __future__ import annotations
@@ -32,29 +33,34 @@ from model_worker.cpu.simd.fixed_point import HARDLY_ANYTHING, ROUNDING
 if TYPE_CHECKING:
     from model_worker.cpu.gemm.packed_linear import PackedLinear
 
+# Most rows that are screened: with more, arithmetic is the bottleneck, and the screen has more of it.
 SCREENED_ROWS = 4
-"""More rows wait for arithmetic, of which the screen has more and not less."""
+# Bytes of lm_head from which on they do not stay in a cache, so that screening pays.
 WORTH_SCREENING = 16 << 20
-"""Bytes of weights from which on they do not stay in a cache."""
 _UNIT = 2.0**-23  # twice float32's: some instructions cut off instead of rounding
 _SLACK = 1.001  # for the arithmetic of the bounds themselves
 # Beyond these sums may overflow, or products vanish.
-_ALMOST_INFINITE, _ALMOST_NOTHING = np.float32(1e30), np.float32(1e-30)
+_ALMOST_INFINITE = np.float32(1e30)
+_ALMOST_NOTHING = np.float32(1e-30)
 _SMALLEST = np.float32(1e10) * HARDLY_ANYTHING
 _CHUNK = 128 * PANEL
-_MOST_SHARE, _PAUSE = 4, 256
+_MOST_SHARE = 4
+_PAUSE = 256
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def screen(taken: Any, operand: Any, kind: Any, panels: int, width: int, peaks: Any, tile: Any, bits: Any) -> None:
-    """peaks[row, p]: the largest of operand[row] . int8 panel p as float32's bits; a NaN counts as larger than all.
+    """Write peaks[row, p]: the largest of operand[row] . int8 panel p as float32's bits; a NaN counts as larger than
+    all.
 
-    Of the panels that are `taken`: the first, and how many. `kind` has the operand's digits; `width` is the outputs of
-    all panels; `bits` is the tile as int32.
+    `taken` are the panels to multiply: the first, and their number. `kind` has the operand's digits; `width` is the
+    outputs of all panels; `bits` is the tile as int32.
     """
-    rows, last = len(peaks), -(-width // PANEL) - 1
+    rows = len(peaks)
+    last = -(-width // PANEL) - 1
     for number in range(taken[0], taken[0] + taken[1]):
-        lanes, after = min(PANEL, width - number * PANEL), min(number + 1, last)
+        lanes = min(PANEL, width - number * PANEL)
+        after = min(number + 1, last)
         for piece in range(pieces_of_rows(rows, kind)):
             first, many = head_product(operand, rows, piece, kind, panels, number, after, tile)
             for r in range(many):
@@ -63,13 +69,17 @@ def screen(taken: Any, operand: Any, kind: Any, panels: int, width: int, peaks: 
 
 @njit(error_model="numpy", nogil=True, cache=True)
 def choose(operand: Any, bounds: Any, bits: Any, chosen: Any) -> None:
-    """chosen[0]: how many panels may hold the largest sum of a row; then which, in rising order.
+    """Choose the candidates: chosen[0] is the number of panels that may hold the largest sum of a row; then which,
+    ascending.
 
-    `bits` are the peaks'. A sum that is no number cannot be ruled out, nor one that may have overflowed, nor those of
-    rows so small that digits hold nothing of them.
+    `bits` are the peaks'. A NaN cannot be ruled out, nor a sum that may have overflowed, nor those of rows so small
+    that their fixed-point digits are all zero.
     """
-    rows, count, peaks = bits.shape[0], bits.shape[1], bits.view(np.float32)
-    lengths, least = np.empty(rows, np.float32), np.full(rows, np.float32(-np.inf))
+    rows = bits.shape[0]
+    count = bits.shape[1]
+    peaks = bits.view(np.float32)
+    lengths = np.empty(rows, np.float32)
+    least = np.full(rows, np.float32(-np.inf))
     for row in range(rows):
         square = np.float64(0.0)
         for c in range(operand.shape[1]):
@@ -95,11 +105,13 @@ def choose(operand: Any, bounds: Any, bits: Any, chosen: Any) -> None:
 
 
 class Screen:
-    """The int8 copy of a packed linear module without bias, and room for what a pass finds."""
+    """The int8 copy of a packed linear module without bias, and buffers for the results of a pass."""
 
     def __init__(self, head: PackedLinear, width: int) -> None:
-        """Of the module's outputs the first `width` count."""
-        weight, panels, bounds = head.weight, [], []
+        """Make the copy. The module's first `width` outputs count."""
+        weight = head.weight
+        panels = []
+        bounds = []
         padding = head.input_width - weight.shape[1]
         for first in range(0, width, _CHUNK):
             part = functional.pad(weight[first : min(first + _CHUNK, width)], (0, padding))
@@ -115,25 +127,27 @@ class Screen:
         self._paused = 0
 
     def pays(self) -> bool:
-        """Whether to use it in the next passes. They count as one."""
+        """Whether to use the screen in the next passes. They count as one."""
         self._paused = max(0, self._paused - 1)
         return self._paused == 0
 
     def look_back(self) -> None:
-        """After a pass that used it: where many panels had to be multiplied after all, it is not used for a while."""
+        """Record the result of a screened pass: after too many candidates the screen is not used for a while."""
         if int(self.chosen[0]) * _MOST_SHARE > len(self.bounds):
             self._paused = _PAUSE
 
 
 def _vanishing(elements: int) -> float:
-    """The length of what instructions take for zero in a vector, which they may in one sum and not in the other."""
+    """Return the length of the elements of a vector that instructions may flush to zero in one sum and not in the
+    other."""
     return 2 * float(np.finfo(np.float32).tiny) * math.sqrt(elements)
 
 
 def _bounds(exact: Tensor, said: Tensor) -> Tensor:
-    """By how much a product of each row with a vector of length 1 may differ, as float32 computes it: [outputs]."""
+    """Return the most by which the product of each row with a vector of length 1 may differ in float32: [outputs]."""
     steps = exact.shape[1] + 8
-    lost, most = (exact - said).norm(dim=1) + _vanishing(exact.shape[1]), exact.norm(dim=1) + said.norm(dim=1)
+    lost = (exact - said).norm(dim=1) + _vanishing(exact.shape[1])
+    most = exact.norm(dim=1) + said.norm(dim=1)
     in_fixed_point = said.norm(dim=1) * (ROUNDING * math.sqrt(exact.shape[1]))
     bounds: Tensor = (lost + in_fixed_point + most * (steps * _UNIT)) * _SLACK
     return bounds

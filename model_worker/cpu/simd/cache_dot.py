@@ -32,14 +32,14 @@ from model_worker.cpu.simd.elements import INSIDE
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
 
+# Tokens that are the lanes of one vector.
 GROUP = LANES
-"""Tokens that are the lanes of one vector."""
+# Groups whose scores are computed together.
 PANEL_GROUPS = 4
-"""Groups whose scores are computed together."""
 
 
 def _score(rows: int) -> Any:
-    """An intrinsic: out[r, group * GROUP + token] = inputs[first_row + r] . K of that token."""
+    """Make an intrinsic: out[r, group * GROUP + token] = inputs[first_row + r] . K of that token."""
 
     @intrinsic
     def tile(
@@ -65,7 +65,10 @@ def _score(rows: int) -> Any:
                     return load_words(builder, [builder.gep(bases[g], [offset]) for g in some])
 
                 start = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(some))
-                words, stride, steps, parts = operand.words, operand.stride, operand.steps, operand.parts
+                words = operand.words
+                stride = operand.stride
+                steps = operand.steps
+                parts = operand.parts
                 sums = emit_products(builder, rows, operand.step, words, stride, steps, fetch, start, parts=parts)
                 store_sums(context, builder, signature.args[6], args[6], args[2], some[0], rows, sums)
 
@@ -79,7 +82,7 @@ def _score(rows: int) -> Any:
 
 
 def _gather(rows: int, vectors: int) -> Any:
-    """An intrinsic: out[first_row + r, lane] += weights[first_row + r] . V of the groups' tokens."""
+    """Make an intrinsic: out[first_row + r, lane] += weights[first_row + r] . V of the groups' tokens."""
 
     @intrinsic
     def tile(
@@ -122,7 +125,9 @@ def _gather(rows: int, vectors: int) -> Any:
                 lane = builder.add(args[6], ir.Constant(INDEX, some[0] * LANES))
                 kept = sums_at(context, builder, signature.args[9], args[9], args[2], lane, rows, len(some))
                 start = [builder.load(place, align=4) for place in kept]
-                words, stride, parts = operand.words, operand.stride, operand.parts
+                words = operand.words
+                stride = operand.stride
+                parts = operand.parts
                 sums = emit_products(builder, rows, operand.step, words, stride, steps, fetch, start, parts=parts)
                 for place, total in zip(kept, sums, strict=True):
                     builder.store(total, place, align=4)
@@ -144,10 +149,10 @@ _one_1, _one_2, _one_3, _one_4, _one_5, _one_6 = (_gather(rows, 1) for rows in r
 
 @njit(nogil=True, cache=True, **INSIDE)
 def score(q: Any, like: Any, first: int, rows: int, groups: Any, stride: int, early: Any, out: Any) -> None:
-    """out[first + r, g * GROUP + token] = q[first + r] . K, for up to TILE_ROWS rows and PANEL_GROUPS groups.
+    """Compute out[first + r, g * GROUP + token] = q[first + r] . K, for up to TILE_ROWS rows and PANEL_GROUPS groups.
 
-    `groups` are addresses of K, `stride` the words from one element step to the next. Meanwhile as many lines are asked
-    for from the addresses `early` on.
+    `groups` are addresses of K, `stride` the words from one element step to the next. Meanwhile as many lines are
+    prefetched from the addresses `ahead` on.
     """
     if rows == 1:
         _score_1(q, like, first, groups, stride, early, out)
@@ -176,9 +181,9 @@ def gather(
     early_stride: int,
     out: Any,
 ) -> None:
-    """out[first + r] += weights[first + r] . V of `count` groups at these addresses, for up to TILE_ROWS rows.
+    """Add weights[first + r] . V of `count` groups at these addresses to out[first + r], for up to TILE_ROWS rows.
 
-    Meanwhile K at the addresses `early` is asked for, with `early_stride` words from one element step to the next.
+    Meanwhile K at the addresses `ahead` is prefetched, with `ahead_stride` words from one element step to the next.
     """
     lane = 0
     while lane < width:

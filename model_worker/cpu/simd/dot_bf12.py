@@ -1,8 +1,8 @@
-"""The innermost loop of a product with weights in twelve bits: a few rows by a panel, or by half of one.
+"""The innermost loop of a product with weights in bf12: a few rows by a panel, or by half of one.
 
-Knows LLVM and panels as bf12.py describes them. Weights become bfloat16 in registers, once for all rows of a tile,
-and are multiplied in the order of dot_bf16.py, whose every bit this gives. At one row, from a cache, it takes a
-third longer, and it reads a quarter less, so it is for few rows, whose weights come from memory.
+Knows LLVM and panels as bf12.py describes them. Weights become bfloat16 in registers, once for all rows of a tile, and
+are multiplied in the order of dot_bf16.py, whose every bit this gives. At one row, from a cache, it takes a third
+longer, and it reads a quarter less, so it is for few rows, whose weights come from memory.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ from model_worker.cpu.simd.dot_bf16 import (
 intrinsic: Any = numba.extending.intrinsic
 
 _BYTE = ir.IntType(8)
-_BYTES, _SHORTS = ir.VectorType(_BYTE, GROUP_BYTES), ir.VectorType(ir.IntType(16), GROUP_BYTES // 2)
+_BYTES = ir.VectorType(_BYTE, GROUP_BYTES)
+_SHORTS = ir.VectorType(ir.IntType(16), GROUP_BYTES // 2)
 _LINE_BYTES = 64
-_CODE_BITS, _GROUP_VECTORS = 4, 2
+_CODE_BITS = 4
+_GROUP_VECTORS = 2
 _TABLE = 16
+# Distance, in exceptions, at which their words are prefetched: they come every few hundred nanoseconds.
 _EARLY_EXCEPTIONS = 2
-"""So far ahead words of exceptions are asked for: they come every few hundred nanoseconds."""
 
 
 def _number(value: int) -> Any:
@@ -54,7 +56,7 @@ def _number(value: int) -> Any:
 
 
 def _table(builder: Any, panel: Any, offset: int) -> Any:
-    """Sixteen bytes of a panel's header, four times: where a code is looked up, only its lowest four bits count."""
+    """Load sixteen bytes of a panel's header, four times: a lookup counts only the lowest four bits of a code."""
     place = builder.bitcast(builder.gep(panel, [_number(offset)]), ir.VectorType(_BYTE, _TABLE).as_pointer())
     bytes_of_codes = builder.load(place, align=1)
     mask = ir.Constant(ir.VectorType(WORD, GROUP_BYTES), [i % _TABLE for i in range(GROUP_BYTES)])
@@ -73,7 +75,7 @@ def _look_up(builder: Any, table: Any, codes: Any) -> Any:
 
 
 def _widen(builder: Any, tables: tuple[Any, Any], signs: Any, codes: Any) -> list[Any]:
-    """Two vectors of words from the signs and mantissas of a group, and its codes in the lower halves of bytes."""
+    """Widen the signs and mantissas of a group, and its codes in the lower halves of bytes, to two vectors of words."""
     sign, mantissa = (ir.Constant(_BYTES, [value] * GROUP_BYTES) for value in (0x80, 0x7F))
     upper = builder.or_(builder.and_(signs, sign), _look_up(builder, tables[0], codes))
     lower = builder.or_(builder.and_(signs, mantissa), _look_up(builder, tables[1], codes))
@@ -86,10 +88,10 @@ def _widen(builder: Any, tables: tuple[Any, Any], signs: Any, codes: Any) -> lis
 
 
 class _Panel:
-    """Where the weights of a panel, or of half of one, are found."""
+    """The weights of a panel, or of half of one."""
 
     def __init__(self, builder: Any, address: Any, half: Any) -> None:
-        """`half` is which half, or None for both."""
+        """Take the panel's address. `half` is which half, or None for both."""
         self._half = half
         panel = builder.inttoptr(address, _BYTE.as_pointer())
         self._tables = _table(builder, panel, UPPER_BYTES), _table(builder, panel, LOWER_BYTES)
@@ -99,7 +101,7 @@ class _Panel:
         self.vectors = 2 * _GROUP_VECTORS if half is None else _GROUP_VECTORS
 
     def step(self, builder: Any, at: Any) -> list[Any]:
-        """The vectors of a step that is no exception."""
+        """Return the vectors of a step that is no exception."""
         line = builder.gep(self._steps, [builder.mul(at, _number(COMPACT_STEP_BYTES))])
 
         def load(offset: Any) -> Any:
@@ -107,7 +109,8 @@ class _Panel:
 
         codes = load(_number(2 * GROUP_BYTES))
         if self._half is None:
-            first, second = load(_number(0)), load(_number(GROUP_BYTES))
+            first = load(_number(0))
+            second = load(_number(GROUP_BYTES))
             return [
                 *_widen(builder, self._tables, first, codes),
                 *_widen(builder, self._tables, second, self._shifted(builder, codes, _number(_CODE_BITS))),
@@ -125,7 +128,7 @@ class _Panel:
         return builder.bitcast(builder.lshr(builder.bitcast(codes, _SHORTS), counts), _BYTES)
 
     def exception(self, builder: Any, number: Any) -> list[Any]:
-        """The vectors of the panel's exception with this number, asking for what comes after it."""
+        """Return the vectors of the panel's exception with this number, and prefetch what comes after it."""
         words = builder.gep(self._words, [builder.mul(number, _number(STEP_BYTES // 4))])
         early = builder.gep(words, [_number(_EARLY_EXCEPTIONS * STEP_BYTES // 4)])
         first = _number(0) if self._half is None else builder.mul(self._half, _number(_GROUP_VECTORS * LANES))
@@ -139,8 +142,9 @@ class _Panel:
 
 
 def _multiply(builder: Any, operand: Any, rows: int, at: Any, weights: list[Any], sums: list[Any]) -> list[Any]:
-    """The sums, row by row, with the products of one step added."""
-    totals, width = list(sums), len(weights)
+    """Return the sums, row by row, with the products of one step added."""
+    totals = list(sums)
+    width = len(weights)
     for row in range(rows):
         place = builder.add(builder.mul(operand.stride, _number(row)), at)
         x = splat(builder, builder.load(builder.gep(operand.words, [place]), align=4))
@@ -150,9 +154,11 @@ def _multiply(builder: Any, operand: Any, rows: int, at: Any, weights: list[Any]
 
 
 def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, early: Any) -> list[Any]:
-    """The loop over steps: stretches of ordinary ones, between exceptions and the turn of what is asked for early."""
+    """Emit the loop over steps: stretches of ordinary ones, between exceptions and the switch point of the prefetch."""
     ahead, move, turn, jump = (builder.extract_value(early, i) for i in range(4))
-    steps, zero, one = operand.steps, _number(0), _number(1)
+    steps = operand.steps
+    zero = _number(0)
+    one = _number(1)
     entry = builder.block
     blocks = ("stretch", "steps", "over", "exception", "again", "sums")
     stretch, body, over, exception, again, done = (builder.append_basic_block(name) for name in blocks)
@@ -160,7 +166,8 @@ def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, early: Any) -> l
     builder.branch(stretch)
 
     builder.position_at_end(stretch)
-    start, number = builder.phi(INDEX), builder.phi(INDEX)
+    start = builder.phi(INDEX)
+    number = builder.phi(INDEX)
     start_sums = [builder.phi(FLOATS) for _ in nothing]
     next_exception = builder.sext(builder.load(builder.gep(panel.numbers, [number]), align=4), INDEX)
     before_turn = builder.icmp_signed("<", start, turn)
@@ -171,13 +178,15 @@ def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, early: Any) -> l
     builder.cbranch(builder.icmp_signed("<", start, limit), body, over)
 
     builder.position_at_end(body)
-    at, asked = builder.phi(INDEX), builder.phi(INDEX)
+    at = builder.phi(INDEX)
+    asked = builder.phi(INDEX)
     sums = [builder.phi(FLOATS) for _ in nothing]
     lines = builder.inttoptr(asked, _BYTE.as_pointer())
     for line in range(COMPACT_STEP_BYTES // _LINE_BYTES * panel.vectors // (2 * _GROUP_VECTORS) or 1):
         prefetch(builder, builder.gep(lines, [_number(line * _LINE_BYTES)]))
     totals = _multiply(builder, operand, rows, at, panel.step(builder, at), sums)
-    following, further = builder.add(at, one), builder.add(asked, move)
+    following = builder.add(at, one)
+    further = builder.add(asked, move)
     for phi, first, value in zip(
         (at, asked, *sums), (start, address, *start_sums), (following, further, *totals), strict=True
     ):
@@ -186,7 +195,8 @@ def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, early: Any) -> l
     builder.cbranch(builder.icmp_signed("<", following, limit), body, over)
 
     builder.position_at_end(over)
-    reached, over_sums = builder.phi(INDEX), [builder.phi(FLOATS) for _ in nothing]
+    reached = builder.phi(INDEX)
+    over_sums = [builder.phi(FLOATS) for _ in nothing]
     for phi, first, value in zip((reached, *over_sums), (start, *start_sums), (following, *totals), strict=True):
         phi.add_incoming(first, stretch)
         phi.add_incoming(value, body)
@@ -199,7 +209,8 @@ def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, early: Any) -> l
 
     builder.position_at_end(exception)
     exact = _multiply(builder, operand, rows, reached, panel.exception(builder, number), over_sums)
-    after, next_number = builder.add(reached, one), builder.add(number, one)
+    after = builder.add(reached, one)
+    next_number = builder.add(number, one)
     builder.branch(stretch)
     incoming = (
         (entry, (zero, zero, *nothing)),
@@ -215,7 +226,7 @@ def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, early: Any) -> l
 
 
 def _tile(rows: int, whole: bool) -> Any:
-    """An intrinsic `tile(inputs, like, first_row, panel_address, half, early, out)`, as in dot_bf16.py."""
+    """Make an intrinsic `tile(inputs, like, first_row, panel_address, half, ahead, out)`, as in dot_bf16.py."""
 
     @intrinsic
     def tile(typing: Any, inputs: Any, like: Any, first_row: Any, panel: Any, half: Any, early: Any, out: Any) -> Any:
@@ -237,9 +248,9 @@ _half_1, _half_2, _half_3, _half_4, _half_5, _half_6 = (_tile(rows, False) for r
 
 @njit(nogil=True, cache=True)
 def multiply_compact_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
-    """out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows, as `multiply_panel` gives it.
+    """Compute out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows, as `multiply_panel` gives it.
 
-    `panel` is the address of a compact panel.
+    `panel` is the address of a bf12 panel.
     """
     if rows == 1:
         _wide_1(inputs, like, first_row, panel, 0, early, out)
@@ -259,7 +270,7 @@ def multiply_compact_panel(inputs: Any, like: Any, first_row: int, rows: int, pa
 def multiply_compact_half_panel(
     inputs: Any, like: Any, first_row: int, rows: int, panel: int, half: int, early: Any, out: Any
 ) -> None:
-    """The same for one of the panel's halves: out[r, : PANEL // 2]."""
+    """Compute out[r, : PANEL // 2] = inputs[first_row + r] . one half of a bf12 panel, for up to TILE_ROWS rows."""
     if rows == 1:
         _half_1(inputs, like, first_row, panel, half, early, out)
     elif rows == 2:

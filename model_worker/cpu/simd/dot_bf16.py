@@ -1,10 +1,11 @@
 """The innermost loop of a product with packed weights: a few rows by a panel, or by half of one.
 
 Knows LLVM and panels as packed_linear.py describes them: words of a float32 or two bfloat16, `[panel, step, PANEL]`.
-What is multiplied by bfloat16 is bfloat16 too where there are instructions for it, and otherwise float32, so that only
+Operands of bfloat16 weights are bfloat16 too where there are instructions for it, and otherwise float32, so that only
 the weights have to be widened, once for all rows.
-All sums of a tile stay in vector registers while its panel streams by once, so one row runs at the speed of memory
-and many rows at that of arithmetic. Does not know what is multiplied, nor who else multiplies.
+
+All sums of a tile stay in vector registers while its panel streams by once, so one row runs at the speed of memory and
+many rows at that of arithmetic. Does not know the meaning of operands, nor of other cores.
 """
 
 from __future__ import annotations
@@ -22,41 +23,44 @@ from numba import njit, types
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
 
+# Six rows by four vectors of sums leave eight of 32 vector registers for weights and inputs.
 TILE_ROWS = 6
-"""Six rows by four vectors of sums leave eight of 32 vector registers for weights and inputs."""
 
 LANES = 16
-WORD, INDEX, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
-FLOATS, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(WORD, LANES)
+WORD = ir.IntType(32)
+INDEX = ir.IntType(64)
+_FLOAT = ir.FloatType()
+FLOATS = ir.VectorType(_FLOAT, LANES)
+WORDS = ir.VectorType(WORD, LANES)
 _numba_config: Any = numba.config
 
 
 def _features() -> dict[str, bool]:
-    """Instructions of this CPU, or those that numba was told of where it compiles for another one."""
+    """Return the instructions of this CPU, or those that numba was given where it compiles for another one."""
     if _numba_config.CPU_NAME:
-        told = (_numba_config.CPU_FEATURES or "").split(",")
-        return {name[1:]: name.startswith("+") for name in told if name}
+        given = (_numba_config.CPU_FEATURES or "").split(",")
+        return {name[1:]: name.startswith("+") for name in given if name}
     return dict(llvm.get_host_cpu_features())
 
 
 FEATURES = _features()
+# Whether there are instructions for bfloat16.
 HAS_BF16_DOT: bool = FEATURES.get("avx512bf16", False)
-"""Whether there are instructions for bfloat16."""
 _HAS_WIDE_REGISTERS: bool = FEATURES.get("avx512f", False)
 # Elsewhere there are 16 registers of half the width: these sums leave half of them for weights and inputs.
 _NARROW_SUMS = 4
+# Rows of a piece: many rows are multiplied that many at a time.
 PIECE_ROWS = TILE_ROWS if _HAS_WIDE_REGISTERS else 4
-"""Of many rows so many are multiplied at a time."""
+# Whether there are instructions that multiply bytes in fours.
 HAS_BYTE_DOT: bool = FEATURES.get("avx512vnni", False)
-"""Whether there are instructions that multiply bytes in fours."""
+# Whether there are instructions that multiply numbers of 16 bits in pairs.
 HAS_SHORT_DOT: bool = FEATURES.get("avx2", False)
-"""Whether there are instructions that multiply numbers of 16 bits in pairs."""
+# Bytes of a panel for each step.
 STEP_BYTES = 256
-"""What a panel takes for each step."""
 
 
 def _first_level_bytes() -> int | None:
-    """Of a core's first-level cache for data; None where Linux does not say."""
+    """Return the bytes of a core's first-level cache for data; None where Linux does not say."""
     try:
         size = Path("/sys/devices/system/cpu/cpu0/cache/index0/size").read_text(encoding="ascii").strip()
         return int(size.removesuffix("K")) << 10
@@ -65,15 +69,15 @@ def _first_level_bytes() -> int | None:
 
 
 _SMALL_FIRST_LEVEL = 32 << 10
+# Whether prefetched lines wait in the second-level cache: the first is too small for them beside inputs and sums. (With
+# 32 KiB many rows were a sixth slower; with 48 KiB the first level was the faster place.)
 _INTO_SECOND_LEVEL: bool = _HAS_WIDE_REGISTERS and (_first_level_bytes() or 1 << 20) <= _SMALL_FIRST_LEVEL
-"""Whether what is asked for early is to wait in the second-level cache: the first is too small for it beside inputs and
-sums. (With 32 KiB many rows were a sixth slower; with 48 KiB the first level was the faster place.)"""
 _LOCALITY = 2 if _INTO_SECOND_LEVEL else 3
+# Prefetch distance in bytes where one tile streams a panel by: memory is far away.
 EARLY_BYTES = 16_384 if _INTO_SECOND_LEVEL else 8192 if _HAS_WIDE_REGISTERS else 1024
-"""How far ahead lines of memory are asked for where one tile streams a panel by: memory is far away."""
+# Pieces of rows, which go through a panel one after the other, from which on each prefetches its share of the next
+# panel. (With 32 KiB of first level, two pieces were a fifth faster for it; with 48 KiB they have not been measured.)
 SHARING_PIECES = 2 if _INTO_SECOND_LEVEL else 3
-"""Of so many pieces of rows or more, which go through a panel one after the other, each asks for its share of the next
-panel. (With 32 KiB of first level, two pieces were a fifth faster for it; with 48 KiB they have not been measured.)"""
 
 
 class BFloat(ir.Type):
@@ -106,7 +110,7 @@ def _fma(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
 
 def _half(builder: Any, words: Any, part: int) -> Any:
-    """One of the two bfloat16 of each word as float32: the first is the lower half."""
+    """Return one of the two bfloat16 of each word as float32: the first is the lower half."""
     if part == 0:
         return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
     return builder.bitcast(builder.and_(words, ir.Constant(WORDS, [0xFFFF0000] * LANES)), FLOATS)
@@ -127,7 +131,7 @@ def _float_by_float(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
 
 
 def operand_dtype(element: Any) -> Any:
-    """numpy's dtype of what is multiplied by words of this element type (uint16 are bfloat16's bits)."""
+    """Return numpy's dtype of operands of weights of this element type (uint16 are bfloat16's bits)."""
     return np.dtype(element if HAS_BF16_DOT else np.float32)
 
 
@@ -139,7 +143,8 @@ class Operand:
 
     def __init__(self, context: Any, builder: Any, kind: Any, value: Any, first_row: Any, like: Any) -> None:
         array = context.make_array(kind)(context, builder, value)
-        width, one = builder.extract_value(array.shape, 1), ir.Constant(INDEX, 1)
+        width = builder.extract_value(array.shape, 1)
+        one = ir.Constant(INDEX, 1)
         pairs = like.dtype == types.uint16
         assert kind.dtype == (like.dtype if HAS_BF16_DOT else types.float32)
         in_pairs = kind.dtype == types.uint16
@@ -151,7 +156,7 @@ class Operand:
 
 
 def register_groups(rows: int, vectors: int) -> list[range]:
-    """Which of the vectors are summed at a time, so that their sums for so many rows stay in registers."""
+    """Group the vectors that are summed at a time, so that their sums for `rows` rows stay in registers."""
     most = vectors if _HAS_WIDE_REGISTERS else max(1, _NARROW_SUMS // rows)
     count = -(-vectors // most)
     return [range(vectors * i // count, vectors * (i + 1) // count) for i in range(count)]
@@ -159,7 +164,7 @@ def register_groups(rows: int, vectors: int) -> list[range]:
 
 @njit(nogil=True, cache=True)
 def groups_of(rows: int, whole: bool) -> int:
-    """How often a tile with so many sums for each output goes through a panel, or through half of one."""
+    """Return how often a tile with so many sums for each output goes through a panel, or through half of one."""
     vectors = 4 if whole else 2
     return 1 if _HAS_WIDE_REGISTERS else -(-vectors // max(1, _NARROW_SUMS // rows))
 
@@ -167,7 +172,7 @@ def groups_of(rows: int, whole: bool) -> int:
 def sums_at(
     context: Any, builder: Any, kind: Any, value: Any, first_row: Any, column: Any, rows: int, vectors: int
 ) -> list[Any]:
-    """Where the vectors of `rows` rows of a float32 array lie, from `first_row` and `column` on."""
+    """Return the addresses of the vectors of `rows` rows of a float32 array, from `first_row` and `column` on."""
     array = context.make_array(kind)(context, builder, value)
     width = builder.extract_value(array.shape, 1)
     places = []
@@ -190,7 +195,7 @@ def store_sums(
 
 
 def load_words(builder: Any, places: list[Any]) -> list[Any]:
-    """The vectors of words that lie at these places."""
+    """Load the vectors of words at these addresses."""
     return [builder.load(builder.bitcast(place, WORDS.as_pointer()), align=4) for place in places]
 
 
@@ -207,14 +212,16 @@ def emit_products(
     parts: int = 1,
     by_vector: bool = False,
 ) -> list[Any]:
-    """The loop over steps. `inputs` points to words, of which each step takes `parts`; `stride` is the words from one
-    input row to the next.
+    """Emit the loop over steps, and return the sums.
 
-    `fetch(step, address)` gives the vectors of a step, and may ask for what lies at that address, as `early` (EARLY)
-    says; `start` are the sums to begin with, row by row, which are returned with the products added. `by_vector` takes
-    all parts of a vector before the next one, where widening it takes registers; otherwise all vectors of a part.
+    `inputs` points to words, of which each step takes `parts`; `stride` is the words from one input row to the next.
+    `fetch(step, address)` gives the vectors of a step, and may prefetch from that address, as `ahead` (PREFETCH) says;
+    `start` are the sums to begin with, row by row, which are returned with the products added. `by_vector` takes all
+    parts of a vector before the next one, where widening it takes registers; otherwise all vectors of a part.
     """
-    entry, vectors, zero = builder.block, len(start) // rows, ir.Constant(INDEX, 0)
+    entry = builder.block
+    vectors = len(start) // rows
+    zero = ir.Constant(INDEX, 0)
     ahead, move, turn, jump = [zero] * 4 if early is None else [builder.extract_value(early, i) for i in range(4)]
     no_turn = builder.or_(builder.icmp_signed("<=", turn, zero), builder.icmp_signed(">=", turn, steps))
     first_end = builder.select(no_turn, steps, turn)
@@ -229,7 +236,8 @@ def emit_products(
     builder.branch(body)
     builder.position_at_end(body)
     at, address, *sums = [builder.phi(value.type) for value in (zero, first_ahead, *start)]
-    weights, totals = fetch(at, address), list(sums)
+    weights = fetch(at, address)
+    totals = list(sums)
     # LLVM keeps to this order, and what it has to keep meanwhile may not fit the registers.
     turns = [(part, row, v) for part in range(parts) for row in range(rows) for v in range(vectors)]
     if by_vector:
@@ -241,8 +249,10 @@ def emit_products(
             words[part, row] = splat(builder, builder.load(builder.gep(starts[row], [place]), align=4))
         number = row * vectors + v
         totals[number] = step(builder, totals[number], words[part, row], weights[v], part)
-    following, further = builder.add(at, ir.Constant(INDEX, 1)), builder.add(address, move)
-    before, last = [stretch_values[0], stretch_values[1], *stretch_values[3:]], [following, further, *totals]
+    following = builder.add(at, ir.Constant(INDEX, 1))
+    further = builder.add(address, move)
+    before = [stretch_values[0], stretch_values[1], *stretch_values[3:]]
+    last = [following, further, *totals]
     for phi, first, next_value in zip((at, address, *sums), before, last, strict=True):
         phi.add_incoming(first, stretch)
         phi.add_incoming(next_value, body)
@@ -258,20 +268,20 @@ def emit_products(
 
 
 def prefetch(builder: Any, line: Any) -> None:
-    """Ask for a line of memory."""
+    """Prefetch a line of memory."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), (byte, WORD, WORD, WORD))
     function = builder.module.declare_intrinsic("llvm.prefetch", (byte,), kind)
     builder.call(function, (builder.bitcast(line, byte), *(ir.Constant(WORD, value) for value in (0, _LOCALITY, 1))))
 
 
+# A tile's prefetch descriptor: address, stride with each step, the step from which on it lies elsewhere (the next panel
+# need not be the neighbour), and the offset from there on.
 EARLY = types.UniTuple(types.int64, 4)
-"""What a tile asks memory for: an address, by how much it moves with each step, from which step on it lies elsewhere
-(the next panel need not be the neighbour), and how much further."""
 
 
 def fetch_panel(builder: Any, address: Any, group: range) -> Any:
-    """What `emit_products` fetches a step of a panel with: these of its vectors, asking for as many lines."""
+    """Make the `fetch` of `emit_products` for these vectors of a panel; it prefetches as many lines."""
     offsets = [ir.Constant(INDEX, v * LANES) for v in group]
     lines_ahead = [ir.Constant(INDEX, i * LANES) for i in range(len(group))]
 
@@ -286,35 +296,41 @@ def fetch_panel(builder: Any, address: Any, group: range) -> Any:
 
 
 def early_of(builder: Any, early: Any, number: int, steps: Any) -> Any:
-    """What a group with this number asks memory for: each goes on where the one before it ended."""
+    """Return the prefetch descriptor of group `number`: each goes on where the one before it ended."""
     if number == 0:
         return early
-    ahead, move = builder.extract_value(early, 0), builder.extract_value(early, 1)
+    ahead = builder.extract_value(early, 0)
+    move = builder.extract_value(early, 1)
     further = builder.add(ahead, builder.mul(builder.mul(steps, ir.Constant(INDEX, number)), move))
     return builder.insert_value(early, further, 0)
 
 
 def early_from(builder: Any, early: Any, step: Any) -> Any:
-    """The same from this step on, which becomes the first."""
+    """Return the prefetch descriptor as seen from this step on, which becomes the first."""
     ahead, move, turn, _ = (builder.extract_value(early, i) for i in range(4))
     early = builder.insert_value(early, builder.add(ahead, builder.mul(step, move)), 0)
     return builder.insert_value(early, builder.sub(turn, step), 2)
 
 
 def _tile(rows: int, vectors: int) -> Any:
-    """An intrinsic `tile(inputs, like, first_row, panel_address, early, out)`: out[r, lane] = inputs[first_row + r] .
-    panel, while memory is asked for what `early` says.
+    """Make an intrinsic `tile(inputs, like, first_row, panel_address, ahead, out)`.
+
+    out[r, lane] = inputs[first_row + r] . panel, with prefetching as `ahead` says.
     """
 
     @intrinsic
     def tile(typing: Any, inputs: Any, like: Any, first_row: Any, panel: Any, early: Any, out: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[2], signature.args[1])
-            address, steps, parts = builder.inttoptr(args[3], WORD.as_pointer()), operand.steps, operand.parts
+            address = builder.inttoptr(args[3], WORD.as_pointer())
+            steps = operand.steps
+            parts = operand.parts
             for number, group in enumerate(register_groups(rows, vectors)):
                 nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(group))
-                fetch, early = fetch_panel(builder, address, group), early_of(builder, args[4], number, steps)
-                words, stride = operand.words, operand.stride
+                fetch = fetch_panel(builder, address, group)
+                early = early_of(builder, args[4], number, steps)
+                words = operand.words
+                stride = operand.stride
                 totals = emit_products(builder, rows, operand.step, words, stride, steps, fetch, nothing, early, parts)
                 first = ir.Constant(INDEX, 0)
                 store_sums(context, builder, signature.args[5], args[5], first, group[0], rows, totals)
@@ -331,11 +347,11 @@ _half_1, _half_2, _half_3, _half_4, _half_5, _half_6 = (_tile(rows, 2) for rows 
 
 @njit(nogil=True, cache=True)
 def multiply_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
-    """out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows.
+    """Compute out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows.
 
     `inputs` are C-contiguous, of `operand_dtype`, as wide as the panel has steps; `panel` is the address of weights of
-    the element type of `like`: uint16 (bfloat16's bits) or float32. With each step STEP_BYTES of memory are asked for,
-    where `early` says (EARLY).
+    the element type of `like`: uint16 (bfloat16's bits) or float32. Each step prefetches STEP_BYTES of memory where
+    `ahead` says (PREFETCH).
     """
     if rows == 1:
         _wide_1(inputs, like, first_row, panel, early, out)
@@ -353,7 +369,8 @@ def multiply_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int
 
 @njit(nogil=True, cache=True)
 def multiply_half_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
-    """The same for the half of a panel that begins at the address `panel`: out[r, : PANEL // 2]."""
+    """Compute out[r, : PANEL // 2] = inputs[first_row + r] . the half panel at the address `panel`, as
+    `multiply_panel`."""
     if rows == 1:
         _half_1(inputs, like, first_row, panel, early, out)
     elif rows == 2:

@@ -1,8 +1,8 @@
 """The innermost loop of a product with int8 weights: a few rows by a panel, or by half of one.
 
-Knows LLVM, digits as fixed_point.py makes them, and panels as int8_linear.py describes them: of the form of others,
-but a word holds the weights of four inputs, as bytes without sign, 128 too large. Sums of a block of inputs are whole
-numbers and exact, until they are scaled. Does not know what is multiplied.
+Knows LLVM, digits as fixed_point.py makes them, and panels as int8_linear.py describes them: in the layout of the
+others, but a word holds the weights of four inputs, as unsigned bytes with an offset of 128. Sums of a block of inputs
+are whole numbers and exact, until they are scaled. Does not know the meaning of operands.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MOST_ROWS = 4
 
 
 def int8_rows(like: Any) -> int:
-    """Rows of a tile: so many that all sums stay in registers. `like` is as `digits_of` takes it."""
+    """Return the rows of a tile: so many that all sums stay in registers. `like` is as `digits_of` takes it."""
     return min(_MOST_ROWS, PIECE_ROWS // digits_of(like))
 
 
@@ -60,14 +60,15 @@ def _int8_rows(like: Any) -> Any:
 
 
 def _bytes_in_fours(builder: Any, total: Any, x: Any, w: Any, _part: int) -> Any:
-    """Each word's total and the products of its four bytes, of x with a sign and of w without."""
+    """Add to each word's total the products of its four bytes, of x with a sign and of w without."""
     kind = ir.FunctionType(WORDS, (WORDS, WORDS, WORDS))
     function = builder.module.declare_intrinsic("llvm.x86.avx512.vpdpbusd.512", (), kind)
     return builder.call(function, (total, w, x))
 
 
 def _shorts_in_pairs(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
-    """Each word's total and two products: of x's two numbers of 16 bits with the even bytes of w, then with the odd."""
+    """Add to each word's total two products: of x's two numbers of 16 bits with the even bytes of w, then with the
+    odd."""
     w = builder.bitcast(w, _SHORTS)
     if part == 0:
         w = builder.and_(w, ir.Constant(_SHORTS, [0xFF] * 2 * LANES))
@@ -75,7 +76,8 @@ def _shorts_in_pairs(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any
         w = builder.lshr(w, ir.Constant(_SHORTS, [8] * 2 * LANES))
     if HAS_SHORT_DOT:
         return builder.add(total, _pairs(builder, builder.bitcast(x, _SHORTS), w))
-    w, sixteen = builder.bitcast(w, WORDS), ir.Constant(WORDS, [16] * LANES)
+    w = builder.bitcast(w, WORDS)
+    sixteen = ir.Constant(WORDS, [16] * LANES)
     low = builder.mul(
         builder.ashr(builder.shl(x, sixteen), sixteen), builder.and_(w, ir.Constant(WORDS, [255] * LANES))
     )
@@ -84,7 +86,8 @@ def _shorts_in_pairs(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any
 
 
 def _pairs(builder: Any, x: Any, w: Any) -> Any:
-    half, words = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(WORD, LANES // 2)
+    half = ir.VectorType(ir.IntType(16), LANES)
+    words = ir.VectorType(WORD, LANES // 2)
     function = builder.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", (), ir.FunctionType(words, (half, half)))
     sums = []
     for first in (0, LANES):
@@ -98,7 +101,8 @@ _step = _bytes_in_fours if HAS_BYTE_DOT else _shorts_in_pairs
 
 def _add_scaled(builder: Any, places: list[Any], sums: list[Any], factor: Any, scales: list[Any]) -> None:
     """Add one row's sums, digit by digit, the greatest first, to the float32 vectors at these places."""
-    count, width = len(sums) // len(places), len(places)
+    count = len(sums) // len(places)
+    width = len(places)
     for i, place in enumerate(places):
         total = builder.sitofp(sums[i], FLOATS)
         for digit in range(1, count):
@@ -109,8 +113,10 @@ def _add_scaled(builder: Any, places: list[Any], sums: list[Any], factor: Any, s
 
 
 def _tile(rows: int, vectors: int) -> Any:
-    """An intrinsic `tile(like, digits, inputs, first_row, panel_address, scales_address, early, out)`: out[r, lane] =
-    operand[first_row + r] . panel, as in dot_bf16.py, of an operand with so many inputs, whose rows the digits are.
+    """Make an intrinsic `tile(like, digits, inputs, first_row, panel_address, scales_address, ahead, out)`.
+
+    out[r, lane] = operand[first_row + r] . panel, as in dot_bf16.py, of an operand with so many inputs, whose rows the
+    digits are.
     """
 
     @intrinsic
@@ -131,14 +137,16 @@ def _tile(rows: int, vectors: int) -> Any:
                 context.make_array(kind)(context, builder, builder.extract_value(args[1], i)).data
                 for i, kind in enumerate(signature.args[1].types)
             )
-            first, stride = builder.mul(args[3], number(count)), builder.mul(steps, number(PARTS))
+            first = builder.mul(args[3], number(count))
+            stride = builder.mul(steps, number(PARTS))
             words = builder.gep(builder.bitcast(values, WORD.as_pointer()), [builder.mul(first, stride)])
             starts = builder.gep(starts, [builder.mul(first, blocks)])
             factors = builder.gep(factors, [args[3]])
             weights = builder.inttoptr(args[4], WORD.as_pointer())
             scale_place = builder.inttoptr(args[5], FLOATS.as_pointer())
             for turn, group in enumerate(register_groups(rows * count, vectors)):
-                width, column = len(group), number(group[0] * LANES)
+                width = len(group)
+                column = number(group[0] * LANES)
                 of_group = [builder.gep(scale_place, [number(v)]) for v in group]
                 to = sums_at(context, builder, signature.args[7], args[7], number(0), column, rows, width)
                 for place in to:
@@ -156,7 +164,8 @@ def _tile(rows: int, vectors: int) -> Any:
                         start += [splat(builder, builder.load(builder.gep(starts, [at])))] * width
                     x = builder.gep(words, [builder.mul(begin, number(PARTS))])
                     panel = builder.gep(weights, [builder.mul(begin, number(STEP_BYTES // WORD_BYTES))])
-                    fetch, early = fetch_panel(builder, panel, group), early_from(builder, asked, begin)
+                    fetch = fetch_panel(builder, panel, group)
+                    early = early_from(builder, asked, begin)
                     totals = emit_products(
                         builder, rows * count, _step, x, stride, many, fetch, start, early, PARTS, by_vector=PARTS > 1
                     )
@@ -180,9 +189,10 @@ _half_1, _half_2, _half_3, _half_4 = (_tile(rows, 2) for rows in range(1, _MOST_
 def multiply_int8_panel(
     like: Any, digits: Any, inputs: int, first_row: int, rows: int, panel: int, scales: int, early: Any, out: Any
 ) -> None:
-    """out[r, :PANEL] = (operand[first_row + r] . panel) * scales for up to `int8_rows` rows, which `digits` hold.
+    """Compute out[r, :PANEL] = (operand[first_row + r] . panel) * scales for up to `int8_rows` rows, which `digits`
+    hold.
 
-    The operand has so many inputs; `like` is as `digits_of` takes it; `panel` and `scales` are addresses.
+    The operand has `inputs` inputs; `like` is as `digits_of` takes it; `panel` and `scales` are addresses.
     """
     if rows == 1:
         _wide_1(like, digits, inputs, first_row, panel, scales, early, out)
@@ -198,7 +208,7 @@ def multiply_int8_panel(
 def multiply_int8_half_panel(
     like: Any, digits: Any, inputs: int, first_row: int, rows: int, panel: int, scales: int, early: Any, out: Any
 ) -> None:
-    """The same for the half of a panel that begins at the address `panel`: out[r, : PANEL // 2]."""
+    """Compute out[r, : PANEL // 2] for the half panel at the address `panel`, as `multiply_int8_panel`."""
     if rows == 1:
         _half_1(like, digits, inputs, first_row, panel, scales, early, out)
     elif rows == 2 or int8_rows(like) <= 2:

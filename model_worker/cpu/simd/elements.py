@@ -1,6 +1,6 @@
 """Numbers between registers and memory: float32 as the elements of an array, which may be bfloat16's bits.
 
-Also addresses as pointers. Knows no arrays' meaning.
+Also addresses as pointers. Does not know the meaning of arrays.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numba import njit, types
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
 _numba: Any = numba
+# Makes an array of a pointer.
 carray = _numba.carray
-"""The array at a pointer."""
 
+# numba options of functions that only compiled ones call: without the wrappers for other callers they take a fifth less
+# to compile. Called from Python they end the process.
 INSIDE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Of functions that compiled ones alone call: without the wrappers for others they take a fifth less to compile. Called
-from Python they end the process."""
 
 
 # Reassociation lets a dot product fill vector registers. Nothing here assumes that NaN and infinity do not occur.
@@ -31,12 +31,14 @@ MATH = {"reassoc", "contract", "arcp", "nsz"}
 
 @intrinsic
 def element(typing: Any, value: Any, like: Any) -> Any:
-    """A float32 as an element of the array `like`: itself, or the bits of the nearest bfloat16 (even among two)."""
+    """Convert a float32 to an element of the array `like`: itself, or the bits of the nearest bfloat16 (even among
+    two)."""
 
     def bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(32)
         bits = builder.bitcast(args[0], word)
-        sixteen, one = ir.Constant(word, 16), ir.Constant(word, 1)
+        sixteen = ir.Constant(word, 16)
+        one = ir.Constant(word, 1)
         odd = builder.and_(builder.lshr(bits, sixteen), one)
         # A NaN stays one: those that arithmetic makes have no bits set that this sum could carry over.
         rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
@@ -50,7 +52,7 @@ def element(typing: Any, value: Any, like: Any) -> Any:
 
 @intrinsic
 def widened(typing: Any, value: Any) -> Any:
-    """An element, a float32 or a bfloat16's bits, as float32."""
+    """Convert an element, a float32 or a bfloat16's bits, to float32."""
 
     def bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(32)
@@ -64,7 +66,7 @@ def widened(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def magnitude(typing: Any, value: Any) -> Any:
-    """An element without its sign, as a whole number in the order of magnitudes; what is not finite is the largest."""
+    """Return an element's magnitude as a whole number of the same order; a value that is not finite is the largest."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(32)
@@ -79,7 +81,7 @@ def magnitude(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def number_of(typing: Any, bits: Any) -> Any:
-    """The float32 that has these bits."""
+    """Return the float32 that has these bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -89,7 +91,7 @@ def number_of(typing: Any, bits: Any) -> Any:
 
 @intrinsic
 def pointer(typing: Any, address: Any) -> Any:
-    """An address as what numba's `carray` takes."""
+    """Convert an address to a pointer as numba's `carray` takes it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
@@ -99,10 +101,11 @@ def pointer(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def borrowed(typing: Any, value: Any) -> Any:
-    """An array, or a tuple of arrays and others, whose arrays nobody counts references to.
+    """Borrow an array, or a tuple of arrays and others: no references to its arrays are counted.
 
-    numba counts references with atomic operations, of slices too. Where the cores of a team slice the same array, its
-    count goes back and forth between their caches. The caller must hold the array as long as what is borrowed is used.
+    numba counts references with atomic operations, of slices too. Where the cores of a thread pool slice the same
+    array, its count goes back and forth between their caches. The caller must hold the array as long as the borrowed
+    one is used.
     """
 
     def one(context: Any, builder: Any, kind: Any, value: Any) -> Any:
@@ -126,7 +129,7 @@ def borrowed(typing: Any, value: Any) -> Any:
 
 @intrinsic
 def hold(typing: Any, value: Any) -> Any:
-    """Nothing but a use of an array, or of a tuple of them: what is borrowed of it may be used up to here."""
+    """Keep an array, or a tuple of them, alive up to here, so that a borrowed one may be used until then."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.get_dummy_value()
@@ -144,7 +147,8 @@ def _float_of_bits(typing: Any, bits: Any) -> Any:
 
 @njit(fastmath=MATH, nogil=True, cache=True)
 def exp(x: np.float32) -> np.float32:
-    """e^x to float32 precision, 0 below -87, without a call, so that loops over it become vector instructions."""
+    """Compute e^x to float32 precision, 0 below -87, without a call, so that loops over it become vector
+    instructions."""
     bounded = min(max(x, np.float32(-87.0)), np.float32(88.0))
     power = bounded * np.float32(1.4426950408889634)
     whole = np.floor(power + np.float32(0.5))

@@ -3,9 +3,10 @@
 A row's greatest element becomes 2**15 or 2**23, near enough, and each element the nearest whole number. Processors that
 multiply bytes in fours (VNNI) take it as signed bytes, with base 256: two for bfloat16, three for float32. Others take
 numbers of 16 bits and multiply them in pairs: one for bfloat16, two with base 4096 for float32.
+
 So an element is off by at most a 65,000th of its row's greatest, or a 16-millionth, and a row of n elements by a share
 of at most sqrt(n) / 65,000: up to some ten thousand elements no more than bfloat16 took from it already, and for
-float32 no more than its sums lose. Weights need not be widened. Does not know what is multiplied.
+float32 no more than its sums lose. Weights need not be widened. Does not know the meaning of operands.
 """
 
 from __future__ import annotations
@@ -22,35 +23,36 @@ from model_worker.cpu.simd.elements import INSIDE, magnitude, number_of, widened
 
 overload: Any = numba.extending.overload
 
+# Inputs of a step: a processor multiplies that many bytes at once.
 WORD_BYTES = 4
-"""What a processor multiplies at once: so many inputs make a step."""
+# Offset of weights, which are stored as unsigned bytes.
 OFFSET = 128
-"""Weights are kept as bytes without sign, so much too large."""
+# The input of a step for each byte of a word of weights: every other byte makes a pair of 16 bits.
 PLACES = [0, 1, 2, 3] if HAS_BYTE_DOT else [0, 2, 1, 3]
-"""Which of a step's inputs each byte of a word of weights is for: every other byte makes a pair of 16 bits."""
+# Words of each digit that a step takes.
 PARTS = 1 if HAS_BYTE_DOT else 2
-"""Words of each digit that a step takes."""
 _DIGIT = np.int8 if HAS_BYTE_DOT else np.int16
+# Digits of an element, by numba's type.
 DIGITS: dict[Any, int] = {types.uint16: 2, types.float32: 3} if HAS_BYTE_DOT else {types.uint16: 1, types.float32: 2}
-"""Of an element, by numba's type."""
+# Most inputs of a product whose sums of bytes fit into 32 bits. (On their way they may overflow: they come back.)
 MOST_INPUTS = 1 << 17
-"""Of a product whose sums of bytes cannot leave 32 bits. (On their way they may: they come back.)"""
+# Inputs of a block, whose sums are whole numbers; those of blocks are added as float32.
 BLOCK_INPUTS = MOST_INPUTS if HAS_BYTE_DOT else 512
-"""Of so many inputs sums are whole numbers; those of blocks are added as float32."""
 _SHIFT = 8 if HAS_BYTE_DOT else 12
 BASE = 1 << _SHIFT
 _HALF = BASE // 2
 _COARSE = 127 * BASE + 127 if HAS_BYTE_DOT else (1 << 15) - 1
 # A little less than all digits can say: float32 may round the greatest whole number up.
 _FINE = (127 << 16) if HAS_BYTE_DOT else 2047 << 12
+# The largest error of an element, over its row's greatest. (Of float32 rows far less.)
 ROUNDING = 1.01 / (2 * _COARSE)
-"""How far an element may be off, over its row's greatest. (Of float32 rows far less.)"""
+# Rows without an element as large as this count as zeros: their scales could not be computed.
 HARDLY_ANYTHING = np.float32(1e-30)
-"""Rows without an element as large as this are taken for zeros: their factors could not be computed."""
 
 
 class Digits(NamedTuple):
-    """Room for rows of an operand, whose elements are wholes times `factors`: a core's own, or with the core first."""
+    """Buffers for rows of an operand, whose elements are `wholes` times `factors`: a core's own, or with the core
+    first."""
 
     values: NDArray[Any]  # row by row, and digit by digit, the greatest first: as wide as `width_of` says
     starts: NDArray[np.int32]  # [rows * digits * blocks]: what sums begin with, so that the weights' offset cancels out
@@ -58,7 +60,7 @@ class Digits(NamedTuple):
 
 
 def digits_of(like: Any) -> int:
-    """How many digits stand for an element of a model whose element type is this array's."""
+    """Return the number of digits for an element of a model whose element type is this array's."""
     return DIGITS[types.uint16 if like.dtype == np.uint16 else types.float32]
 
 
@@ -73,7 +75,8 @@ def _digits_of(like: Any) -> Any:
 
 
 def room_for(cores: int, rows: int, elements: int, like: Any) -> Digits:
-    """For so many rows on each core that have so many elements together, with padding; `like` is as `digits_of`'s."""
+    """Make buffers for `rows` rows on each core with `elements` elements together, padded; `like` is as
+    `digits_of`'s."""
     count = digits_of(like)
     return Digits(
         np.zeros((cores, count * elements), _DIGIT),
@@ -84,13 +87,13 @@ def room_for(cores: int, rows: int, elements: int, like: Any) -> Digits:
 
 @njit(nogil=True, cache=True)
 def width_of(inputs: int) -> int:
-    """Inputs of a row, with padding."""
+    """Return the inputs of a row, with padding."""
     return -(-inputs // WORD_BYTES) * WORD_BYTES
 
 
 @njit(nogil=True, cache=True)
 def blocks_of(inputs: int) -> int:
-    """Of a row with so many inputs."""
+    """Return the blocks of a row with so many inputs."""
     return -(-inputs // BLOCK_INPUTS)
 
 
@@ -105,7 +108,8 @@ def _in_two(values: Any, inverse: Any, first: Any, second: Any) -> None:
     for c in range(len(values)):
         whole = np.int32(np.rint(widened(values[c]) * inverse))
         low = np.int32(((whole + _HALF) & (BASE - 1)) - _HALF)
-        first[c], second[c] = np.int32((whole - low) >> _SHIFT), low
+        first[c] = np.int32((whole - low) >> _SHIFT)
+        second[c] = low
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
@@ -115,12 +119,14 @@ def _in_three(values: Any, inverse: Any, first: Any, second: Any, third: Any) ->
         low = np.int32(((whole + _HALF) & (BASE - 1)) - _HALF)
         rest = np.int32((whole - low) >> _SHIFT)
         middle = np.int32(((rest + _HALF) & (BASE - 1)) - _HALF)
-        first[c], second[c], third[c] = np.int32((rest - middle) >> _SHIFT), middle, low
+        first[c] = np.int32((rest - middle) >> _SHIFT)
+        second[c] = middle
+        third[c] = low
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _set_starts(values: Any, starts: Any) -> None:
-    """Of one digit of a row."""
+    """Set the starts of one digit of a row."""
     for block in range(len(starts)):
         total = np.int32(0)
         for value in values[block * BLOCK_INPUTS : (block + 1) * BLOCK_INPUTS]:
@@ -130,16 +136,21 @@ def _set_starts(values: Any, starts: Any) -> None:
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def split(operand: Any, like: Any, digits: Any) -> None:
-    """The rows of an operand as Digits."""
-    count, inputs = digits_of(like), operand.shape[1]
-    width, blocks = width_of(inputs), blocks_of(inputs)
+    """Split the rows of an operand into digits."""
+    count = digits_of(like)
+    inputs = operand.shape[1]
+    width = width_of(inputs)
+    blocks = blocks_of(inputs)
     wholes = np.float32(_COARSE if like.itemsize == 2 else _FINE)
     for row in range(len(operand)):
-        values, most = operand[row], np.int32(0)
+        values = operand[row]
+        most = np.int32(0)
         for c in range(inputs):
             most = max(most, magnitude(values[c]))
-        peak, at = number_of(most), row * count * width
-        own, starts = digits.values[at:], digits.starts[row * count * blocks : (row + 1) * count * blocks]
+        peak = number_of(most)
+        at = row * count * width
+        own = digits.values[at:]
+        starts = digits.starts[row * count * blocks : (row + 1) * count * blocks]
         if HARDLY_ANYTHING <= peak < np.float32(np.inf):
             inverse = wholes / peak
             if count == 1:

@@ -22,14 +22,14 @@ from model_worker.cpu.simd.vectors import constant, larger, power_of_two, store_
 intrinsic: Any = numba.extending.intrinsic
 
 LOG2_E = 1.4426950408889634
+# The peak of a row that has seen no key.
 LOWEST = -1e30
-"""The peak of a row that has seen no key."""
+# Excess of a score over the peak up to which the peak stays, so that it seldom rises after a row's first panel.
 _SLACK = 8.0
-"""By how much a score may be above the peak before that rises, which then seldom happens after a row's first panel."""
 
 
 def _over_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
-    """All lanes of a vector combined."""
+    """Combine all lanes of a vector."""
     distance = LANES // 2
     while distance:
         mask = ir.Constant(WORDS, [(lane + distance) % LANES for lane in range(LANES)])
@@ -39,9 +39,10 @@ def _over_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], An
 
 
 def _seen(builder: Any, begin: Any, end: Any) -> list[Any]:
-    """For each vector of a panel's keys, which of them are among `begin` to `end`."""
+    """Return for each vector of a panel's keys which of them are among `begin` to `end`."""
     # A key is if its number less `begin`, as a number without a sign, is below their count.
-    first, count = builder.trunc(begin, WORD), builder.trunc(builder.sub(end, begin), WORD)
+    first = builder.trunc(begin, WORD)
+    count = builder.trunc(builder.sub(end, begin), WORD)
     masks = []
     for v in range(PANEL_GROUPS):
         numbers = ir.Constant(WORDS, [v * LANES + lane for lane in range(LANES)])
@@ -50,8 +51,10 @@ def _seen(builder: Any, begin: Any, end: Any) -> list[Any]:
 
 
 def _raise_peak(builder: Any, highest: Any, peak_place: Any, totals_place: Any) -> Any:
-    """Where a lane of `highest` is far above the peak: raise it, and shrink the totals. By how much, or 1."""
-    before, entry = builder.load(peak_place), builder.block
+    """Raise the peak where a lane of `highest` is far above it, and shrink the totals. Returns the shrink factor, or
+    1."""
+    before = builder.load(peak_place)
+    entry = builder.block
     limit = splat(builder, builder.fadd(before, ir.Constant(before.type, _SLACK)))
     above = builder.bitcast(builder.fcmp_ordered(">", highest, limit), ir.IntType(LANES))
     with builder.if_then(builder.icmp_unsigned("!=", above, ir.Constant(above.type, 0)), likely=False):
@@ -59,7 +62,8 @@ def _raise_peak(builder: Any, highest: Any, peak_place: Any, totals_place: Any) 
         fall = power_of_two(builder, splat(builder, builder.fsub(before, peak)))
         builder.store(peak, peak_place)
         builder.store(builder.fmul(builder.load(totals_place, align=4), fall), totals_place, align=4)
-        raised, fallen = builder.block, builder.extract_element(fall, ir.Constant(WORD, 0))
+        raised = builder.block
+        fallen = builder.extract_element(fall, ir.Constant(WORD, 0))
     shrink = builder.phi(before.type)
     shrink.add_incoming(ir.Constant(before.type, 1.0), entry)
     shrink.add_incoming(fallen, raised)
@@ -67,7 +71,8 @@ def _raise_peak(builder: Any, highest: Any, peak_place: Any, totals_place: Any) 
 
 
 def _powers(builder: Any, scaled: list[Any], seen: list[Any], peak_place: Any, totals_place: Any) -> list[Any]:
-    """What a row's scores become, and by how much earlier results shrink. Nothing `seen` says that all are."""
+    """Return the weights of a row's scores, and the factor by which earlier results shrink. An empty `seen` means
+    all."""
     known = (
         [builder.select(mask, x, constant(LOWEST)) for mask, x in zip(seen, scaled, strict=True)] if seen else scaled
     )
@@ -84,21 +89,24 @@ def _powers(builder: Any, scaled: list[Any], seen: list[Any], peak_place: Any, t
 def soften(
     typing: Any, scores: Any, row: Any, begin: Any, end: Any, scale: Any, weights: Any, peak: Any, totals: Any
 ) -> Any:
-    """weights[row] = 2^(scale * scores[row] - peak[row]) of keys begin to end of a panel, and 0 of the others.
+    """Write weights[row] = 2^(scale * scores[row] - peak[row]) for keys begin to end of a panel, and 0 for the others.
 
     `peak` f32[rows] is about the highest scaled score so far: weights may be as large as 2^_SLACK, so that it seldom
-    has to rise. `totals` f32[rows, LANES] add up to the sum of weights. Returns by how much earlier results shrink
-    because the peak has risen. `scores` f32[rows, 64], `weights` likewise, or bfloat16's bits.
+    has to rise. `totals` f32[rows, LANES] add up to the sum of weights. Returns the factor by which earlier results
+    shrink because the peak has risen. `scores` f32[rows, 64], `weights` likewise, or bfloat16's bits.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds, nothing, every = signature.args, ir.Constant(INDEX, 0), ir.Constant(INDEX, LANES * PANEL_GROUPS)
+        kinds = signature.args
+        nothing = ir.Constant(INDEX, 0)
+        every = ir.Constant(INDEX, LANES * PANEL_GROUPS)
         places = sums_at(context, builder, kinds[0], args[0], args[1], nothing, 1, PANEL_GROUPS)
         scaled = [builder.fmul(builder.load(place, align=4), splat(builder, args[4])) for place in places]
         peak_place = builder.gep(context.make_array(kinds[6])(context, builder, args[6]).data, [args[1]])
         totals_place = sums_at(context, builder, kinds[7], args[7], args[1], nothing, 1, 1)[0]
         whole = builder.and_(builder.icmp_signed("<=", args[2], nothing), builder.icmp_signed(">=", args[3], every))
-        ways, masks = [], _seen(builder, args[2], args[3])
+        ways = []
+        masks = _seen(builder, args[2], args[3])
         with builder.if_else(whole, likely=True) as branches:
             for branch, seen in zip(branches, ([], masks), strict=True):
                 with branch:

@@ -1,4 +1,4 @@
-"""Sixteen float32 in a vector register: their powers of two, and their way to memory. Knows LLVM, and nothing else."""
+"""Sixteen float32 in a vector register: their powers of two, and their conversion to memory. Knows LLVM only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _call(builder: Any, name: str, *operands: Any) -> Any:
 
 
 def power_of_two(builder: Any, x: Any) -> Any:
-    """2^x for x up to 127, and no number for what is none."""
+    """Compute 2^x for x up to 127; NaN for a NaN."""
     least = constant(_LEAST_POWER)
     x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
     whole = _call(builder, "llvm.nearbyint", x)
@@ -42,20 +42,21 @@ def power_of_two(builder: Any, x: Any) -> Any:
 
 
 def round_lanes(builder: Any, vector: Any) -> Any:
-    """The bits of the nearest bfloat16 of sixteen float32, even among two."""
+    """Return the bits of the nearest bfloat16 of sixteen float32, even among two."""
     halves = ir.VectorType(ir.IntType(16), LANES)
     if HAS_BF16_DOT:
         kind = ir.FunctionType(ir.VectorType(BFloat(), LANES), (FLOATS,))
         convert = builder.module.declare_intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", (), kind)
         return builder.bitcast(builder.call(convert, (vector,)), halves)
-    bits, sixteen = builder.bitcast(vector, WORDS), ir.Constant(WORDS, [16] * LANES)
+    bits = builder.bitcast(vector, WORDS)
+    sixteen = ir.Constant(WORDS, [16] * LANES)
     odd = builder.and_(builder.lshr(bits, sixteen), ir.Constant(WORDS, [1] * LANES))
     up = builder.add(bits, builder.add(odd, ir.Constant(WORDS, [0x7FFF] * LANES)))
     return builder.trunc(builder.lshr(up, sixteen), halves)
 
 
 def store_lanes(builder: Any, vector: Any, place: Any, dtype: Any) -> None:
-    """Sixteen float32 as elements of an array, which may be bfloat16's bits."""
+    """Store sixteen float32 as elements of an array, which may be bfloat16's bits."""
     if dtype == types.uint16:
         halves = ir.VectorType(ir.IntType(16), LANES)
         builder.store(round_lanes(builder, vector), builder.bitcast(place, halves.as_pointer()), align=2)
