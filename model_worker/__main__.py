@@ -141,6 +141,7 @@ def build(
         attention=runner.backend_name,
         hidden_size=runner.hidden_size,
         compiling=compilation is not None,
+        backend=runner.description,
     )
     torch.set_grad_enabled(False)
     return engine, hello, compilation

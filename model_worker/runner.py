@@ -60,6 +60,14 @@ class ModelRunner:
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     @property
+    def description(self) -> str:
+        """What runs the model, in words; of kernels that are being compiled, what they will be."""
+        unproven = self.loaded.unproven
+        if self._stack is not None or (unproven is not None and unproven.stack is not None):
+            return "fused stack"
+        return f"transformers' modules, {self.backend_name} attention"
+
+    @property
     def token_capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return self.num_blocks * self.cache.block_size

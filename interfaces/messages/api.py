@@ -153,7 +153,7 @@ class Unknown:
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """One worker as the scheduler sees it; `blocks_cached` are free but still hold a reusable prefix, `drafted` and
-    `accepted` are its own counts, a second old at most."""
+    `accepted` are its own counts, a second old at most. `backend` says in words what runs the model."""
 
     device: str
     index: int
@@ -166,6 +166,7 @@ class WorkerStatus:
     seconds_since_step: float
     drafted: int = 0
     accepted: int = 0
+    backend: str = ""
 
 
 @message(6)

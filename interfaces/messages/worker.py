@@ -31,7 +31,8 @@ class WorkerHello:
 
     `max_model_len` is what the model and the KV memory allow for one sequence, in tokens. `compiling` says that its
     answers will be computed by other kernels soon, which may differ from those of now in the last bits. `drafted` and
-    `accepted` tokens it has guessed, and guessed right, since it started.
+    `accepted` tokens it has guessed, and guessed right, since it started. `backend` says in words what runs the model
+    (once nothing is compiling any more).
     """
 
     device: str
@@ -50,6 +51,7 @@ class WorkerHello:
     compiling: bool = False
     drafted: int = 0
     accepted: int = 0
+    backend: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,3 +76,15 @@ def test_the_environment_of_each_process_can_be_read(target: Server) -> None:
         environment = process.environ()
         assert environment["PYTHONSAFEPATH"] == "1"
         assert environment["NUMBA_CACHE_DIR"]
+
+
+def test_what_runs_the_model_is_shown(target: Server) -> None:
+    directory = run_directory(target)
+    command = [sys.executable, "-m", "deploy.cli", "status", "--run-dir", str(directory)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "worker 0: cpu (fused stack), epoch 0" in shown
+    connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=30)
+    connection.request("GET", "/server_info")
+    facts = json.loads(connection.getresponse().read())
+    connection.close()
+    assert facts["internal_states"][0]["backend"] == "fused stack"

@@ -101,6 +101,7 @@ def _internal_states(status: Status) -> list[dict[str, Any]]:
     return [
         {
             "device": worker.device,
+            "backend": worker.backend,
             "running": worker.running,
             "memory_usage": {"token_capacity": worker.blocks_total * status.block_size},
             "token_usage": worker.blocks_used / worker.blocks_total if worker.blocks_total else 0.0,
