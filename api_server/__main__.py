@@ -41,7 +41,7 @@ log = logging.getLogger("tokenyard")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with the signals left to `Leaving`: its own handling ends the process before the goodbye."""
+    """uvicorn with the signals left to `Leaving`: its own handling ends the process before the goodbye."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -119,7 +119,8 @@ async def _serve(
     # What exists now lives as long as the process: no collection need look at it again.
     gc.collect()
     gc.freeze()
-    warming, beating = asyncio.create_task(server.constraints.start()), asyncio.create_task(_beat())
+    warming = asyncio.create_task(server.constraints.start())
+    beating = asyncio.create_task(_beat())
     phases.ready(url=f"{settings.scheme}://{settings.host}:{settings.port}", pid=os.getpid())
     try:
         await web.serve(sockets=[listener])
@@ -135,7 +136,7 @@ async def _serve(
 
 
 async def _beat() -> None:
-    """As long as this goes round, so does the event loop."""
+    """Beats while the event loop runs."""
     while True:
         phases.beat()
         await asyncio.sleep(phases.BEAT_SECONDS)

@@ -1,7 +1,7 @@
-"""A line in the log for each HTTP request, which `--access-log` asks for.
+"""A line in the log for each HTTP request, with `--access-log`.
 
-Knows who asked for what, how it ended and how much it took; never what was said, and never a key. Stands around the
-application, so that without it nothing is done. With it, something is done per request, and nothing per token.
+Knows the caller, the route, the outcome and the cost of a request; never texts or keys. Wraps the application, so that
+without the flag it costs nothing. With it, it costs a little per request, and nothing per token.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from shared.settings import Settings
 
 log = logging.getLogger("tokenyard.access")
 
+# Stands for the status when the client left before it had one, as in nginx.
 CLIENT_GONE = 499
-"""What stands for the status when the client left before it had one, as in nginx."""
+# Longest path in characters; a head has room for many more.
 LONGEST_PATH = 200
-"""Characters; a head has room for many more."""
 
 
 @dataclass
 class Entry:
-    """What is known of the request that is being served. `generation.py` and `state.py` add to it."""
+    """Facts of the current request. `generation.py` and `state.py` add to it."""
 
     started: float = field(default_factory=time.monotonic)
     status: int = 0
     complete: bool = False
     error: RequestFailed | None = None
     choices: list[Sequence[Choice]] = field(default_factory=list)
-    """Those of each generation; they grow until the request ends."""
+    """The choices of each generation; they grow until the request ends."""
 
     def send(self, send: Send) -> Callable[[Message], Awaitable[None]]:
-        """`send`, with a look at what goes by."""
+        """Wraps `send` to record the status and the size."""
 
         def watched(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
@@ -59,7 +59,7 @@ class Entry:
             return Outcome.CANCELLED
         if self.status < 400:
             return Outcome.OK
-        if self.status == 503:  # of a health page, which tells no error
+        if self.status == 503:  # of a health page, which records no error
             return Outcome.UNAVAILABLE
         return Outcome.FAILED if self.status >= 500 else Outcome.INVALID
 
@@ -72,7 +72,7 @@ class Entry:
         return [choice for choices in self.choices for choice in choices]
 
     def facts(self) -> dict[str, Any]:
-        """Tokens and seconds; nothing of a request that generates nothing."""
+        """Tokens and seconds; empty for a request that generates nothing."""
         found: dict[str, Any] = {"outcome": self.outcome, "seconds": round(time.monotonic() - self.started, 4)}
         choices = self._all
         if not choices:
@@ -94,12 +94,12 @@ current: ContextVar[Entry | None] = ContextVar("entry of the access log", defaul
 
 
 def logged(application: ASGIApp, settings: Settings) -> ASGIApp:
-    """The application with the log around it, if the settings ask for one."""
+    """Wraps the application with the access log if the settings ask for one."""
     return AccessLog(application) if settings.access_log else application
 
 
 class AccessLog:
-    """An ASGI application around another one."""
+    """The ASGI application that writes the access log around another one."""
 
     def __init__(self, application: ASGIApp) -> None:
         self._application = application
@@ -119,7 +119,8 @@ class AccessLog:
 
 def _write(scope: Scope, entry: Entry) -> None:
     state = scope.get("state", {})
-    caller, client = state.get("caller"), scope.get("client")
+    caller = state.get("caller")
+    client = scope.get("client")
     # As it was sent: escapes in it stay escapes. Without the query, in which clients put keys.
     path = scope["raw_path"].decode("latin-1")[:LONGEST_PATH]
     status = entry.status or CLIENT_GONE

@@ -1,4 +1,4 @@
-"""The HTTP application: every dialect's routes, the health routes, and what holds for all of them.
+"""The HTTP application: every dialect's routes, the health routes, and the rules for all of them.
 
 A dialect is a package `api_server.dialects.<name>` with `routes() -> list[Route]`, each made by
 `api_server.web.endpoint.endpoint`. It reads the body with `call.json`, maps it to `TextGenerationRequest`, calls
@@ -48,8 +48,8 @@ from shared import logs
 log = logging.getLogger("tokenyard")
 
 _ID_HEADERS = (b"x-request-id", b"traceparent")
+# W3C's trace context; a later version may have more fields.
 _TRACE = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
-"""W3C's trace context; a later version may have more fields."""
 _LAST_ANSWER = ((b"connection", b"close"),)
 # What asks for these asks again soon, and loses nothing.
 _PROBES = PUBLIC_PATHS | {"/"}
@@ -57,7 +57,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> Application:
-    """The application of one API process; from here on `server.observers` has the metrics, too."""
+    """Makes the application of one API process, and adds the metrics to `server.observers`."""
     routes = [
         *openai.routes(),
         *anthropic.routes(),
@@ -83,18 +83,19 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
 
 
 class Application:
-    """The outermost ASGI callable: gives each request its id, and an answer whatever happens."""
+    """The outermost ASGI callable: gives each request its id, and answers also after errors."""
 
     def __init__(self, server: ServerState, routes: Sequence[BaseRoute], metrics: Metrics) -> None:
         self.server = server
         self.metrics = metrics
         self.leaving = False
-        """Whether each answer says that its connection ends with it: this process will be gone."""
+        """True when each answer ends its connection, because this process will be gone."""
         self.asked_at = float("-inf")
-        """When the last request came that is no probe, while it is leaving; on time.monotonic's clock."""
+        """Time of the last request other than a probe, while leaving; on time.monotonic's clock."""
         self.routes = list(routes)
         self._router = Router(self.routes, redirect_slashes=False)
-        origins, has_keys = server.settings.cors_origins, bool(server.keys.users)
+        origins = server.settings.cors_origins
+        has_keys = bool(server.keys.users)
         self._public = public_paths(server.settings)
         self._served = allow_pages(self._serve, origins, self._public, has_keys)
 
@@ -155,7 +156,7 @@ class Application:
         return self._renderer(scope["path"])(error, Call(self.server, scope, b"", scope["state"]["request_id"]))
 
     def _renderer(self, path: str) -> ErrorRenderer:
-        """That of the dialect which has the path, whatever the method, or the path that was meant, or one above it."""
+        """The error renderer of a path: its dialect's, or that of the meant path, or of a path above it."""
         candidates = (path, meant(path, self._exists) or path, *above(path))
         return next((found.render_error for found in map(self._endpoint, candidates) if found), render_error)
 
@@ -168,7 +169,7 @@ class Application:
 
 
 def _check_path(path: str) -> None:
-    """A route that takes any name would take an empty one, too: /v1/models/ is neither the list nor a model."""
+    """Refuses an empty name for a route that takes any: /v1/models/ is neither the list nor a model."""
     if path.endswith("/") and path != "/":
         raise HTTPException(404)
 
@@ -182,7 +183,7 @@ def _ids(scope: Scope) -> tuple[str, str]:
 
 
 def health_routes() -> list[BaseRoute]:
-    """Pages for load balancers and orchestrators: cheap, and honest."""
+    """Routes for load balancers and orchestrators: cheap, and honest."""
     pages = {
         "/": (_root, "That a server is here, as text"),
         "/health": (_health, "200 while the engine is alive and makes progress, 503 otherwise"),

@@ -1,4 +1,4 @@
-"""Why a request gets no answer: one error with a kind, which each dialect maps to its own status and body.
+"""Errors of requests: one exception with a kind, which each dialect maps to its own status and body.
 
 Knows no HTTP status and no dialect.
 """
@@ -13,17 +13,17 @@ from interfaces import ErrorCode, RequestError
 
 
 class ErrorKind(enum.StrEnum):
-    """What went wrong, from the client's point of view."""
+    """The kind of a failure, from the client's point of view."""
 
     BAD_JSON = "bad_json"
-    """The body is no JSON object."""
+    """The body is not a JSON object."""
     BAD_MEDIA_TYPE = "bad_media_type"
-    """The request's header says that the body is no JSON."""
+    """The request's header says that the body is not JSON."""
     BODY_TOO_LARGE = "body_too_large"
     INVALID = "invalid"
     """A value is missing, of the wrong type or out of range; `field` names it."""
     UNSUPPORTED = "unsupported"
-    """A known field asks for what this server cannot do; `field` names it."""
+    """A known field asks for something that this server cannot do; `field` names it."""
     TOO_LONG = "too_long"
     """Prompt (plus answer) exceed the context; `numbers` has prompt_tokens, max_new_tokens (if given) and limit."""
     TEMPLATE = "template"
@@ -34,11 +34,11 @@ class ErrorKind(enum.StrEnum):
     UNAUTHORIZED = "unauthorized"
     """No key, or one that opens nothing."""
     FORBIDDEN = "forbidden"
-    """The caller may not do this, whoever it is."""
+    """No caller with these rights may do this."""
     OVERLOADED = "overloaded"
     """Queues are full: the client should come back after `retry_after` seconds."""
     UNAVAILABLE = "unavailable"
-    """Nobody can serve now (starting, restarting, draining)."""
+    """The server cannot serve now (starting, restarting, draining)."""
     TIMEOUT = "timeout"
     """The time limit that the request itself named has passed."""
     GENERATION_FAILED = "generation_failed"
@@ -47,14 +47,14 @@ class ErrorKind(enum.StrEnum):
     """A bug of ours; the log has the traceback under the request id."""
 
 
+# Longest message in characters; a quoted value of the client's may have millions.
 LONGEST_MESSAGE = 2000
-"""Characters; a value of the client's that is quoted may have millions."""
 
 
 class RequestFailed(Exception):
-    """The request ends here. `message` is written for the client: it names the field, the value and the remedy.
+    """Ends the request. `message` is written for the client: it names the field, the value and the remedy.
 
-    The middle of a message that is too long goes.
+    A message that is too long loses its middle.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class RequestFailed(Exception):
         self.retry_after = retry_after
         self.numbers = dict(numbers or {})
         self.counted = counted
-        """Whether observers know already how its answers ended: as cancelled, say."""
+        """True when observers already know how its answers ended: as cancelled, say."""
 
     def renamed(self, names: Mapping[str, str]) -> RequestFailed:
-        """The same failure in the words of a dialect that calls a field by another name than the common path."""
+        """The same failure with a dialect's names for the fields."""
         name = names.get(self.field or "")
         if self.field is None or name is None:
             return self
@@ -100,7 +100,7 @@ RETRY_AFTER_SECONDS = 1
 
 
 def from_scheduler(error: RequestError) -> RequestFailed:
-    """The scheduler's refusal in the API's terms. When to come again if its line is full, `retry_after.py` says."""
+    """The scheduler's refusal as an API error. For a full queue `retry_after.py` sets the delay."""
     kind = _KIND_OF_CODE.get(error.code, ErrorKind.GENERATION_FAILED)
     retry = RETRY_AFTER_SECONDS if kind is ErrorKind.UNAVAILABLE else None
     return RequestFailed(kind, error.message, retry_after=retry)
@@ -112,16 +112,16 @@ _SHORT.maxlist = _SHORT.maxdict = _SHORT.maxtuple = 10
 
 
 def shown(value: object) -> str:
-    """A value of the client's as an error quotes it: its beginning, for what that costs."""
+    """The beginning of a client's value for an error message; long values cost no more."""
     text = _SHORT.repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def invalid(message: str, field: str | None = None) -> RequestFailed:
-    """A value of the request that cannot be used."""
+    """The error for a value of the request that cannot be used."""
     return RequestFailed(ErrorKind.INVALID, message, field=field)
 
 
 def unsupported(field: str, what: str) -> RequestFailed:
-    """A known field that asks for something this server does not do."""
+    """The error for a known field that asks for something that this server does not do."""
     return RequestFailed(ErrorKind.UNSUPPORTED, f"{field}: {what} is not supported by this server", field=field)

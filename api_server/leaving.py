@@ -1,10 +1,9 @@
-"""How an API process leaves its clients: all that has reached it is served, and asked to connect anew the next time.
+"""Ends an API process without losing requests: serves all that arrive, and asks clients to connect anew.
 
 It is either stopped (SIGTERM, SIGINT: the whole server ends) or retired (SIGQUIT: another process accepts from the same
 queue). In both cases answers say `Connection: close` from then on, and kept connections live on for a while, since a
-request may be on its way on any of them. One that is stopped goes on accepting while clients come, but not for long,
-and takes in all that waits at its door before it closes it. Knows uvicorn's connections; does not know what is asked on
-them.
+request may be on its way on any of them. A stopped process accepts for a bounded time while clients come, and accepts
+all connections in the listen queue before it closes the socket. Knows uvicorn's connections; does not know requests.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from shared import liveness
 
+# Time after the drain in which the ended requests send their last frames.
 SECONDS_FOR_LAST_FRAMES = 3
-"""After the drain: the requests that were ended tell their clients so."""
+# Without a request on any connection for this long, open connections are closed and the process ends. Load balancers
+# that ask every second have noticed by then.
 QUIET_SECONDS = 2.0
-"""Without a request on any connection; then those that are left are closed, and the process ends. Load balancers that
-ask every second have noticed by then."""
 # The longest that a server which is stopped goes on accepting because clients are there. A client that heeds neither
 # `/ready` nor `Connection: close` would hold it up for ever.
 OPEN_SECONDS = 5.0
@@ -42,22 +41,26 @@ class Leaving:
     def __init__(
         self, web: uvicorn.Server, application: Application, engine: EngineClient, delay: float, drain: float
     ) -> None:
-        """After the order to stop, requests are served for `delay` seconds more, and then have `drain` to end."""
+        """Sets the times.
+
+        After the order to stop, requests are served for `delay` seconds more, then have `drain` to end.
+        """
         self._web = web
         self._application = application
         self._engine = engine
-        self._delay, self._drain = delay, drain
+        self._delay = delay
+        self._drain = drain
         self._task: asyncio.Task[None] | None = None
         self._arriving: set[asyncio.Task[None]] = set()
 
     def obey(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on signals are orders."""
+        """Handles signals as orders from now on."""
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
         loop.add_signal_handler(signal.SIGQUIT, self.retire)
 
     def stop(self) -> None:
-        """Also of one that was retiring."""
+        """Stops the process, also one that was retiring."""
         if not self._engine.draining:
             self._engine.draining = True
             self._begin(self._stop())
@@ -90,15 +93,16 @@ class Leaving:
         self._web.should_exit = True
 
     async def _while_clients_come(self, began: float, deadline: float) -> None:
-        """Until no new request has come for a while, or none at all and there is no connection. Probes are none."""
-        state, application = self._web.server_state, self._application
+        """Waits until no new request has come for a while, or no connection is left. Probes do not count."""
+        state = self._web.server_state
+        application = self._application
         while time.monotonic() < min(deadline, max(began, application.asked_at) + QUIET_SECONDS):
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
             if not state.connections and application.asked_at < began:
                 return
 
     async def _close_door(self) -> None:
-        """This process accepts no more; where others have the socket as well, they do."""
+        """Stops accepting in this process; other processes with the socket go on."""
         while not self._web.started:  # noqa: ASYNC110 (uvicorn has no event for it)
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
         doors = [door.dup() for server in self._web.servers for door in server.sockets]
@@ -113,7 +117,7 @@ class Leaving:
             await asyncio.sleep(_HANDSHAKE_SECONDS)
 
     async def _welcome(self, connection: socket.socket) -> None:
-        """What uvicorn does with a connection that it has accepted."""
+        """Sets up an accepted connection, as uvicorn does."""
         web = self._web
         with contextlib.suppress(OSError):  # the client has gone, or cannot agree on TLS
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -121,7 +125,7 @@ class Leaving:
             )
 
     async def _until_quiet(self, seconds: float, busy: float, deadline: float) -> None:
-        """Until no connection is left, or none of them has had a request for so long; the last one came at `busy`."""
+        """Waits until no connection is left, or none has had a request for `seconds`; the last one came at `busy`."""
         state = self._web.server_state
         while (now := time.monotonic()) < deadline:
             if state.tasks:
@@ -134,7 +138,7 @@ class Leaving:
 
 
 def _take_in(door: socket.socket) -> list[socket.socket]:
-    """The connections that wait to be accepted. The kernel breaks what waits at a door when it is closed."""
+    """The connections in the listen queue. The kernel breaks them when the socket is closed."""
     arrived: list[socket.socket] = []
     with door, contextlib.suppress(OSError):
         while True:

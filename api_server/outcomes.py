@@ -1,4 +1,4 @@
-"""How a request ended, in one word for metrics and the access log."""
+"""The outcome of a request, in one word for metrics and the access log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which release of the product this process runs."""
+"""The release of the product that this process runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.metadata
 
 
 def release() -> str:
-    """The installed version; a source tree that nobody installed has none."""
+    """The installed version; a source tree without an installation has none."""
     try:
         return importlib.metadata.version("tokenyard")
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Keys and certificates of a process that serves, exchanged for those that the supervisor has found at a SIGHUP.
+"""Replaces the keys and certificates of a running process by those that the supervisor found at a SIGHUP.
 
-Requests and connections that are there stay; the next ones meet the new keys and the new certificate.
+Open requests and connections stay; new ones get the new keys and the new certificate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger("tokenyard")
 
 
 class Rotation:
-    """`read_again` is for the signal; `config` is loaded, so that its TLS context is there, if it has one."""
+    """Reads keys and certificates again. `config` is loaded, so that its TLS context exists, if it has one."""
 
     def __init__(self, settings_file: Path, server: ServerState, config: uvicorn.Config) -> None:
         self._file = settings_file
@@ -32,14 +32,16 @@ class Rotation:
             config.ssl.sni_callback = self._hand_over
 
     def read_again(self) -> None:
-        """What cannot be read changes nothing; the supervisor has checked it a moment ago."""
+        """Handles the signal. Unreadable files change nothing; the supervisor has just checked them."""
         try:
             settings = Settings.read(self._file)
-            keys, context = AccessKeys.of(settings), self._fresh_context(settings)
+            keys = AccessKeys.of(settings)
+            context = self._fresh_context(settings)
         except (OSError, ValueError, SettingsError) as error:
             log.warning("keys and certificates stay as they are: %s", error)
             return
-        self._server.keys, self._context = keys, context
+        self._server.keys = keys
+        self._context = context
         log.info("keys and certificates were read again")
 
     def _fresh_context(self, settings: Settings) -> ssl.SSLContext | None:

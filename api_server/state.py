@@ -1,4 +1,4 @@
-"""What every endpoint of one API process shares.
+"""State that every endpoint of one API process shares.
 
 Knows the settings, the tokenizer, the connection to the scheduler and the model's public facts; holds no state of a
 request.
@@ -33,27 +33,27 @@ from shared.settings import Settings
 if TYPE_CHECKING:
     from api_server.chat.url_fetch import UrlFetcher
 
+# Names that clients send when they accept any model (huggingface_hub sends tgi or dummy).
 _ANY_MODEL = ("", "default", "tgi", "dummy")
-"""Names under which clients that do not care ask for the one model (huggingface_hub says tgi or dummy)."""
 
 
 @dataclass
 class ServerState:
-    """One per process, made by `api_server/__main__.py`."""
+    """State of one process, made by `api_server/__main__.py`."""
 
     settings: Settings
     tokenizer: Tokenizer
     engine: EngineClient
     observers: list[Observer] = field(default_factory=list)
-    """Told about every generation (metrics)."""
+    """Receive the events of every generation (metrics)."""
     formats: AnswerFormats = field(init=False)
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time shown as the model's creation time."""
     processes_file: Path | None = None
-    """Where the supervisor writes which processes are silent; None without one."""
+    """The supervisor's file of silent processes; None without a supervisor."""
     bodies: Bodies = field(default_factory=Bodies)
     crowd: Crowd = field(default_factory=Crowd)
-    """Who was refused, and when they come again."""
+    """Counts refusals and estimates Retry-After."""
     keys: AccessKeys = field(init=False)
     url_fetcher: UrlFetcher | None = field(init=False)
     """None where the operator has opened no host."""
@@ -83,17 +83,17 @@ class ServerState:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the settings, which is when answers to one seed may change."""
+        """A fingerprint of the settings. It changes when answers to one seed may change."""
         return f"fp_{blake2b(self.settings.to_json().encode(), digest_size=5).hexdigest()}"
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest prompt + answer in tokens; None until the first worker has told it."""
+        """Longest prompt + answer in tokens; None until the first worker has reported it."""
         return self.engine.max_model_len
 
     @property
     def processes(self) -> dict[str, ProcessState]:
-        """All processes of this server, as its supervisor sees them."""
+        """All processes of this server, from the supervisor's file."""
         return {} if self.processes_file is None else process_table.read(self.processes_file)
 
     def record_failure(self, path: str, error: RequestFailed) -> None:
@@ -117,7 +117,7 @@ class ServerState:
 
 
 def _url_fetcher(hosts: FetchHosts) -> UrlFetcher | None:
-    """Its HTTP client is a seventh of a second to load, which servers that fetch nothing are spared."""
+    """Makes the fetcher if hosts are open. Its HTTP client takes a seventh of a second to load."""
     if not hosts:
         return None
     from api_server.chat.url_fetch import UrlFetcher

@@ -1,1 +1,1 @@
-"""The form an answer must have: from what a client said to a grammar that workers enforce, or to a reason why not."""
+"""The form an answer must have: turns a client's constraint into a grammar for workers, or a reason why not."""

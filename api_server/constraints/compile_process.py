@@ -1,8 +1,8 @@
-"""`python -m api_server.constraints.compile_process`: finds out what can be enforced, beside the API process.
+"""`python -m api_server.constraints.compile_process`: compiles constraints beside the API process.
 
-Each constraint is compiled in a child of its own, forked from this small process that has loaded the tokens: whatever a
-client has sent can cost so much processor time and memory and no more, and kills nothing but that child. Reads requests
-from standard input (the first is the tokenizer), answers on standard output in whatever order they are done.
+Each constraint is compiled in a child of its own, forked from this small process that has loaded the tokens. Limits on
+processor time and memory apply to the child, and exceeding them kills only the child. Reads requests from standard
+input (the first is the tokenizer), and writes answers to standard output in the order of completion.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from shared.liveness import become, limit_memory
 from shared.pipe_messages import message_unpacker
 
 CPU_SECONDS = 1.0
+# Limit for a child that waits instead of computing.
 WALL_SECONDS = 60.0
-"""For a child that waits instead of computing."""
+# Memory of a child beyond that of this process.
 MEMORY_BYTES = 1 << 30
-"""Beyond what this process has itself."""
+# Constraints compiled at once.
 CHILDREN = 4
-"""Constraints compiled at once."""
+# Most places of a schema in one line of the log.
 MOST_LISTED = 8
-"""Places of a schema that are named in one line of the log."""
+# Compilation yields to token generation.
 NICENESS = 10
-"""Tokens that flow come first."""
 
 _DRAWING = re.compile(r"\s*(\d+ \|.*|\^+)$")
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
+# Exit code of a child that met an error of ours.
 _FAILED = 3
-"""Exit code of a child that met an error of ours."""
 _TOO_SLOW = f"it takes more than {CPU_SECONDS:g} s of processor time to compile"
 _TOO_LARGE = f"it takes more than {MEMORY_BYTES >> 20} MB of memory to compile"
 
 
 @dataclass
 class _Child:
-    """One compilation: `number` names it to the API process, `words` is what the child has said so far."""
+    """One compilation. `number` names it to the API process; `words` is the child's output so far."""
 
     number: int
     pid: int
@@ -60,7 +60,7 @@ class _Child:
 
 
 class Compiler:
-    """`run` until the API process closes its end."""
+    """Compiles the constraints that arrive; `run` ends when the API process closes its end."""
 
     def __init__(self, vocabulary: Vocabulary, special: dict[str, int], answers: Any) -> None:
         self._vocabulary = vocabulary
@@ -100,7 +100,7 @@ class Compiler:
         self._selector.register(output, selectors.EVENT_READ)
 
     def _compile(self, kind: str, source: str, output: int) -> None:
-        """In the child; does not return."""
+        """Runs in the child; does not return."""
         try:
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the child
             limit_memory(MEMORY_BYTES)
@@ -128,7 +128,7 @@ class Compiler:
 def outcome(vocabulary: Vocabulary, special: Mapping[str, int], kind: str, source: str) -> dict[str, str]:
     """The compiled `grammar`, or the `error`; `special` are the tokens that stand for no text.
 
-    `ignored` says what of a schema changes nothing.
+    `ignored` lists the parts of a schema that change nothing.
     """
     try:
         grammar, ignored = translate(kind, source, special)
@@ -145,20 +145,20 @@ def outcome(vocabulary: Vocabulary, special: Mapping[str, int], kind: str, sourc
 
 
 def _listed(places: list[str]) -> str:
-    """For the log: few of them are enough to find the rest."""
+    """Places for the log: a few are enough to find the rest."""
     more = f" and {len(places) - MOST_LISTED} more" if len(places) > MOST_LISTED else ""
     return ", ".join(places[:MOST_LISTED]) + more
 
 
 def checked(vocabulary: Vocabulary, grammar: str) -> str:
-    """The grammar, if it can be enforced from its first token on. Raises GrammarError."""
+    """The grammar, after a check that it can be enforced from its first token on. Raises GrammarError."""
     matcher = vocabulary.matcher(grammar)
     matcher.fill(np.zeros(vocabulary.words, np.int32), ends=[0])
     return grammar
 
 
 def readable(text: str) -> str:
-    """The matcher's words without its drawing of the place, which is in a grammar that the client has not seen."""
+    """The matcher's message without its drawing of the place, which is in a grammar that the client has not seen."""
     if text.startswith("NoExtension"):
         return "no text can match it"
     if "oneOf constraints" in text:
@@ -195,7 +195,7 @@ def main() -> None:
 
 
 def _first(requests: int, unpacker: msgpack.Unpacker) -> list[Any]:
-    """The first request; nothing if there is none."""
+    """The first request; empty if there is none."""
     while data := os.read(requests, 1 << 20):
         unpacker.feed(data)
         for request in unpacker:

@@ -1,7 +1,7 @@
-"""Asks the helper process what a constraint compiles to, once for each content, and never waits for it on the loop.
+"""Asks the helper process to compile a constraint, once for each content, and never waits for it on the loop.
 
-Knows the helper's protocol and its life: it is started when it is first needed (or by `start`), and again when it has
-died. What a constraint means is known over there.
+Knows the helper's protocol and lifecycle: it starts at first use (or by `start`), and again when it has died. The
+helper knows the meaning of constraints.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from shared.pipe_messages import message_unpacker
 
 log = logging.getLogger("tokenyard")
 
+# Limit on compiled grammars and refusals together.
 CACHED_BYTES = 64 << 20
-"""Of compiled grammars and refusals together."""
+# Most constraints that are being compiled or wait for it.
 MOST_WAITING = 256
-"""Constraints that are being compiled or wait for it."""
 
+# The fields `grammar`, perhaps with `ignored`, or `error`.
 Outcome = dict[str, str]
-"""`grammar`, perhaps with `ignored`, or `error`."""
 
 
 class ConstraintCompiler:
-    """One per API process. `vocabulary` gives the tokenizer's JSON and its end tokens; it is called in a thread."""
+    """Compiles through the helper.
+
+    One per API process. `vocabulary`, called in a thread, gives the tokenizer's JSON and its end tokens.
+    """
 
     def __init__(self, vocabulary: Callable[[], tuple[str, Sequence[int]]]) -> None:
         self._vocabulary = vocabulary
@@ -72,7 +75,8 @@ class ConstraintCompiler:
 
     async def close(self) -> None:
         """Ends the helper."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None and process.returncode is None:
             process.kill()
         if self._reading is not None:
@@ -142,7 +146,7 @@ class ConstraintCompiler:
             text = "the process that compiles constraints has died; retry"
             failure = RequestFailed(ErrorKind.UNAVAILABLE, text, retry_after=RETRY_AFTER_SECONDS)
             future.set_exception(failure)
-            future.exception()  # nobody may be left who waits
+            future.exception()  # marks it as retrieved: perhaps no waiter is left
             return
         future.set_result(outcome)
         self._known[key] = outcome
@@ -152,7 +156,7 @@ class ConstraintCompiler:
 
 
 def check_size(constraint: Constraint) -> None:
-    """Raises RequestFailed(INVALID) for one that is too long to be looked at."""
+    """Raises RequestFailed(INVALID) for a constraint that is too long to be compiled."""
     # Here, and not only over there, so that what is too long is not sent.
     most = MOST_PATTERN if constraint.kind is ConstraintKind.REGEX else MOST_SOURCE
     if len(constraint.source) > most:
@@ -160,7 +164,7 @@ def check_size(constraint: Constraint) -> None:
 
 
 def refused(constraint: Constraint, why: str) -> RequestFailed:
-    """What the client is told of one that cannot be enforced."""
+    """The client's error for a constraint that cannot be enforced."""
     field = constraint.field or constraint.kind.value
     return invalid(f"{field} cannot be enforced: {why}", field)
 

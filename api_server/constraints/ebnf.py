@@ -1,11 +1,11 @@
-"""From EBNF, as llama.cpp (GBNF), xgrammar and SGLang write it, to llguidance's Lark.
+"""Translates EBNF, as llama.cpp (GBNF), xgrammar and SGLang write it, to llguidance's Lark.
 
     root ::= "yes" | "no" why?      # rules `name ::= ...`, begins at `root`
     why  ::= [a-z ]+ {1,3}          # literals, classes, ( ), |, *, +, ?, {n}, {n,}, {n,m}, `.`
 
-llguidance's lexer takes the longest match, so where two terminals meet they can get in each other's way. Whatever is
-not recursive therefore becomes one regular expression, which is exact; a grammar without recursion is one as a whole.
-Knows both notations; knows no tokens.
+llguidance's lexer takes the longest match, so where two terminals meet they can get in each other's way. Every part
+that is not recursive therefore becomes one regular expression, which is exact; a grammar without recursion is one as a
+whole. Knows both notations; knows no tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import NoReturn
 from api_server.constraints.limits import MOST_REPEATS
 from shared.grammar import GrammarError
 
+# Most characters of a regular expression that rules without recursion make together.
 MOST_EXPANDED = 256 * 1024
-"""Characters of a regular expression that rules without recursion make together."""
+# Most levels of nested parentheses, and of rules that name each other.
 MOST_LEVELS = 100
-"""Parentheses within each other, and rules that name each other."""
 
 _TOKEN = re.compile(
     r"""(?P<space>(?:\s|\#[^\n]*)+)
@@ -48,7 +48,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Chars:
-    """One character: a regular expression of it."""
+    """One character, as a regular expression."""
 
     pattern: str
 
@@ -80,7 +80,7 @@ Node = Text | Chars | Name | Sequence | Choice | Repeat
 
 
 def to_lark(source: str, prefix: str = "") -> tuple[str, list[str]]:
-    """The name of the rule that is the whole, and the lines of Lark; `prefix` keeps two grammars apart."""
+    """The name of the root rule, and the lines of Lark; `prefix` keeps the rules of two grammars apart."""
     rules = _Parser(source).rules()
     if "root" not in rules:
         raise GrammarError("there is no rule `root ::= ...`, at which it begins")
@@ -165,7 +165,8 @@ class _Parser:
         low, comma, high = (piece.strip() for piece in sign[1:-1].partition(","))
         if not low and not high:
             self._fail(f"{sign} says no number", position)
-        least, most = int(low or 0), int(high) if high else None if comma else int(low)
+        least = int(low or 0)
+        most = int(high) if high else None if comma else int(low)
         if max(least, most or 0) > MOST_REPEATS:
             self._fail(f"the repetition {sign:.40} is above {MOST_REPEATS}, the most possible", position)
         if most is not None and most < least:
@@ -204,7 +205,7 @@ class _Parser:
 
 
 class _Writer:
-    """Writes the rules that are recursive as rules, and all between them as terminals."""
+    """Writes recursive rules as rules, and all between them as terminals."""
 
     def __init__(self, rules: Mapping[str, Node], prefix: str) -> None:
         self._rules = rules
@@ -229,7 +230,7 @@ class _Writer:
         return [f"{name}: /{pattern}/" for pattern, name in self._terminals.items()]
 
     def _node(self, node: Node) -> str:
-        """As Lark."""
+        """A node in Lark."""
         if self._is_regular(node):
             return self._terminal(node)
         match node:
@@ -247,7 +248,7 @@ class _Writer:
         raise TypeError(f"{node} is regular")
 
     def _merged(self, parts: tuple[Node, ...] | list[Node], join: Callable[[tuple[Node, ...]], Node]) -> Iterator[Node]:
-        """Neighbours that are regular as one."""
+        """Joins neighbours that are regular to one node."""
         run: list[Node] = []
         for part in parts:
             if self._is_regular(part):
@@ -349,7 +350,7 @@ def _may_be_empty(node: Node, rules: Mapping[str, Node]) -> bool:
 
 
 def _characters(body: str) -> Iterator[tuple[str, bool]]:
-    """Each character of a literal or class, and whether it was escaped."""
+    """Yields each character of a literal or class, and whether it was escaped."""
     position = 0
     while position < len(body):
         found = _ESCAPE.match(body, position)

@@ -1,6 +1,6 @@
-"""From the names under which bodies give a constraint to the one `Constraint` of a request.
+"""Finds the one `Constraint` of a request under the names that bodies use.
 
-Knows that there may be only one and how its value becomes text. What the text means is not looked at here.
+Knows that there may be only one and how its value becomes text. Does not look at the meaning of the text.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ANY_OBJECT = '{"type":"object"}'
 
 _TEXTS = (ConstraintKind.REGEX, ConstraintKind.EBNF, ConstraintKind.LARK)
 
+# Field, language and value; None means that the field is absent.
 Entry = tuple[str, ConstraintKind, Any]
-"""Field, language and value; a value None is not given."""
 
 
 def one_of(entries: Iterable[Entry]) -> Constraint | None:
@@ -32,7 +32,7 @@ def one_of(entries: Iterable[Entry]) -> Constraint | None:
 
 
 def made(field: str, kind: ConstraintKind, value: Any) -> Constraint:
-    """The constraint of one value, text or JSON. Raises RequestFailed."""
+    """Makes the constraint of one value, text or JSON. Raises RequestFailed."""
     if isinstance(value, str):
         text = value
     elif kind in _TEXTS:
@@ -47,6 +47,9 @@ def made(field: str, kind: ConstraintKind, value: Any) -> Constraint:
     return Constraint(kind, text, field=field)
 
 
+# Types of a response format, and the keys of the form itself: `json_schema` or, in the Responses API, `schema` for
+# OpenAI's clients; `value` for those of TGI and huggingface_hub; `schema` or `pattern` for those of llama.cpp and
+# Together.
 _PLACES: Mapping[str, tuple[str, ...]] = {
     "text": (),
     "json_object": ("value", "schema"),
@@ -54,16 +57,16 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "regex": ("value", "pattern"),
     "json_schema": ("json_schema", "value", "schema"),
 }
-"""Types of a response format, and where the form itself may stand: in `json_schema` or, in the Responses API, `schema`
-for OpenAI's clients; in `value` for those of TGI and huggingface_hub; in `schema` or `pattern` for those of llama.cpp
-and Together."""
 _ANNOTATIONS = frozenset({"type", "name", "description", "strict"})
+# Names that ask for a form: one that the type does not have is refused, and not ignored silently.
 _ASKING = frozenset({place for places in _PLACES.values() for place in places} | {"regex", "grammar", "ebnf", "choice"})
-"""Names that ask for a form: one that the type does not have is refused, and not left out in silence."""
 
 
 def response_format(value: Any, field: str = "response_format") -> Constraint | None:
-    """OpenAI's forms of it, the flat form of the Responses API, TGI's and llama.cpp's. Raises RequestFailed."""
+    """The constraint of a response format: OpenAI's forms, the Responses API's, TGI's and llama.cpp's.
+
+    Raises RequestFailed.
+    """
     if value is None:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
@@ -92,7 +95,7 @@ def response_format(value: Any, field: str = "response_format") -> Constraint | 
 
 
 def _placed(value: dict[str, Any], kind: str, field: str) -> tuple[str, Any]:
-    """Where the form stands, and what it is. Raises RequestFailed for what asks for a form and is not the type's."""
+    """The place of the form, and the form. Raises RequestFailed for a key that asks for a form of another type."""
     given = {name: part for name, part in value.items() if part is not None}
     places = _PLACES[kind]
     for name in given:
@@ -138,12 +141,15 @@ _SGLANG = {
     "structural_tag": ConstraintKind.STRUCTURAL_TAG,
 }
 
+# Further fields of OpenAI's bodies, as the clients of vLLM and SGLang send them, that this module reads.
 EXTRAS = frozenset({*_GUIDED, *_SGLANG, "structured_outputs", "guided_decoding_backend", "guided_whitespace_pattern"})
-"""Further fields of OpenAI's bodies, as the clients of vLLM and SGLang send them, that this module reads."""
 
 
 def of_openai_body(raw: dict[str, Any], format_field: str = "response_format") -> Constraint | None:
-    """`response_format`, vLLM's `guided_*` and `structured_outputs`, SGLang's names: at most one. RequestFailed."""
+    """The constraint of `response_format`, vLLM's `guided_*` and `structured_outputs`, and SGLang's names.
+
+    Raises RequestFailed for more than one.
+    """
     if raw.get("guided_whitespace_pattern") is not None:
         raise unsupported("guided_whitespace_pattern", "a pattern for white space")
     entries: list[Entry] = [(name, kind, raw.get(name)) for name, kind in (_GUIDED | _SGLANG).items()]
@@ -157,12 +163,12 @@ def of_openai_body(raw: dict[str, Any], format_field: str = "response_format") -
 
 
 def of_sampling_params(given: Any) -> Constraint | None:
-    """SGLang's own: attributes of its sampling parameters, of which an empty one is none."""
+    """The constraint in SGLang's sampling parameters; an empty attribute is none."""
     return one_of((name, kind, getattr(given, name) or None) for name, kind in _SGLANG.items())
 
 
 def of_tgi(grammar: Any) -> Constraint | None:
-    """TGI's `{"type": "json" | "regex" | "json_schema", "value": ...}`. Raises RequestFailed."""
+    """The constraint of TGI's `{"type": "json" | "regex" | "json_schema", "value": ...}`. Raises RequestFailed."""
     if grammar is None:
         return None
     value = grammar.get("value") if isinstance(grammar, dict) else None
@@ -180,8 +186,8 @@ def of_tgi(grammar: Any) -> Constraint | None:
     )
 
 
+# Further members of `structured_outputs` that would change the form.
 _CHANGING = frozenset({"disable_any_whitespace", "whitespace_pattern", "disable_additional_properties"})
-"""Further members of `structured_outputs` that would change the form."""
 
 
 def _structured(value: Any) -> list[Entry]:

@@ -1,8 +1,8 @@
-"""From a constraint in any of its languages to the one that the matcher reads. Runs in the compiler's helper.
+"""Translates a constraint of any language to the matcher's language. Runs in the compiler's helper.
 
-Nothing that a client wrote is dropped in silence: what cannot be enforced is a GrammarError that says what, and what
-asks for nothing is listed. White space between the parts of JSON is free, but never endless. Strings in JSON have no
-\\u escapes: by one of these the name of a declared property could be written so that its schema does not see it.
+No part of a client's constraint is dropped silently: an unenforceable part is a GrammarError that names it, and a part
+that asks for nothing is listed. White space between the parts of JSON is free, but never endless. Strings in JSON have
+no \\u escapes: by one of these the name of a declared property could be written so that its schema does not see it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from api_server.constraints.structural_tag import SchemaText
 from interfaces import ConstraintKind
 from shared.grammar import GrammarError
 
+# `coerce_one_of` would take oneOf for anyOf, and a text that fits two branches for a valid one.
 JSON_OPTIONS = {
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}",
     "json_allowed_escapes": '"\\bfnrt',
     "coerce_one_of": False,
     "lenient": False,
 }
-"""`coerce_one_of` would take oneOf for anyOf, and a text that fits two branches for a valid one."""
 
 _OPTIONS_KEY = "x-guidance"
 _JSON_IN_LARK = re.compile(r"%json\s*(?=\{)")
 
 
 def translate(kind: str, source: str, special: Mapping[str, int]) -> tuple[str, list[str]]:
-    """`source` for `shared.grammar.Vocabulary.matcher`, and what was left out of its schemas because it asks nothing.
+    """Returns `source` for `shared.grammar.Vocabulary.matcher`, and the parts of its schemas that ask for nothing.
 
     `special` are the special tokens. Raises GrammarError.
     """
@@ -71,7 +71,7 @@ def _parsed(source: str) -> Any:
 
 
 def _schema_text(schema: Any, ignored: list[str]) -> str:
-    """The schema with our options in it; `ignored` gets what was left out."""
+    """The schema's text with our options in it; appends ignored parts to `ignored`."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -101,9 +101,10 @@ def _literal_pattern(text: str) -> str:
 
 
 def _lark(source: str, schema_text: SchemaText) -> str:
-    """The schemas in it are checked, and get our options."""
+    """Lark whose schemas are checked and have our options."""
     decoder = json.JSONDecoder()
-    parts, position = [], 0
+    parts = []
+    position = 0
     for found in _JSON_IN_LARK.finditer(source):
         if found.start() < position:
             continue  # within a schema

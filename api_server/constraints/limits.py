@@ -1,7 +1,7 @@
-"""What is refused before anything is compiled: sizes and numbers that would cost without end later on.
+"""Limits that are checked before compilation: sizes and numbers whose cost would have no bound later.
 
-A grammar is enforced step by step, so part of its cost comes while an answer is written, where nobody can refuse it any
-more. Knows JSON schemas and patterns as data; knows no compiler.
+A grammar is enforced step by step, so part of its cost comes while an answer is written, when a refusal is too late.
+Knows JSON schemas and patterns as data; knows no compiler.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 
 from shared.grammar import GrammarError
 
+# Most characters of a constraint as the client sent it.
 MOST_SOURCE = 512 * 1024
-"""Characters of a constraint as the client sent it."""
+# Most characters of one regular expression.
 MOST_PATTERN = 64 * 1024
-"""Characters of one regular expression."""
+# Most levels of nested objects and lists in a schema.
 MOST_LEVELS = 128
-"""Objects and lists within each other in a schema."""
+# Highest number of repetitions in a pattern.
 MOST_REPEATS = 10_000
-"""How often a pattern may say that something repeats."""
+# The matcher counts remainders: its memory grows with this number.
 MOST_MULTIPLE = 10_000
-"""The matcher counts remainders: its memory grows with this number."""
 LEAST_MULTIPLE = 1e-6
 
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+# Repetitions, and escapes, in which braces mean something else.
 _REPEATS = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|.)|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}", re.DOTALL)
-"""Repetitions, and escapes, in which braces mean something else."""
 
 
 def check_size(source: str, pattern: bool) -> None:
@@ -65,7 +65,7 @@ def check_schema(schema: Any) -> None:
 
 
 def _check_writable(value: Any, path: str) -> None:
-    """The matcher would leave such characters out: they need an escape that strings here do not have."""
+    """Raises GrammarError for characters that the matcher would drop: they need an escape that it lacks."""
     for _, key, item, _ in _members(value):
         for text in (key, item):
             found = _UNWRITABLE.search(text) if isinstance(text, str) else None
@@ -81,7 +81,7 @@ def _checked(pattern: str, path: str) -> None:
 
 
 def _members(schema: Any) -> Iterator[tuple[str, str, Any, int]]:
-    """(path, last name, value, depth) of everything in it; without recursion, since depth is what is in doubt."""
+    """Yields (path, last name, value, depth) of all members, without recursion: the depth is unchecked."""
     stack: list[tuple[str, str, Any, int]] = [("", "", schema, 0)]
     while stack:
         path, name, value, levels = stack.pop()

@@ -1,6 +1,6 @@
-"""Compiles constraints within this process: for offline use, where who asks bears what his constraint costs.
+"""Compiles constraints within this process, for offline use, where the user bears the cost of the constraint.
 
-A server asks `compiler.py` instead, which has it done where time and memory have limits.
+A server asks `compiler.py` instead, which runs it with limits on time and memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.grammar import Vocabulary
 
 
 class LocalCompiler:
-    """Loads the tokens with the first constraint."""
+    """Compiles constraints. Loads the tokens with the first one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -1,8 +1,8 @@
-"""What the matcher would refuse of a JSON schema, or take for something else, though it can be had.
+"""Rewrites parts of a JSON schema that the matcher would refuse or misread, although they can be enforced.
 
-Terms that restrict nothing are left out: nobody asked for anything by them. Numbers, which the matcher keeps as
-floating point, are rounded into the range that was asked for, or refused where only they themselves would do. What
-cannot be enforced is named with its place. Knows schemas as data; compiles nothing.
+Terms that restrict nothing are dropped, because they ask for nothing. Numbers, which the matcher keeps as floating
+point, are rounded into the range that was asked for, or refused where only the exact number would do. An error names
+the place of what cannot be enforced. Knows schemas as data; compiles nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from shared.grammar import GrammarError
 
+# Formats that the matcher knows. By the standard any other is an annotation.
 FORMATS = frozenset(
     {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""Those that the matcher knows. By the standard any other is an annotation."""
 
+# The largest whole number that 64 bits hold as an integer and as floating point. The matcher counts with both.
 _LARGEST = 2**63 - 1024
-"""The largest whole number that 64 bits hold as an integer and as floating point. The matcher counts with both."""
+# Bounds nearer to zero have more digits than a pattern of the matcher can have.
 _SMALLEST = 1e-30
-"""Bounds nearer to zero have more digits than a pattern of the matcher can have."""
+# The matcher needs both ends of a range from this number on.
 _MOST_DIGITS = 10**18
-"""From here on the matcher wants both ends of a range."""
 
 _INEXACT = "which cannot be enforced exactly; numbers up to 2^53 and of up to 15 digits can be, and texts"
 _ANNOTATIONS = frozenset(
@@ -44,7 +44,7 @@ _UNENFORCEABLE = (
 
 
 def enforceable(schema: Any) -> tuple[Any, list[str]]:
-    """The schema as the matcher takes it, and what was left out of it, in words.
+    """The schema for the matcher, and descriptions of the dropped parts.
 
     GrammarError names the place of what cannot be enforced.
     """
@@ -53,7 +53,7 @@ def enforceable(schema: Any) -> tuple[Any, list[str]]:
 
 
 def loosened(schema: Any) -> Any:
-    """A schema of which every answer of this one is one, too, without the terms that cannot be enforced."""
+    """A looser schema without the terms that cannot be enforced. Every answer valid by `schema` is valid by it."""
     if not isinstance(schema, Mapping):
         return schema
     found = {name: _loosened_below(name, value) for name, value in schema.items() if name not in _UNENFORCEABLE}
@@ -70,7 +70,7 @@ def _loosened_below(name: str, value: Any) -> Any:
 
 
 def shallow(schema: Any) -> Mapping[str, Any]:
-    """No more of it than the names and types of its properties."""
+    """The names and types of the properties of a schema, without the rest."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     if not isinstance(properties, Mapping):
         return {"type": "object"}
@@ -108,7 +108,7 @@ def _tidied(schema: Any, path: str, remarks: list[str]) -> Any:
 
 
 def _mapped(name: str, value: Any, change: Callable[[Any, str], Any]) -> Any:
-    """The value of a keyword with the schemas in it changed; `change` is told each and its place."""
+    """The value of a keyword with its schemas changed; `change` gets each schema and its place."""
     if name in _LISTS and isinstance(value, list):
         return [change(part, f"/{name}/{i}") for i, part in enumerate(value)]
     if name in _MAPS and isinstance(value, Mapping):
@@ -117,7 +117,7 @@ def _mapped(name: str, value: Any, change: Callable[[Any, str], Any]) -> Any:
 
 
 def takes_all(schema: Any) -> bool:
-    """Whether it restricts nothing, plainly."""
+    """True when the schema plainly restricts nothing."""
     return schema is True or (isinstance(schema, Mapping) and all(name in _ANNOTATIONS for name in schema))
 
 
@@ -133,6 +133,7 @@ def _idle_dependencies(given: Any, _: Mapping[str, Any]) -> bool:
     return isinstance(given, Mapping) and all(part == [] or takes_all(part) for part in given.values())
 
 
+# Tests by keyword: true when the keyword, with this value and in this schema, restricts nothing.
 _IDLE: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "propertyNames": lambda value, _: _takes_texts(value),
     "uniqueItems": lambda value, _: value is False,
@@ -149,7 +150,6 @@ _IDLE: Mapping[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "unevaluatedProperties": lambda value, _: takes_all(value),
     "unevaluatedItems": lambda value, _: takes_all(value),
 }
-"""When a keyword, with this value and in this schema, restricts nothing."""
 
 
 def _is_idle(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
@@ -157,7 +157,7 @@ def _is_idle(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
 
 
 def _misread(value: Any) -> int | float | None:
-    """A number in it that the matcher would take for another one."""
+    """The first number in a value that the matcher would misread, or None."""
     stack = [value]
     while stack:
         found = stack.pop()
@@ -171,14 +171,14 @@ def _misread(value: Any) -> int | float | None:
 
 
 def _is_written_as_read(number: int | float) -> bool:
-    """Whether the matcher reads the number as it is, and a fraction's digits are so few that it writes them again."""
+    """True when the matcher reads the number exactly, and can write all digits of a fraction."""
     if _as_read(number) != number:
         return False
     return float(number).is_integer() or int("".join(map(str, Decimal(repr(number)).as_tuple().digits))) < 10**15
 
 
 def _as_read(number: int | float) -> float | None:
-    """What the matcher makes of a number's digits: it takes them as a whole number times a power of ten."""
+    """The matcher's reading of a number's digits: a whole number times a power of ten."""
     if isinstance(number, int):
         return float(number) if abs(number) < 2**63 else None
     if not math.isfinite(number):
@@ -193,17 +193,19 @@ def _as_read(number: int | float) -> float | None:
 
 
 def _bounds(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Its bounds as numbers that the matcher reads as they are, never wider than what was asked for."""
+    """The schema's bounds as numbers that the matcher reads exactly, never wider than asked for."""
     whole = schema.get("type") == "integer"
     found: dict[str, Any] = {}
     for name in _BOUNDS:
         value = schema.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
-        lower, place = name in _LOWER, f"{path}/{name}"
+        lower = name in _LOWER
+        place = f"{path}/{name}"
         if whole and name in _EXCLUSIVE and abs(value) >= 2**53:
             # Beyond, the matcher's arithmetic cannot go on by one.
-            name, value = _EXCLUSIVE[name], math.floor(value) + 1 if lower else math.ceil(value) - 1
+            name = _EXCLUSIVE[name]
+            value = math.floor(value) + 1 if lower else math.ceil(value) - 1
         bound = _inward(value, lower, whole, place)
         found[name] = (max if lower else min)(bound, found.get(name, bound))
     lowest = max((value for name, value in found.items() if name in _LOWER), default=None)
@@ -226,7 +228,8 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 def _inward(value: int | float, lower: bool, whole: bool, path: str) -> int | float:
     """A bound that the matcher reads as `value`, or as the next number inside."""
-    asked, inside = value, math.inf if lower else -math.inf
+    asked = value
+    inside = math.inf if lower else -math.inf
     if (value > _LARGEST) if lower else (value < -_LARGEST):
         raise GrammarError(f"{path} must be within 64 bits, from {-_LARGEST} to {_LARGEST}, got {value}")
     if abs(value) > _LARGEST:
@@ -243,5 +246,5 @@ def _inward(value: int | float, lower: bool, whole: bool, path: str) -> int | fl
 
 
 def _reaches(high: int | float, low: int | float, whole: bool) -> bool:
-    """Whether `high` is at least `low`. The matcher bounds numbers that are not whole by their shortest digits."""
+    """True when `high` is at least `low`. The matcher bounds numbers that are not whole by their shortest digits."""
     return high >= low if whole else Decimal(repr(high)) >= Decimal(repr(low))

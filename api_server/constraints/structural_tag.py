@@ -1,7 +1,7 @@
-"""From structural tags, SGLang's and xgrammar's form of "free text with constrained parts in it", to llguidance's Lark.
+"""Translates structural tags, SGLang's and xgrammar's "free text with constrained parts", to llguidance's Lark.
 
-Both forms are taken: `{"structures": [{begin, schema, end}], "triggers": [...]}` and `{"format": {"type": ...}}`. Texts
-in which special tokens are written out mean those tokens, because that is what a model writes there. Knows no matcher.
+Both forms are accepted: `{"structures": [{begin, schema, end}], "triggers": [...]}` and `{"format": {"type": ...}}`.
+Texts in which special tokens are written out mean those tokens, because a model writes tokens there. Knows no matcher.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from shared.grammar import GrammarError
 FREE = "FREE_TEXT"
 _FREE_LINE = rf"{FREE}: /(?s:.*)/"
 
+# Most levels of nested formats.
 MOST_LEVELS = 32
-"""Formats within each other."""
 
+# Returns a JSON schema as the text that stands after `%json`; raises GrammarError.
 SchemaText = Callable[[Any], str]
-"""A JSON schema as the text that stands after `%json`; raises GrammarError."""
 
 
 def to_lark(tag: Any, special: Mapping[str, int], schema_text: SchemaText) -> str:
-    """`special` are the special tokens by their text. GrammarError that names what is not understood."""
+    """Translates a tag. `special` are the special tokens by their text. GrammarError names what is not understood."""
     if not isinstance(tag, dict):
         raise GrammarError("it must be a JSON object")
     writer = _Writer(special, schema_text)
@@ -44,13 +44,14 @@ def _of_structures(tag: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(given, dict):
             raise GrammarError(f"{where} must be an object")
         content = {"type": "json_schema", "json_schema": _part(given, "schema", dict, where)}
-        begin, end = _part(given, "begin", str, where), _part(given, "end", str, where)
+        begin = _part(given, "begin", str, where)
+        end = _part(given, "end", str, where)
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     return {"type": "triggered_tags", "triggers": _part(tag, "triggers", list, "it"), "tags": tags}
 
 
 class _Writer:
-    """Gathers the lines that formats need; a format itself becomes an expression."""
+    """Collects the lines of formats; a format itself becomes an expression."""
 
     def __init__(self, special: Mapping[str, int], schema_text: SchemaText) -> None:
         self._special = special
@@ -83,8 +84,9 @@ class _Writer:
         return self._leaf(kind, given, where)
 
     def literal(self, text: str) -> str:
-        """A fixed text, special tokens in it as such."""
-        parts, position = [], 0
+        """A fixed text in Lark, with special tokens in it as tokens."""
+        parts = []
+        position = 0
         for found in self._split.finditer(text) if self._split else ():
             parts += [_quoted(text[position : found.start()]), f"<[{self._special[found[0]]}]>"]
             position = found.end()
@@ -113,8 +115,9 @@ class _Writer:
         raise GrammarError(f"{where}.type must be {known}json_schema, regex, grammar or any_text, got {kind!r:.60}")
 
     def _inside(self, tag: Mapping[str, Any], where: str, levels: int) -> str:
-        """The content of a tag and its end."""
-        content, ends = tag.get("content"), tag.get("end")
+        """The expression of a tag's content and its end."""
+        content = tag.get("content")
+        ends = tag.get("end")
         ends = ends if isinstance(ends, list) else [ends]
         if not ends or not all(isinstance(end, str) for end in ends):
             raise GrammarError(f"{where}.end must be a text or a list of texts")
@@ -125,7 +128,7 @@ class _Writer:
         )
 
     def _until(self, end: str) -> str:
-        """Free text up to a fixed one, and that."""
+        """The expression of free text up to a fixed text, and of that text."""
         found = self._split.match(end) if self._split else None
         if found:
             return f"{FREE}? {self.literal(end)}"

@@ -1,7 +1,7 @@
 """The schemas that the calls of a request are held to, tool by tool.
 
-A strict tool's is enforced as it is, or the request is refused. Of any other nobody asked for that: it is enforced as
-far as it can be. Knows tools and the compiler's verdicts; knows no format of calls.
+A strict tool's schema is enforced exactly, or the request is refused. Another tool's schema is enforced as far as
+possible. Knows tools and the compiler's verdicts; knows no format of calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 async def held_to(request: TextGenerationRequest, compile_constraint: Compile) -> dict[str, Any]:
-    """Schemas of the tools that a grammar of this request is about, by name.
+    """Schemas of the tools in this request's grammar, by name.
 
     Raises RequestFailed, with the tool's name, for a strict one that cannot be enforced.
     """

@@ -1,6 +1,6 @@
-"""One answer, taken apart as its text comes, and put together again in order: reasoning, text and calls.
+"""Parses one answer as its text comes, and joins the pieces in order: reasoning, text and calls.
 
-Knows how readers of reasoning and of calls follow each other. Does not know formats, tokens or dialects.
+Chains readers of reasoning and of calls. Does not know formats, tokens or dialects.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from api_server.parsers.registry import ReasoningFormat, ToolFormat
 from api_server.parsers.scanner import Machine, Piece, Scanner, Thought
 from interfaces import ParsedToolCall, ParsedToolCallDelta, ParsedToolResponse
 
+# A whole text is read in slices, which keeps the time linear in its length.
 _SLICE = 4096
-"""A whole text is read in slices, which keeps the time linear in its length."""
 
 
 class AnswerParser:
-    """State of one answer, which its text so far determines. Without a format for something, that stays text."""
+    """Parser state of one answer, which depends only on its text. Parts without a format stay text."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class AnswerParser:
         opened: bool = False,
         forced: bool = False,
     ) -> None:
-        """`schemas` are those of the tools' parameters, by name. `opened`: the prompt leaves the model in reasoning.
+        """Makes a parser. `schemas` are those of the tools' parameters, by name.
 
-        `forced`: besides reasoning there is nothing but calls.
+        `opened`: the prompt leaves the model in reasoning. `forced`: besides reasoning there is nothing but calls.
         """
         self._calls = Calls(schemas, tools.new_id, forced) if tools is not None else Calls(schemas)
         self._stages: list[Machine] = []
@@ -51,18 +51,21 @@ class AnswerParser:
 
     @property
     def within_call(self) -> bool:
-        """Whether a call has begun and is not whole."""
+        """True when a call has begun and is not complete."""
         return self._calls.begun > self._calls.completed
 
     def feed(self, text: str) -> list[Piece]:
-        """The next text, and the pieces that it decides."""
+        """Adds text; returns the pieces that it decides."""
         pieces: list[Piece] = [self._calls.content(text)] if text else []
         for stage in self._stages:
             pieces = _through(stage, pieces)
         return pieces
 
     def finish(self, cut: bool = False) -> list[Piece]:
-        """The text has ended: what was held back. `cut`: what begins a mark or a call is what is left of one."""
+        """Ends the text; returns the held-back pieces.
+
+        `cut`: a beginning of a mark or a call is the rest of a cut one.
+        """
         pieces: list[Piece] = []
         for stage in self._stages:
             pieces = [*_through(stage, pieces), *stage.finish(cut)]
@@ -74,7 +77,7 @@ class AnswerParser:
 
 
 def _through(stage: Machine, pieces: Iterable[Piece]) -> list[Piece]:
-    """What is plain text to the stage before is read by this one; all else passes."""
+    """Passes the plain text among the pieces through a stage; other pieces pass unchanged."""
     found: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, ParsedToolCallDelta) and piece.content is not None:
@@ -86,7 +89,7 @@ def _through(stage: Machine, pieces: Iterable[Piece]) -> list[Piece]:
 
 @dataclass
 class Call:
-    """A call as it grows."""
+    """A call that grows with its pieces."""
 
     id: str
     name: str
@@ -99,7 +102,7 @@ class Call:
 
 @dataclass
 class Passage:
-    """Reasoning or plain text as it grows."""
+    """Reasoning or plain text that grows with its pieces."""
 
     is_thought: bool
     fragments: list[str] = field(default_factory=list)
@@ -152,7 +155,7 @@ class ParsedAnswer:
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same with neighbours of a kind made one."""
+    """Joins neighbouring pieces of a kind."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None
@@ -161,7 +164,8 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
                 found[-1] = Thought(last.text + piece.text)
                 continue
         elif isinstance(last, ParsedToolCallDelta) and _continues(piece, last):
-            content, arguments = _joined(last.content, piece.content), _joined(last.arguments, piece.arguments)
+            content = _joined(last.content, piece.content)
+            arguments = _joined(last.arguments, piece.arguments)
             found[-1] = replace(last, content=content, arguments=arguments)
             continue
         found.append(piece)
@@ -184,7 +188,7 @@ def text_of(pieces: Iterable[Piece]) -> str:
 
 
 def parse(parser: AnswerParser, text: str) -> ParsedAnswer:
-    """A whole text at once."""
+    """Parses a whole text."""
     answer = ParsedAnswer()
     for at in range(0, len(text), _SLICE):
         answer.add(parser.feed(text[at : at + _SLICE]))
@@ -193,7 +197,7 @@ def parse(parser: AnswerParser, text: str) -> ParsedAnswer:
 
 
 class FormatToolParser:
-    """The `ToolParser` of one format. `finish` tells what was held back when the stream ends."""
+    """The `ToolParser` of one format. `finish` returns the held-back text when the stream ends."""
 
     def __init__(self, tools: ToolFormat, schemas: Mapping[str, Any] | None = None) -> None:
         self._tools = tools

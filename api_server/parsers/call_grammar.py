@@ -1,7 +1,7 @@
-"""A grammar of forced calls, in the form in which the model writes them and the reader of its format reads them.
+"""The grammar of forced calls, in the form that the model writes and the reader of its format reads.
 
 The language is the dialect of Lark that llguidance has. Marks that are one token are named by their ids, so that
-special tokens are met, and cannot be spelled out. Knows forms of calls; compiles nothing.
+special tokens match, and cannot be spelled out. Knows forms of calls; compiles nothing.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from api_server.parsers.calls import schema_of
 from api_server.parsers.registry import ReasoningFormat, ToolFormat
 from api_server.parsers.sectioned_calls import DEEPSEEK, KIMI
 
+# Text without `</`, the beginning of every mark that ends such a text.
 _FREE_TEXT = r"/([^<]|<[^\/])*/"
-"""Text without `</`, which is how everything ends that such a text stands in."""
 
 
+# Most calls in an answer with a prescribed form, unless the request has a limit.
 MOST_CALLS = 16
-"""In one answer whose form is prescribed, if nothing else says how many."""
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """What stands around calls (`begin`, `separator`, `end`), and around name and arguments of one.
+    """The text around calls (`begin`, `separator`, `end`), and around name and arguments of one.
 
-    `separator` None: there is one call. `tagged`: arguments are no JSON object, but have this form each.
+    `separator` None: there is one call. `tagged`: arguments are not a JSON object, but have this form each.
     """
 
     begin: str
@@ -43,7 +43,7 @@ class CallForm:
 
 @dataclass(frozen=True)
 class ArgumentForm:
-    """`spelled`: texts stand as they are, and not as JSON."""
+    """The form of one tagged argument. `spelled`: texts are written plainly, and not as JSON."""
 
     before_name: str
     before_value: str
@@ -59,6 +59,7 @@ def _objects(begin: str, end: str, around: tuple[str, str], separator: str, argu
 _SECTION, _CALL, _SEP, _CALL_END, _SECTION_END = DEEPSEEK
 _KIMI_SECTION, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END, _KIMI_SECTION_END = KIMI
 
+# Call forms by the names of the formats. A NUL stands for the number of a call.
 FORMS: Mapping[str, CallForm] = {
     "hermes": _objects("", "", ("<tool_call>\n", "\n</tool_call>"), "\n"),
     "llama3_json": _objects("", "", ("", ""), "; ", "parameters"),
@@ -99,7 +100,6 @@ FORMS: Mapping[str, CallForm] = {
     ),
     "json": _objects("[", "]", ("", ""), ", ", "parameters"),
 }
-"""By the names of the formats. A NUL stands for the number of a call."""
 
 
 def strict_tags(tools: ToolFormat, schemas: Mapping[str, Any], strict: frozenset[str]) -> str | None:
@@ -125,7 +125,8 @@ def strict_tags(tools: ToolFormat, schemas: Mapping[str, Any], strict: frozenset
 class CallGrammar:
     """Writes the grammar for one model.
 
-    `token_of` tells the id of a text that is a token. `after_thought`: it applies from the end of reasoning on.
+    `token_of` returns the id of a text that is a token. `after_thought`: the grammar applies from the end of reasoning
+    on.
     """
 
     def __init__(self, tools: ToolFormat, token_of: Callable[[str], int | None], after_thought: bool = False) -> None:
@@ -138,11 +139,12 @@ class CallGrammar:
     def source(
         self, schemas: Mapping[str, Any], most: int | None, thought: ReasoningFormat | None, instead: str | None = None
     ) -> str:
-        """Lark. Up to `most` calls of the tools with these schemas; before them reasoning, if `thought` says how.
+        """Lark grammar of up to `most` calls of the tools with these schemas, after reasoning in the form `thought`.
 
-        `instead` is the text of a JSON schema: an answer of that form will do as well.
+        `instead` is the text of a JSON schema: an answer of that form is allowed, too.
         """
-        form, self._rules = self._form, []
+        form = self._form
+        self._rules = []
         names = [self._call(i, name, schema) for i, (name, schema) in enumerate(schemas.items())]
         before = "thought? " if thought else f"TEXT_{self._terminal('GAP', _GAP)} " if self._gap else ""
         more = 0 if form.separator is None else (most or MOST_CALLS) - 1
@@ -159,7 +161,8 @@ class CallGrammar:
         return "\n".join([*rules, *self._rules]) + "\n"
 
     def _call(self, number: int, name: str, schema: Any) -> str:
-        form, rule = self._form, f"call_{number}"
+        form = self._form
+        rule = f"call_{number}"
         arguments = self._tagged(number, schema, form.tagged) if form.tagged else self._object(number, schema)
         parts = (form.before_name + name + form.before_arguments, arguments, form.after_arguments)
         self._rules.append(f"{rule}: {self._literal(parts[0])} {parts[1]} {self._literal(parts[2])}")
@@ -170,7 +173,7 @@ class CallGrammar:
         return self._rule(f"arguments_{number}", f"%json {json.dumps(whole, ensure_ascii=False)}")
 
     def _tagged(self, number: int, schema: Any, form: ArgumentForm) -> str:
-        """Arguments in the order of the schema; a separator stands between two that are there."""
+        """The rule of arguments in the order of the schema; a separator stands between two that are present."""
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         names = list(properties) if isinstance(properties, Mapping) else []
         listed = schema.get("required") if isinstance(schema, Mapping) else None
@@ -186,7 +189,8 @@ class CallGrammar:
         return first
 
     def _argument(self, place: str, name: str, schema: Mapping[str, Any], form: ArgumentForm) -> str:
-        before, after = self._literal(form.before_name + name + form.before_value), self._literal(form.after_value)
+        before = self._literal(form.before_name + name + form.before_value)
+        after = self._literal(form.after_value)
         return self._rule(f"argument_{place}", f"{before} {self._value(place, schema, form)} {after}")
 
     def _value(self, place: str, schema: Mapping[str, Any], form: ArgumentForm) -> str:
@@ -195,7 +199,8 @@ class CallGrammar:
         choices = schema.get("enum")
         if isinstance(choices, Sequence) and choices and all(isinstance(choice, str) for choice in choices):
             return f"({' | '.join(map(json.dumps, choices))})"
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        least = schema.get("minLength", 0)
+        most = schema.get("maxLength", "")
         bounded = isinstance(least, int) and (most == "" or isinstance(most, int)) and (least or most != "")
         return f"TEXT_{self._terminal(place, f'/[^<]{{{least},{most}}}/' if bounded else _FREE_TEXT)}"
 
@@ -204,7 +209,8 @@ class CallGrammar:
             begin = f"{harmony.CHANNEL}analysis{harmony.MESSAGE}"
             end = f"{harmony.END}{harmony.START}assistant"
         else:
-            begin, end = form.markers.starts[0], form.markers.ends[0]
+            begin = form.markers.starts[0]
+            end = form.markers.ends[0]
         marks = re.compile("|".join(map(re.escape, form.marks)))
         text = f"TEXT_{self._terminal('THOUGHT', _FREE_TEXT)}"
         gap = f"TEXT_{self._terminal('GAP', _GAP)}"
@@ -219,8 +225,9 @@ class CallGrammar:
         return name
 
     def _literal(self, text: str, marks: re.Pattern[str] | None = None) -> str:
-        """A text as Lark has it: marks that are tokens by their ids, all else in quotes."""
-        parts, at = [], 0
+        """A text in Lark: marks that are tokens by their ids, all else in quotes."""
+        parts = []
+        at = 0
         for found in (marks or self._marks).finditer(text):
             token = self._token_of(found[0])
             if token is not None:

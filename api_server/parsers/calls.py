@@ -1,4 +1,4 @@
-"""The calls of one answer, as a reader finds them: their numbers, names and ids.
+"""The calls of one answer: numbers, names and ids for the readers that find them.
 
 Knows the tools that may be called; knows no format.
 """
@@ -20,7 +20,7 @@ def random_id() -> str:
 
 
 class Calls:
-    """`tools` maps names to the schemas of their parameters; empty when they are not known.
+    """Makes the deltas of calls. `tools` maps names to the schemas of their parameters; empty when they are not known.
 
     `forced`: the answer is nothing but calls.
     """
@@ -38,20 +38,20 @@ class Calls:
         return ParsedToolCallDelta(self.begun, content=text)
 
     def begin(self, name: str, call_id: str | None = None) -> ParsedToolCallDelta:
-        """The next call."""
+        """Begins the next call."""
         self.begun += 1
         return ParsedToolCallDelta(self.begun - 1, id=call_id or self._new_id(), name=name)
 
     def arguments(self, text: str) -> ParsedToolCallDelta:
-        """More of the arguments of the last call."""
+        """Adds to the arguments of the last call."""
         return ParsedToolCallDelta(self.begun - 1, arguments=text)
 
     def complete(self) -> None:
-        """The last call is whole."""
+        """Marks the last call as complete."""
         self.completed = self.begun
 
     def may_be(self, name: str) -> bool:
-        """Whether a tool has this name; without known tools, whether one could."""
+        """True when a tool has this name; without known tools, when one could have it."""
         return name in self.tools if self.tools else is_name(name)
 
 
@@ -60,7 +60,7 @@ def is_name(text: str) -> bool:
 
 
 def schema_of(parameters: Any, name: str) -> Mapping[str, Any]:
-    """The schema of one parameter, as far as it is told."""
+    """The schema of one parameter, empty where it is unknown."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     found = properties.get(name) if isinstance(properties, Mapping) else None
     return found if isinstance(found, Mapping) else {}

@@ -1,4 +1,4 @@
-"""Which formats a model uses, told by its chat template: a template that shows calls shows their marks.
+"""Detects the formats of a model from its chat template: a template that shows calls shows their marks.
 
 Knows templates as texts; renders none.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from api_server.parsers.registry import REASONING_FORMATS, TOOL_FORMATS, ReasoningFormat, ToolFormat
 
+# Signs in the order of the search: those of one family come before those that several share.
 _TOOL_SIGNS = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<｜tool▁calls▁begin｜>", "deepseek"),
@@ -21,7 +22,6 @@ _TOOL_SIGNS = (
     ("<|python_tag|>", "llama3_json"),
     ('{"name": function name, "parameters":', "llama3_json"),
 )
-"""In order: what only one family has comes before what several share."""
 
 _REASONING_SIGNS = (
     ("<|channel|>analysis", "harmony"),
@@ -35,12 +35,12 @@ _REASONING_SIGNS = (
 )
 
 
+# Families with two forms: a sign, the form that has it, the form that has not.
 _ANOTHER = {"deepseek": ("```json", "deepseek_v3", "deepseek_v31"), "mistral": ("[ARGS]", "mistral", "mistral_list")}
-"""Families with two forms: a sign, the form that has it, the form that has not."""
 
 
 def tools_of(template: str) -> ToolFormat:
-    """A template without signs of its own leaves a model with what most have seen: an object as the whole answer."""
+    """The tool format. A template without signs gives the most common form: an object as the whole answer."""
     name = next((name for sign, name in _TOOL_SIGNS if sign in template), "llama3_json")
     if name in _ANOTHER:
         sign, with_it, without = _ANOTHER[name]
@@ -49,5 +49,5 @@ def tools_of(template: str) -> ToolFormat:
 
 
 def reasoning_of(template: str) -> ReasoningFormat | None:
-    """None when the template knows no reasoning."""
+    """The reasoning format; None when the template has no reasoning."""
     return next((REASONING_FORMATS[name] for sign, name in _REASONING_SIGNS if sign in template), None)

@@ -15,15 +15,13 @@ from api_server.parsers.calls import Calls, is_name
 from api_server.parsers.reasoning import MarkedReasoning, Markers
 from api_server.parsers.scanner import CutOff, Malformed, Reading, Scanner, Thought, passage, peek, space, until
 
-START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN = (
-    "<|start|>",
-    "<|channel|>",
-    "<|message|>",
-    "<|end|>",
-    "<|call|>",
-    "<|return|>",
-    "<|constrain|>",
-)
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+END = "<|end|>"
+CALL = "<|call|>"
+RETURN = "<|return|>"
+CONSTRAIN = "<|constrain|>"
 MARKERS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 REASONING = Markers((f"{CHANNEL}analysis{MESSAGE}",), (END, START))
 _ENDS = (END, CALL, RETURN, START)
@@ -32,7 +30,7 @@ _IN_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 def harmony(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """Text outside of messages is plain text."""
+    """Reads messages. Text outside of messages is plain text."""
     thoughts = 0
     while True:
         yield from space(scanner)
@@ -49,7 +47,8 @@ def harmony(scanner: Scanner, calls: Calls) -> Reading[None]:
             if (yield from passage(scanner, _ENDS[:-1], calls.content)) is None:
                 return
             continue
-        recipient, channel = _RECIPIENT.search(header), _IN_CHANNEL.search(header)
+        recipient = _RECIPIENT.search(header)
+        channel = _IN_CHANNEL.search(header)
         if recipient is not None and is_name(recipient[1]):
             yield from _call(scanner, calls, recipient[1])
         elif channel is not None and channel[1] == "analysis":
@@ -72,7 +71,7 @@ def _call(scanner: Scanner, calls: Calls, name: str) -> Reading[None]:
 
 
 class HarmonyReasoning(MarkedReasoning):
-    """The analysis channel."""
+    """Reasoning in the analysis channel."""
 
     markers = REASONING
     repeats = True

@@ -12,10 +12,10 @@ Reader = Callable[[Scanner, Calls], Reading[None]]
 
 
 def attempt(scanner: Scanner, calls: Calls, marker: str, read: Reader) -> Reading[bool]:
-    """Reads calls after a marker; what turns out to be none goes on as plain text, the marker included.
+    """Reads calls after a marker. Text that is no call goes on as plain text, the marker included.
 
-    A call that has begun and breaks off stays as it is. One that a cut has ended before its name was there is left out:
-    nothing that a client could use is known of it, and its marks are no text.
+    A call that has begun and breaks off stays as it is. A call that was cut off before its name is dropped: no client
+    could use it, and its marks are no text.
     """
     begun = calls.begun
     scanner.record()
@@ -36,7 +36,10 @@ def attempt(scanner: Scanner, calls: Calls, marker: str, read: Reader) -> Readin
 
 
 def marked(markers: Sequence[str], ends: Sequence[str]) -> Reader:
-    """An object, or a list of them, after a marker: `<tool_call>{...}</tool_call>`. The end marker may be missing."""
+    """Makes a reader of an object, or a list of them, after a marker: `<tool_call>{...}</tool_call>`.
+
+    The end marker may be missing.
+    """
 
     def read(scanner: Scanner, calls: Calls) -> Reading[None]:
         while True:
@@ -56,27 +59,29 @@ granite = marked(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_c
 
 
 def llama3_json(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """Objects separated by semicolons, after `<|python_tag|>` or as the whole answer."""
+    """Reads objects separated by semicolons, after `<|python_tag|>` or as the whole answer."""
     yield from attempt(scanner, calls, "", _bare_objects)
     while (yield from passage(scanner, (_PYTHON_TAG,), calls.content, trim=True)):
         yield from attempt(scanner, calls, _PYTHON_TAG, _objects)
 
 
 def bare_json(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """The whole answer is a list of objects, or one object."""
+    """Reads an answer that is a list of objects, or one object."""
     yield from attempt(scanner, calls, "", _object_or_list)
     yield from space(scanner)
 
 
 def mistral(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """`[TOOL_CALLS]` before a list of objects, or before each `name[ARGS]{...}`."""
+    """Reads `[TOOL_CALLS]` before a list of objects, or before each `name[ARGS]{...}`."""
     while (yield from passage(scanner, (_TOOL_CALLS,), calls.content, trim=True)):
         if (yield from attempt(scanner, calls, _TOOL_CALLS, _mistral_calls)):
             yield from space(scanner)
 
 
 _PYTHON_TAG = "<|python_tag|>"
-_TOOL_CALLS, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_TOOL_CALLS = "[TOOL_CALLS]"
+_CALL_ID = "[CALL_ID]"
+_ARGS = "[ARGS]"
 
 
 def _object_or_list(scanner: Scanner, calls: Calls) -> Reading[None]:
@@ -98,7 +103,7 @@ def _list(scanner: Scanner, calls: Calls) -> Reading[None]:
 
 
 def _bare_objects(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """Where an answer begins, an object is a call only if it names a known tool."""
+    """Reads objects at the beginning of an answer; one is a call only if it names a known tool."""
     yield from space(scanner)
     yield from match(scanner, _PYTHON_TAG)
     yield from call_object(scanner, calls, certain=False)
@@ -127,7 +132,8 @@ def _mistral_calls(scanner: Scanner, calls: Calls) -> Reading[None]:
         yield from _list(scanner, calls)
         return
     text, mark = yield from until(scanner, (_ARGS, _CALL_ID, "{"))
-    name, call_id = text.strip(), None
+    name = text.strip()
+    call_id = None
     if not is_name(name):
         raise Malformed("no name of a tool")
     if mark == _CALL_ID:

@@ -1,6 +1,6 @@
 """JSON within text that comes in pieces: finds where a value ends, and passes it on as it comes.
 
-It matches brackets and strings and checks nothing else: what the model writes goes on as it is.
+Matches brackets and strings and checks nothing else: the model's text is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import orjson
 from api_server.parsers.calls import Calls
 from api_server.parsers.scanner import CutOff, Malformed, Piece, Reading, Scanner, expect, match, peek, space
 
+# Characters that matter outside of strings: a string's beginning, brackets, and characters that JSON never has there.
 _OUTSIDE = re.compile(r'["{}\[\]]|[^\s:,\w+\-.]')
-"""What matters outside of strings: the beginning of one, brackets, and characters that no JSON has there."""
 _INSIDE = re.compile(r'["\\]')
 _SCALAR_END = re.compile(r"[^\w+\-.]")
 
@@ -24,7 +24,7 @@ _KEYS = (*_NAMES, *_ARGUMENTS, "type", "id")
 
 
 class _Extent:
-    """How far a value goes."""
+    """Finds the end of a value."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -43,7 +43,8 @@ class _Extent:
             found = _SCALAR_END.search(text)
             return found.start() if found else None
         if self._escaped and text:
-            self._escaped, at = False, 1
+            self._escaped = False
+            at = 1
         while at < len(text):
             found = (_INSIDE if self._in_string else _OUTSIDE).search(text, at)
             if found is None:
@@ -55,7 +56,8 @@ class _Extent:
             if self._escaped:
                 if at == len(text):
                     return None
-                self._escaped, at = False, at + 1
+                self._escaped = False
+                at = at + 1
         return None
 
     def _step(self, character: str) -> bool | None:
@@ -81,7 +83,8 @@ def value(scanner: Scanner, piece: Callable[[str], Piece] | None = None) -> Read
 
     Malformed when there is none, when it breaks off, or when the text ends within it.
     """
-    extent, parts = _Extent(), []
+    extent = _Extent()
+    parts = []
     while True:
         end = extent.feed(scanner.text)
         part = scanner.take(len(scanner.text) if end is None else end)
@@ -99,12 +102,15 @@ def value(scanner: Scanner, piece: Callable[[str], Piece] | None = None) -> Read
 
 
 def call_object(scanner: Scanner, calls: Calls, certain: bool = True) -> Reading[None]:
-    """One call as an object with its name and arguments, in either order; other keys are left out.
+    """Reads one call: an object with its name and arguments, in either order; other keys are skipped.
 
     When it is not `certain` that this is a call at all, nothing is passed on before a known name and arguments are
     there. Malformed when it is no such object.
     """
-    name, pending, begun, told = "", None, False, False
+    name = ""
+    pending = None
+    begun = False
+    has_arguments = False
     yield from expect(scanner, "{")
     while True:
         yield from space(scanner)
@@ -122,14 +128,14 @@ def call_object(scanner: Scanner, calls: Calls, certain: bool = True) -> Reading
             name = _text((yield from value(scanner)))
             if not name.strip() or not (certain or calls.may_be(name)):
                 raise Malformed("no tool has this name")
-        elif key in _ARGUMENTS and not told and pending is None:
+        elif key in _ARGUMENTS and not has_arguments and pending is None:
             if not name:
                 pending = as_arguments((yield from value(scanner)))
                 continue
             if not begun:
                 begun = True
                 yield calls.begin(name)
-            told = True
+            has_arguments = True
             yield from arguments(scanner, calls)
             continue
         else:
@@ -139,17 +145,17 @@ def call_object(scanner: Scanner, calls: Calls, certain: bool = True) -> Reading
             begun = True
             yield calls.begin(name)
         if pending is not None:
-            told = True
+            has_arguments = True
             yield calls.arguments(pending)
     if not begun:
         raise Malformed("an object without the name of a tool")
-    if not told:
+    if not has_arguments:
         yield calls.arguments("{}")
     calls.complete()
 
 
 def arguments(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """The arguments of the last call: an object as it comes; anything else when it is whole, as an object if it can."""
+    """Reads the last call's arguments: an object as it comes; another value when it is whole."""
     if (yield from peek(scanner, ("{",))):
         yield from value(scanner, calls.arguments)
     else:
@@ -157,7 +163,7 @@ def arguments(scanner: Scanner, calls: Calls) -> Reading[None]:
 
 
 def as_arguments(text: str) -> str:
-    """A JSON value as the text of arguments: null is no argument, and a text may hold an object."""
+    """The text of arguments from a JSON value: null gives no argument, and a text may hold an object."""
     try:
         found = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -183,7 +189,8 @@ def _text(literal: str) -> str:
 
 
 def _is_closed(text: str) -> bool:
-    first, last = text[0], text[-1]
+    first = text[0]
+    last = text[-1]
     if first == '"':
         return len(text) > 1 and last == '"'
     return last == {"{": "}", "[": "]"}.get(first, last)

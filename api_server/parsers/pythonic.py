@@ -1,4 +1,4 @@
-"""Calls as a Python list: `[f(x=1), g(y='a')]`, of Llama 3.2 and 4 and others that were taught so.
+"""Calls as a Python list: `[f(x=1), g(y='a')]`, of Llama 3.2 and 4 and other models trained on that form.
 
 Each argument is passed on as JSON once it is whole.
 """
@@ -16,13 +16,14 @@ from api_server.parsers.calls import Calls
 from api_server.parsers.json_calls import attempt
 from api_server.parsers.scanner import CutOff, Malformed, Reading, Scanner, expect, match, passage, space, until
 
-_START, _END = "<|python_start|>", "<|python_end|>"
+_START = "<|python_start|>"
+_END = "<|python_end|>"
 _IDENTIFIER = re.compile(r"[^\W\d][\w.\-]*")
 _MATTERS = re.compile(r"""['"()\[\]{},\\]""")
 
 
 def pythonic(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """The list is the whole answer, or stands after `<|python_start|>`."""
+    """Reads a list that is the whole answer, or stands after `<|python_start|>`."""
     yield from attempt(scanner, calls, "", _list)
     yield from match(scanner, _END)
     while (yield from passage(scanner, (_START,), calls.content, trim=True)):
@@ -69,9 +70,11 @@ def _call(scanner: Scanner, calls: Calls) -> Reading[None]:
 
 
 def _value(scanner: Scanner) -> Reading[str]:
-    """The text up to the comma or bracket after a value, which is not read."""
+    """Reads the text of a value, up to the comma or bracket after it, which stays unread."""
     parts: list[str] = []
-    depth, quote, escaped = 0, "", False
+    depth = 0
+    quote = ""
+    escaped = False
     while True:
         found = _MATTERS.search(scanner.text, 1 if escaped and scanner.text else 0)
         escaped = escaped and not scanner.text
@@ -97,7 +100,7 @@ def _value(scanner: Scanner) -> Reading[str]:
 
 
 def as_json(text: str) -> str:
-    """A literal of Python, or of JSON, as JSON; what is neither, as a text."""
+    """A literal of Python, or of JSON, as JSON; other text becomes a JSON string."""
     text = text.strip()
     try:
         orjson.loads(text)
@@ -106,7 +109,7 @@ def as_json(text: str) -> str:
         pass
     try:
         with warnings.catch_warnings():
-            # A model's odd escapes are no business of whoever reads this server's log.
+            # A model's odd escapes do not belong in this server's log.
             warnings.simplefilter("ignore")
             return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

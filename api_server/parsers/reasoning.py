@@ -1,6 +1,6 @@
 """Reasoning that stands between two markers at the beginning of an answer.
 
-`marked` reads it from text; `MarkedReasoning` finds it in token ids, to count it and to tell whether a prompt has
+`marked` reads it from text; `MarkedReasoning` finds it in token ids, to count it and to see whether a prompt has
 opened it. Knows the forms of markers; knows no tool call.
 """
 
@@ -17,7 +17,7 @@ from interfaces import ParsedReasoningDelta, ReasoningParser, ReasoningSpan
 
 @dataclass(frozen=True)
 class Markers:
-    """What opens and what closes reasoning; `dropped` are marks around the answer itself."""
+    """Markers that open and close reasoning; `dropped` are marks around the answer itself."""
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
@@ -39,7 +39,7 @@ GRANITE = Markers(
 
 
 def marked(scanner: Scanner, calls: Calls, markers: Markers, inside: bool) -> Reading[None]:
-    """`inside`: the prompt has opened it already. White space around it is dropped."""
+    """Reads reasoning without the white space around it. `inside`: the prompt has opened it already."""
     before = yield from space(scanner)
     found = yield from match(scanner, *markers.starts)
     if found is not None or inside:
@@ -67,7 +67,7 @@ class MarkedReasoning(ReasoningParser):
 
     markers: ClassVar[Markers]
     repeats: ClassVar[bool] = False
-    """Whether reasoning may begin anywhere; otherwise only where the answer begins."""
+    """True when reasoning may begin anywhere; otherwise it begins only where the answer begins."""
 
     def __init__(self, piece: Callable[[int], str], added: Collection[int] = ()) -> None:
         self._piece = piece
@@ -75,7 +75,7 @@ class MarkedReasoning(ReasoningParser):
         self._longest = max(map(len, (*self.markers.starts, *self.markers.ends)))
         self._tail = ""
         self.has_passed = False
-        """Something other than reasoning has been written."""
+        """True once something other than reasoning has been written."""
 
     @classmethod
     async def from_tokenizer(cls, tokenizer: Any) -> Self:
@@ -87,7 +87,10 @@ class MarkedReasoning(ReasoningParser):
         return ids[0] if len(ids) == 1 else None
 
     def stream(self, delta_token_ids: Sequence[int], is_currently_reasoning: bool = True) -> ParsedReasoningDelta:
-        """A marker counts where its last token stands. The span is that of the first reasoning in the delta."""
+        """Finds reasoning in new tokens. A marker counts where its last token stands.
+
+        The span is that of the first reasoning in the delta.
+        """
         count = len(delta_token_ids)
         outer = inner = 0 if is_currently_reasoning else count
         for at, token in enumerate(delta_token_ids):
@@ -95,7 +98,9 @@ class MarkedReasoning(ReasoningParser):
                 if self._completes(token, self.markers.ends):
                     return ParsedReasoningDelta(ReasoningSpan((outer, at + 1), (inner, at)), False)
             elif self._completes(token, self.markers.starts):
-                is_currently_reasoning, outer, inner = True, at, at + 1
+                is_currently_reasoning = True
+                outer = at
+                inner = at + 1
         return ParsedReasoningDelta(ReasoningSpan((outer, count), (inner, count)), is_currently_reasoning)
 
     def reset(self) -> None:
@@ -103,7 +108,7 @@ class MarkedReasoning(ReasoningParser):
         self.has_passed = False
 
     def will_reason_after_prompt(self, prompt_token_ids: Sequence[int]) -> bool:
-        """Looks at the last turn only: what a user writes opens nothing."""
+        """True when the prompt opens reasoning. Only the last turn counts: a user's text opens nothing."""
         pieces: list[str] = []
         for token in reversed(prompt_token_ids[-LONGEST_TURN:]):
             pieces.append(self._piece(token))
@@ -125,8 +130,8 @@ class MarkedReasoning(ReasoningParser):
         return False
 
 
+# Most tokens of a turn that are searched.
 LONGEST_TURN = 1 << 14
-"""Tokens of a turn that are looked at."""
 
 
 def _last(text: str, markers: Sequence[str]) -> int:
@@ -134,7 +139,7 @@ def _last(text: str, markers: Sequence[str]) -> int:
 
 
 class ThinkReasoning(MarkedReasoning):
-    """DeepSeek-R1, Qwen3, GLM and most others."""
+    """Reasoning in `<think>` tags: DeepSeek-R1, Qwen3, GLM and most others."""
 
     markers = THINK
 

@@ -1,4 +1,4 @@
-"""The formats by name, under the names that vLLM and SGLang have for them, too."""
+"""The formats by name; vLLM and SGLang use the same names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from api_server.parsers.reasoning import MarkedReasoning, Markers
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls. `marks` are texts that may be special tokens and must reach the reader."""
+    """A family's format of calls. `marks` are texts that may be special tokens and must reach the reader."""
 
     name: str
     families: str
@@ -27,10 +27,9 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models marks reasoning.
+    """A family's format of reasoning.
 
-    `closing` ends it, for a model that has thought long enough. `inside`: answers begin within it, whatever the prompt
-    says.
+    `closing` ends reasoning when its budget is reached. `inside`: answers begin within it, whatever the prompt says.
     """
 
     name: str
@@ -45,7 +44,7 @@ class ReasoningFormat:
 
     @property
     def opening(self) -> str:
-        """What begins it."""
+        """The text that opens reasoning."""
         mark = self.markers.starts[0]
         return f"{mark}\n" if mark.startswith("<think") else mark
 
@@ -55,12 +54,12 @@ class ReasoningFormat:
         return harmony.MARKERS if self.name == "harmony" else self.markers.all
 
     def reader(self, opened: bool) -> Reader:
-        """`opened`: the prompt has opened it."""
+        """A reader of reasoning. `opened`: the prompt has opened it."""
         return partial(reasoning.marked, markers=self.markers, inside=opened or self.inside)
 
 
 def _short_id() -> str:
-    """Mistral's chat templates take no other."""
+    """An id of nine characters: Mistral's chat templates accept no other."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
@@ -144,7 +143,7 @@ _REASONING_ALIASES = {
 
 
 def tool_format(name: str) -> ToolFormat:
-    """ValueError, with the names there are, for one that is none."""
+    """The tool format of a name. ValueError, with the known names, for an unknown one."""
     found = TOOL_FORMATS.get(_TOOL_ALIASES.get(_plain(name), _plain(name)))
     if found is None:
         raise ValueError(f"tool_parser must be one of {', '.join(TOOL_FORMATS)}, got {name!r:.100}")
@@ -152,7 +151,7 @@ def tool_format(name: str) -> ToolFormat:
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
-    """ValueError, with the names there are, for one that is none."""
+    """The reasoning format of a name. ValueError, with the known names, for an unknown one."""
     found = REASONING_FORMATS.get(_REASONING_ALIASES.get(_plain(name), _plain(name)))
     if found is None:
         raise ValueError(f"reasoning_parser must be one of {', '.join(REASONING_FORMATS)}, got {name!r:.100}")

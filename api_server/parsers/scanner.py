@@ -1,8 +1,8 @@
 """Text that comes in pieces, read by generators that need not know where it was cut.
 
-A reader is a generator over one `Scanner`. It yields what it has found, and None where it cannot go on before more text
-comes; every decision depends on the text alone, never on its pieces, so that any split of a text gives the same result.
-Knows no format.
+A reader is a generator over one `Scanner`. It yields what it has found, and None where it needs more text. Every
+decision depends on the text alone, never on its pieces, so that any split of a text gives the same result. Knows no
+format.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class Thought:
     text: str
 
 
+# A piece of an answer, in the order of its text: reasoning, plain text (`content`), or part of a call.
 Piece = Thought | ParsedToolCallDelta
-"""Of an answer, in the order in which it was written: reasoning, plain text (`content`), or part of a call."""
 
 Reading = Generator[Piece | None, None, R]
 
 
 class Malformed(Exception):
-    """The text is not what the format says; whoever catches it decides what becomes of what was read."""
+    """The text does not match the format; the caller that catches it handles the text that was read."""
 
 
 class CutOff(Malformed):
-    """The text ended within it."""
+    """The text ended within a value or a call."""
 
 
 class Scanner:
-    """The text that is not read yet. `ended`: no more will come. `cut`: it was not the model that ended it."""
+    """The text that is not read yet. `ended`: no more will come. `cut`: something other than the model ended it."""
 
     __slots__ = ("_recorded", "cut", "dropped", "ended", "text")
 
@@ -49,33 +49,35 @@ class Scanner:
         self.ended = False
         self.cut = False
         self.dropped = ""
-        """White space that `passage` has left out before the last marker."""
+        """White space that `passage` has dropped before the last marker."""
         self._recorded: list[str] | None = None
 
     def take(self, count: int) -> str:
-        """Reads so many characters, which must be there."""
-        taken, self.text = self.text[:count], self.text[count:]
+        """Reads `count` characters, which must be there."""
+        taken = self.text[:count]
+        self.text = self.text[count:]
         if self._recorded is not None:
             self._recorded.append(taken)
         return taken
 
     def unread(self, text: str) -> None:
-        """Puts back what was read last."""
+        """Puts back the last text read."""
         self.text = text + self.text
         if self._recorded is not None:
             self._recorded.append(self._recorded.pop().removesuffix(text))
 
     def record(self) -> None:
-        """From here on `recorded` tells what has been read, so that it can be given back as plain text."""
+        """Starts recording what is read, so that `recorded` can return it as plain text."""
         self._recorded = []
 
     def recorded(self) -> str:
-        found, self._recorded = "".join(self._recorded or ()), None
+        found = "".join(self._recorded or ())
+        self._recorded = None
         return found
 
 
 def peek(scanner: Scanner, options: Sequence[str]) -> Reading[str | None]:
-    """Which of the options comes next, if any. None may be the beginning of another."""
+    """The option that comes next, if any. None may be the beginning of another."""
     while True:
         text = scanner.text
         found = next((option for option in options if text.startswith(option)), None)
@@ -85,7 +87,7 @@ def peek(scanner: Scanner, options: Sequence[str]) -> Reading[str | None]:
 
 
 def match(scanner: Scanner, *options: str) -> Reading[str | None]:
-    """As `peek`, and reads it. What a cut has left of one is read, too, and is none."""
+    """Like `peek`, and reads the option. The rest of one that was cut off is read, too, and does not match."""
     found = yield from peek(scanner, options)
     if found is not None:
         scanner.take(len(found))
@@ -164,7 +166,7 @@ def _first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]
 
 
 def _free(text: str, markers: Sequence[str], trim: bool) -> int:
-    """How much of the text can be part of no marker, and with `trim` of no white space before one."""
+    """Length of the text that cannot be part of a marker, nor, with `trim`, of the white space before one."""
     free = len(text)
     for found in _beginning_of(tuple(markers)).finditer(text, max(0, free - max(map(len, markers), default=1) + 1)):
         tail = text[found.start() :]
@@ -176,7 +178,7 @@ def _free(text: str, markers: Sequence[str], trim: bool) -> int:
 
 @lru_cache(maxsize=64)
 def _beginning_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Where one of the markers could begin."""
+    """A pattern of places where one of the markers could begin."""
     return re.compile("|".join(re.escape(marker[0]) for marker in markers))
 
 
@@ -186,7 +188,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 class Machine:
-    """A reader at work. What its text goes on with after its end is plain text."""
+    """Runs a reader. Text after the reader's end is plain text."""
 
     def __init__(self, scanner: Scanner, reading: Reading[None], plain: Callable[[str], Piece]) -> None:
         self._scanner = scanner
@@ -194,15 +196,16 @@ class Machine:
         self._plain = plain
 
     def feed(self, text: str) -> list[Piece]:
-        """The next text, and what it decides."""
+        """Adds text; returns the pieces that it decides."""
         if self._reading is None:
             return [self._plain(text)] if text else []
         self._scanner.text += text
         return self._run()
 
     def finish(self, cut: bool = False) -> list[Piece]:
-        """The text has ended: what was held back. `cut`: it was not the model that ended it."""
-        self._scanner.ended, self._scanner.cut = True, cut
+        """Ends the text; returns the held-back pieces. `cut`: something other than the model ended it."""
+        self._scanner.ended = True
+        self._scanner.cut = cut
         return self._run() if self._reading is not None else []
 
     def _run(self) -> list[Piece]:

@@ -27,7 +27,10 @@ _KIMI_SECTION, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END, _KIMI_SECTION_END = 
 
 
 def deepseek(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """V3 and R1: kind, separator, name and fenced arguments. V3.1: name, separator, arguments."""
+    """Reads DeepSeek's calls.
+
+    V3 and R1: kind, separator, name and fenced arguments. V3.1: name, separator, arguments.
+    """
     while True:
         marker = yield from passage(scanner, (_SECTION, _CALL, _SECTION_END), calls.content, trim=True)
         if marker is None:
@@ -37,7 +40,7 @@ def deepseek(scanner: Scanner, calls: Calls) -> Reading[None]:
 
 
 def kimi(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """The model names the call itself, `functions.NAME:NUMBER`, and wants to find that id in the conversation."""
+    """Reads Kimi's calls. The model writes the id, `functions.NAME:NUMBER`, and expects it in the conversation."""
     while True:
         marker = yield from passage(scanner, (_KIMI_SECTION, _KIMI_CALL, _KIMI_SECTION_END), calls.content, trim=True)
         if marker is None:

@@ -1,6 +1,6 @@
-"""Calls whose arguments are tagged one by one, and are no JSON: GLM 4.5 and Qwen3-Coder.
+"""Calls whose arguments are tagged one by one, and are not JSON: GLM 4.5 and Qwen3-Coder.
 
-A parameter that its schema says to be a text is passed on as it comes; any other is JSON if it reads as JSON.
+A parameter with a text schema is passed on as it comes; any other is JSON if it reads as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST_VALUE = 1 << 24
 
 @dataclass(frozen=True)
 class Tags:
-    """`end_name` and `end_key` close what stands before them; `before_value` opens a value that has a tag of its own.
+    """Tags of a format. `end_name` and `end_key` close what stands before them; `before_value` opens a tagged value.
 
     `end_value` are the forms of its end, the longest first.
     """
@@ -61,12 +61,12 @@ QWEN_CODER = Tags(
 
 
 def glm(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """`<tool_call>NAME` and pairs of `<arg_key>` and `<arg_value>`."""
+    """Reads `<tool_call>NAME` and pairs of `<arg_key>` and `<arg_value>`."""
     return _read(scanner, calls, GLM)
 
 
 def qwen_coder(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """`<tool_call><function=NAME>` and `<parameter=KEY>` for each argument."""
+    """Reads `<tool_call><function=NAME>` and `<parameter=KEY>` for each argument."""
     return _read(scanner, calls, QWEN_CODER)
 
 
