@@ -105,7 +105,7 @@ async def _serve(
         log_level="warning",
         server_header=False,
         timeout_keep_alive=settings.keep_alive_timeout,
-        # What they say of their clients is for the log: rights come by keys and by the connection alone (access.py).
+        # Proxy headers are for the log only: rights come from keys and from the connection (access.py).
         forwarded_allow_ips=os.environ.get("FORWARDED_ALLOW_IPS", ",".join(LOOPBACK_NETWORKS)),
         timeout_graceful_shutdown=SECONDS_FOR_LAST_FRAMES,
         **tls_options(settings),
@@ -116,7 +116,7 @@ async def _serve(
     leaving = Leaving(web, application, engine, settings.drain_delay, settings.drain_timeout)
     leaving.obey(asyncio.get_running_loop())
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, rotation.read_again)
-    # What exists now lives as long as the process: no collection need look at it again.
+    # All objects that exist now live as long as the process: garbage collection skips them.
     gc.collect()
     gc.freeze()
     warming = asyncio.create_task(server.constraints.start())
@@ -130,7 +130,7 @@ async def _serve(
         try:
             await server.constraints.close()
         finally:
-            application.metrics.write()  # also of those that were cancelled meanwhile
+            application.metrics.write()  # also for requests that were cancelled meanwhile
             engine.close()
             tokenizer.close()
 

@@ -103,7 +103,7 @@ class AccessLog:
 
     def __init__(self, application: ASGIApp) -> None:
         self._application = application
-        log.setLevel(logging.INFO)  # it was asked for, whatever the level of the rest
+        log.setLevel(logging.INFO)  # the flag asks for it, at every log level
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -121,7 +121,7 @@ def _write(scope: Scope, entry: Entry) -> None:
     state = scope.get("state", {})
     caller = state.get("caller")
     client = scope.get("client")
-    # As it was sent: escapes in it stay escapes. Without the query, in which clients put keys.
+    # The path as it was sent, with its escapes, without the query, in which clients put keys.
     path = scope["raw_path"].decode("latin-1")[:LONGEST_PATH]
     status = entry.status or CLIENT_GONE
     facts = {

@@ -51,7 +51,7 @@ _ID_HEADERS = (b"x-request-id", b"traceparent")
 # W3C's trace context; a later version may have more fields.
 _TRACE = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 _LAST_ANSWER = ((b"connection", b"close"),)
-# What asks for these asks again soon, and loses nothing.
+# Probes: they come again soon, so an ended connection costs them nothing.
 _PROBES = PUBLIC_PATHS | {"/"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 

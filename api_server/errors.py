@@ -79,7 +79,7 @@ class RequestFailed(Exception):
         """True when observers already know how its answers ended: as cancelled, say."""
 
     def renamed(self, names: Mapping[str, str]) -> RequestFailed:
-        """The same failure with a dialect's names for the fields."""
+        """This failure with a dialect's names for the fields."""
         name = names.get(self.field or "")
         if self.field is None or name is None:
             return self

@@ -27,10 +27,10 @@ SECONDS_FOR_LAST_FRAMES = 3
 # Without a request on any connection for this long, open connections are closed and the process ends. Load balancers
 # that ask every second have noticed by then.
 QUIET_SECONDS = 2.0
-# The longest that a server which is stopped goes on accepting because clients are there. A client that heeds neither
-# `/ready` nor `Connection: close` would hold it up for ever.
+# Longest time for which a stopped server accepts connections because clients are there. A client that ignores
+# `/ready` and `Connection: close` would otherwise keep it running for ever.
 OPEN_SECONDS = 5.0
-# For a TLS handshake that has begun, which is no connection yet.
+# Time for a TLS handshake that has begun, which is not a connection yet.
 _HANDSHAKE_SECONDS = 0.5
 _SECONDS_BETWEEN_LOOKS = 0.05
 

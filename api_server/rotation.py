@@ -28,7 +28,7 @@ class Rotation:
         self._config = config
         self._context = config.ssl
         if config.ssl is not None:
-            # A listener keeps the context that it was made with; that one asks at each handshake which is in force.
+            # A listener keeps its first TLS context, which asks at each handshake for the current one.
             config.ssl.sni_callback = self._hand_over
 
     def read_again(self) -> None:

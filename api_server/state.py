@@ -19,7 +19,7 @@ from api_server.answers.observer import Observer
 from api_server.body.bodies import Bodies
 from api_server.constraints.compiler import ConstraintCompiler
 from api_server.engine.client import EngineClient
-from api_server.engine.retry_after import Crowd
+from api_server.engine.retry_after import RetryAfterEstimator
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.text.sealed_text import Seal
 from api_server.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class ServerState:
     processes_file: Path | None = None
     """The supervisor's file of silent processes; None without a supervisor."""
     bodies: Bodies = field(default_factory=Bodies)
-    crowd: Crowd = field(default_factory=Crowd)
+    retry_after: RetryAfterEstimator = field(default_factory=RetryAfterEstimator)
     """Counts refusals and estimates Retry-After."""
     keys: AccessKeys = field(init=False)
     url_fetcher: UrlFetcher | None = field(init=False)
@@ -74,7 +74,7 @@ class ServerState:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether only callers on this host can connect."""
+        """True when only callers on this host can connect."""
         return only_loopback(self.settings.host)
 
     @cached_property
@@ -99,7 +99,7 @@ class ServerState:
     def record_failure(self, path: str, error: RequestFailed) -> None:
         """Must be called once for each error response, before rendering it."""
         if error.kind is ErrorKind.OVERLOADED and error.retry_after is None:
-            error.retry_after = self.crowd.turned_away()
+            error.retry_after = self.retry_after.record_refusal()
         if (entry := access_log.current.get()) is not None:
             entry.error = error
         for observer in () if error.counted else self.observers:

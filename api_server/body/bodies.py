@@ -34,7 +34,7 @@ class Bodies:
     def __init__(self) -> None:
         self.held = 0
         """Weight of all bodies of open requests."""
-        # One thread: what is read in it at the same time would only take turns, and hold more memory.
+        # One thread: bodies that are read at the same time would only take turns, and hold more memory.
         self._pool = ThreadPoolExecutor(1, "bodies")
 
     def hold(self) -> Held:
@@ -72,7 +72,7 @@ class Held:
     def add(self, data: bytes) -> None:
         """Adds bytes of the body. Raises RequestFailed(OVERLOADED) when there is no room for them."""
         self._weight.add(data)
-        self._charge(min(self._weight.total, MOST_WEIGHT))  # beyond that it is refused, or turns out to weigh less
+        self._charge(min(self._weight.total, MOST_WEIGHT))  # a heavier body is refused, or proves to be lighter
         limit = MOST_HELD if self._charged > SMALL else MOST_HELD + KEPT_FOR_SMALL
         if self._bodies.held > limit:
             self._charge(0)

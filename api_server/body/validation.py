@@ -87,8 +87,8 @@ def _is_key(key: int | str, value: Any) -> bool:
 
 
 def _mismatch(found: list[ErrorDetails]) -> Mismatch:
-    # Of the branches of a union, the one that got furthest is what the client meant, and at the same place the one
-    # whose type is right. With too many items validation stops early.
+    # The client meant the branch of a union that got furthest, and at the same place the one whose type is right.
+    # With too many items validation stops early.
     same = (e for e in found if e["loc"][:1] == found[0]["loc"][:1])
     first = max(same, key=lambda e: (e["type"] == _TOO_MANY, len(e["loc"]), not e["type"].endswith("_type")))
     field = _path(first["loc"])

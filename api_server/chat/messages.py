@@ -70,7 +70,7 @@ def _message(given: Any, path: str, answered: bool) -> TextGenerationRequestMess
     seen = role == "user" and not answered
     fields = dict(given) | {"content": text_content(given.get("content"), f"{path}.content", unseen=not seen)}
     if "reasoning" in fields:
-        # Two names for one thing: answers have both, and templates know the longer one.
+        # Two names of one field: answers have both, and templates know the longer one.
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     calls = given.get("tool_calls")
     if calls:

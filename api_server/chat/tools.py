@@ -64,7 +64,7 @@ def tool_use(tools: Sequence[Any] | None, choice: Any) -> ToolUse:
         return ToolUse()
     if mode == "required" and not functions:
         raise invalid("tool_choice needs tools: give the tools of which one must be called", "tool_choice")
-    # With one tool named the others are shown all the same: the prompt stays what it was, and cached.
+    # With one tool named the others are still shown: the prompt stays equal, and cached.
     hidden = set(names).difference(chosen or names) if _is_selection(choice) else ()
     shown = [tool for tool in functions if tool["function"]["name"] not in hidden]
     return ToolUse(shown or None, (chosen or names) if mode == "required" else None)

@@ -110,7 +110,7 @@ class Compiler:
                 stream.write(msgpack.packb(answer))
             os._exit(0)
         finally:
-            os._exit(_FAILED)  # whatever was raised: this is not the place to go on from
+            os._exit(_FAILED)  # after any exception: a child must not continue the parent's loop
 
     def _hear(self, child: _Child, data: bytes) -> None:
         if data:
@@ -184,9 +184,9 @@ def special_tokens(tokenizer: dict[str, Any], vocabulary: Vocabulary) -> dict[st
 
 def main() -> None:
     become("compile_process")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process says when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process ends this one
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's prints must not mix with answers
     unpacker = message_unpacker()
     requests = sys.stdin.fileno()
     for tokenizer, eos in _first(requests, unpacker):

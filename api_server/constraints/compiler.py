@@ -92,7 +92,7 @@ class ConstraintCompiler:
                     retry_after=RETRY_AFTER_SECONDS,
                 )
             found = self._asked[key] = asyncio.get_running_loop().create_future()
-            # Not the client's own task: when it goes away, others may wait for the same answer.
+            # A task of its own: when the client goes away, others may wait for the same answer.
             task = asyncio.create_task(self._send(key, constraint))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
@@ -157,7 +157,7 @@ class ConstraintCompiler:
 
 def check_size(constraint: Constraint) -> None:
     """Raises RequestFailed(INVALID) for a constraint that is too long to be compiled."""
-    # Here, and not only over there, so that what is too long is not sent.
+    # Checked here, and in the helper again, so that a constraint that is too long is not sent.
     most = MOST_PATTERN if constraint.kind is ConstraintKind.REGEX else MOST_SOURCE
     if len(constraint.source) > most:
         raise refused(constraint, f"it has {len(constraint.source)} characters; at most {most} are possible")

@@ -66,7 +66,7 @@ _BURST = 64
 
 @dataclass(frozen=True)
 class Health:
-    """Whether the engine is alive and ready, and the reason when it is not."""
+    """Health of the engine: alive, ready, and the reason when it is not."""
 
     alive: bool
     ready: bool
@@ -263,7 +263,7 @@ class EngineClient:
         now = time.monotonic()
         if now - self._last_beat > STANDSTILL_SECONDS:
             log.warning("this process stood still for %.1f s", now - self._last_beat)
-            self._heard = now  # the scheduler may have stood still, too, and has its time from now on
+            self._heard = now  # the scheduler may have stood still, too: its time starts anew
         self._last_beat = now
         if self._open and self.silence > GIVE_UP_SECONDS:
             self._fail_all(f"the scheduler has been silent for {self.silence:.0f} s")

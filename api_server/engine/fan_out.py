@@ -36,7 +36,7 @@ def fan_out(results: Results, waiting: Mapping[int, Submission], forget: Callabl
     for handle, token, finished, logprob in columns:
         submission = waiting.get(handle)
         if submission is None:
-            continue  # cancelled here while its token was on the way
+            continue  # cancelled here while its token was in flight
         submission.add(token, logprob)
         if finished != Finish.ACTIVE:
             forget(submission)

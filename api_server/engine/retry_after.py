@@ -21,7 +21,7 @@ _REMEMBERED = 10_000
 _MEMORY_SECONDS = 10.0
 
 
-class Crowd:
+class RetryAfterEstimator:
     """Counts answers and expected retries, and estimates the Retry-After of the next refusal."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,14 +32,14 @@ class Crowd:
         self._ended = 0.0
         """Answers of the last seconds, decayed: older ones count for less and less."""
 
-    def turned_away(self) -> int:
+    def record_refusal(self) -> int:
         """Records a refusal; returns its Retry-After in seconds."""
         now = self._clock()
         while self._returning and self._returning[0] <= now:
             heapq.heappop(self._returning)
         rate = self._rate(now)
         wait = min(LONGEST_SECONDS, 1 + len(self._returning) / rate) if rate else 1.0
-        # Those who were turned away together must not come together.
+        # Requests that were refused together must not come together.
         seconds = min(LONGEST_SECONDS, math.ceil(wait * random.uniform(0.5, 1.5)))
         if len(self._returning) < _REMEMBERED:
             heapq.heappush(self._returning, now + seconds)

@@ -156,14 +156,14 @@ class Generation:
             submission, output = await self._next_output()
             answer = self._running.get(submission)
             if answer is None:
-                continue  # ended by a stop string while its next token was on the way
+                continue  # ended by a stop string while its next token was in flight
             answer.choice.queued = submission.queued
             self._note_times(answer.choice, 0 if answer.choice.only_scores else len(output.tokens))
             delta = answer.absorb(output)
             if delta.finish is not None:
                 self._drop(submission)
                 self._finished(answer.choice, delta.finish)
-            elif answer.has_thought_enough:
+            elif answer.reasoning_budget_reached:
                 self._drop(submission)
                 own = self._terms(f"{answer.choice.index} after thinking")
                 self._running[self._server.engine.submit(answer.go_on(), self._inbox, own)] = answer
@@ -213,7 +213,7 @@ class Generation:
 
     def _finished(self, choice: Choice, finish: Finish) -> TextDelta:
         choice.finish = finish
-        self._server.crowd.served()
+        self._server.retry_after.served()
         for observer in self._server.observers:
             observer.finished(choice)
         return TextDelta(choice.index, "", 0, [], finish)

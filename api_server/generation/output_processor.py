@@ -67,13 +67,13 @@ class Answer:
             pieces.append("" if hidden else self._seen(self._text.add(token)))
             if self._reader is not None:
                 self._reader.add(token, pieces[-1])
-                if self._reader.enough or self.has_thought_enough:
+                if self._reader.enough or self.reasoning_budget_reached:
                     break
             if self._stops.exist and self._stops.matched is not None:
                 break
         if not before:
             choice.cached_tokens = output.num_cached_tokens or choice.cached_tokens
-        goes_on = self.has_thought_enough and output.final_status is not GenerationStatus.CANCELLED
+        goes_on = self.reasoning_budget_reached and output.final_status is not GenerationStatus.CANCELLED
         finish = None if goes_on else self._end(output.final_status, pieces)
         parts = self._taken(self._reader)
         text = text_of(parts) if self._parsed else "".join(pieces)
@@ -86,7 +86,7 @@ class Answer:
         return self._reader is not None or self._stops.exist
 
     @property
-    def has_thought_enough(self) -> bool:
+    def reasoning_budget_reached(self) -> bool:
         """True when reasoning is to be ended from outside, and there is room for its closing tokens."""
         if self._reader is None or not self._reader.exhausted or not self._closing:
             return False
@@ -102,7 +102,7 @@ class Answer:
         closing = self._closing
         self._closing = []
         for token in closing:
-            # What is forced is certain.
+            # A forced token has probability 1.
             context.receive_token(token, LogProbabilities([0.0], [{}]) if context.log_probabilities else None)
         return context
 

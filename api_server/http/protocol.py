@@ -31,8 +31,8 @@ log = logging.getLogger("tokenyard")
 # Time for a head, from its first byte or from the start of the connection; for a body, from one piece to the next.
 REQUEST_SECONDS = 30.0
 
-# A body that comes in trickles holds a connection and a part of the budget of bodies. So it has REQUEST_SECONDS as a
-# whole, and a second more for each so many bytes (Apache's RequestReadTimeout works alike, and its default is 500).
+# A body that trickles in holds a connection and a part of the budget of bodies. So it has REQUEST_SECONDS as a
+# whole, and one more second for each of this many bytes (Apache's RequestReadTimeout has 500 by default).
 BODY_BYTES_PER_SECOND = 1000
 
 # A client with a small window shows that it reads only when half of that window is free again. At this limit one that
@@ -213,12 +213,12 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-    # Clients that say no more, or take nothing
+    # Clients that send or read nothing
 
     def _look_at_clock(self) -> None:
         now = self.loop.time()
         if self.flow.read_paused:
-            self._heard = self._body_began = now  # it is not the client who does not go on
+            self._heard = self._body_began = now  # this server paused the reading, not the client
             self._body_bytes = 0
         left = min(self._time_to_read(now), self._time_to_send(now))
         self._clock = self.loop.call_later(max(left, SHORTEST_LOOK_SECONDS), self._look_at_clock)

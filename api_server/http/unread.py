@@ -10,10 +10,10 @@ import asyncio
 import socket
 import struct
 
-# Where Linux has tcpi_bytes_acked in struct tcp_info, and how much of that structure is asked for.
+# The offset of tcpi_bytes_acked in Linux's struct tcp_info, and the bytes of that structure to read.
 _ACKED_AT = 120
 _INFO_BYTES = 128
-# On, and no second of waiting: closing discards what the kernel still holds, and resets the connection.
+# SO_LINGER on with 0 seconds: closing discards unsent bytes in the kernel, and resets the connection.
 _DISCARD = struct.pack("ii", 1, 0)
 
 

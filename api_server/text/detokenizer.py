@@ -59,7 +59,7 @@ class Vocabulary:
             return self.bytes_of(token).decode("utf-8", "replace")
         found = self._pieces.get(token)
         if found is None:
-            # After itself: alone, it may lose its leading space.
+            # The token is decoded after itself: alone, it may lose its leading space.
             window = _Windowed(self, [token], frozenset())
             found = self._pieces[token] = window.add(token) or window.flush()
         return found

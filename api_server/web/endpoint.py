@@ -92,7 +92,7 @@ class Call:
         try:
             return self._parse()
         except RequestFailed as error:
-            return RequestFailed(error.kind, error.message)  # the other one knows the whole text
+            return RequestFailed(error.kind, error.message)  # a new error: the old one's traceback holds the whole text
         finally:
             self.body = b""
 
@@ -116,7 +116,7 @@ class Call:
             what = f"Content-Encoding: a body that is coded with {coding[:100]!r} is not read; send it as it is"
             raise RequestFailed(ErrorKind.BAD_MEDIA_TYPE, what)
         declared = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # What has no type a form can send as well, from any page: no browser has asked whether that page may.
+        # A form of any page can send a body without a type: no browser has checked that the page may send it.
         may_be_left_out = "origin" not in self.headers
         if declared == "application/json" or declared.endswith("+json") or (may_be_left_out and not declared):
             return
@@ -210,7 +210,7 @@ class Endpoint:
         except ClientGone:
             return
         client = _Client(receive, send)
-        # Not the client's own: a task that was cancelled keeps its frames, which would keep the task.
+        # Not an attribute of the client: a cancelled task keeps its frames, which would keep the task.
         watcher = asyncio.create_task(client.watch())
         try:
             response = self._fail(failure, call) if failure else await self._respond(call)

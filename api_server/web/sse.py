@@ -132,7 +132,7 @@ class _Pulse:
 
     def _look(self) -> None:
         silence = self._loop.time() - self._last
-        # While a send is stuck the client is slow, not the model: there is nothing to keep alive.
+        # While a send is stuck the client is slow, not the model: a keep-alive would be useless.
         if silence >= KEEP_ALIVE_SECONDS and not self._sending:
             self._beat = self._loop.create_task(self._comment())
             silence = 0.0

@@ -25,7 +25,7 @@ class Metadata(_Body):
 
 
 class Thinking(_Body):
-    """Whether and how long the model reasons; `adaptive` leaves the length to the model."""
+    """The mode and length of reasoning; `adaptive` leaves the length to the model."""
 
     type: Literal["enabled", "adaptive", "disabled"] = Field(
         description="Whether the model reasons before it answers: passed to its chat template (enable_thinking)"

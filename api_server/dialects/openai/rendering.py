@@ -161,7 +161,7 @@ def chat_frames(
 
     def render(delta: TextDelta, reason: str | None) -> list[dict[str, Any]]:
         logprobs = None if writer is None or not delta.tokens else writer.chat(delta.tokens)
-        # What is not decided yet has tokens all the same.
+        # A delta whose text is still held back has tokens, too.
         silent = logprobs is not None or (ids is not None and delta.count > 0)
         deltas = [_delta(piece) for piece in delta.pieces] or [{"content": ""}] * silent
         rendered = [_chat_choice(delta.index, each, None, None if i else logprobs) for i, each in enumerate(deltas)]

@@ -48,7 +48,7 @@ class ServerInfo(BaseModel):
 
 
 def routes() -> list[Route]:
-    """Each page under its name and under the older `get_` one."""
+    """The routes of each page, under its name and under the older `get_` name."""
     model = Document("The served model", "sglang", answer=ModelInfo)
     server = Document("Settings and state of the server", "sglang", answer=ServerInfo, errors={503: ErrorResponse})
     pages = {"model_info": (model_info, model), "server_info": (server_info, server)}

@@ -1,4 +1,4 @@
-"""A crowd that does as it is told comes again about as often as somebody is served."""
+"""Clients that follow Retry-After come again about as often as answers end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from api_server.engine.retry_after import LONGEST_SECONDS, Crowd
+from api_server.engine.retry_after import LONGEST_SECONDS, RetryAfterEstimator
 
 
 class Clock:
@@ -18,15 +18,15 @@ class Clock:
 
 
 def test_without_any_answer_it_is_a_second_or_two() -> None:
-    crowd = Crowd(Clock())
-    assert all(crowd.turned_away() in (1, 2) for _ in range(100))
+    estimator = RetryAfterEstimator(Clock())
+    assert all(estimator.record_refusal() in (1, 2) for _ in range(100))
 
 
 @pytest.mark.parametrize(("places", "rate"), [(200, 10.0), (50, 20.0), (2000, 100.0)])
 def test_refusals_come_as_seldom_as_answers(places: int, rate: float) -> None:
-    """So many clients more than fit, of a server that ends `rate` answers a second and then takes who comes first."""
+    """`places` more clients than fit; the server ends `rate` answers a second and then takes the first to come."""
     clock = Clock()
-    crowd = Crowd(clock)
+    estimator = RetryAfterEstimator(clock)
     events: list[tuple[float, int]] = [(clock.now + random.random(), i) for i in range(places)]
     heapq.heapify(events)
     ended = refusals = 0
@@ -34,20 +34,20 @@ def test_refusals_come_as_seldom_as_answers(places: int, rate: float) -> None:
         at, client = heapq.heappop(events)
         while clock.now + 1 / rate < at:
             clock.now += 1 / rate
-            crowd.served()
+            estimator.served()
             ended += clock.now > 130
         refusals += at > 130
-        heapq.heappush(events, (at + crowd.turned_away(), client))
+        heapq.heappush(events, (at + estimator.record_refusal(), client))
     assert 0.3 * ended < refusals < 2 * ended
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_no_client_waits_for_ever() -> None:
     clock = Clock()
-    crowd = Crowd(clock)
-    crowd.served()
+    estimator = RetryAfterEstimator(clock)
+    estimator.served()
     clock.now += 5
-    assert max(crowd.turned_away() for _ in range(30_000)) == LONGEST_SECONDS
+    assert max(estimator.record_refusal() for _ in range(30_000)) == LONGEST_SECONDS
     clock.now += LONGEST_SECONDS + 1
     for _ in range(200):
-        crowd.served()
-    assert crowd.turned_away() <= 2
+        estimator.served()
+    assert estimator.record_refusal() <= 2

@@ -88,7 +88,7 @@ class Toolbox:
             return given
         kind = given.get("type")
         if kind == "allowed_tools" and isinstance(given.get("tools"), list):
-            # A server's own tools may be among them; they are not here to be allowed.
+            # A server's own tools may be in the list; they are not offered here, and cannot be allowed.
             named = [self.choice(tool) for tool in given["tools"] if not _is_elsewhere(tool)]
             return {**given, "tools": named}
         if kind == "custom" or kind in _OWN or given.get("namespace") is not None:
