@@ -170,7 +170,7 @@ def take(counter: Any, phase: int, pieces: int, grain: int, core: int, cores: in
 
 
 @njit(nogil=True, cache=True)
-def was_last(counter: Any, done: int, pieces: int) -> bool:
+def arrived_last(counter: Any, done: int, pieces: int) -> bool:
     """Report `done` pieces of the phase at its barrier. True for the core that has done the last of all.
 
     That core must `begin` the next phase; the others `wait`.
@@ -191,7 +191,7 @@ def begin(counter: Any, phase: int) -> None:
 
 
 @njit(nogil=True, cache=True)
-def another_turn(counter: Any) -> bool:
+def claim_turn(counter: Any) -> bool:
     """Claim the next step. False when the job has none left."""
     while True:
         word = _load(counter, _TURNS)
@@ -204,7 +204,7 @@ def another_turn(counter: Any) -> bool:
 
 
 @njit(nogil=True, cache=True)
-def last_turn(counter: Any) -> int:
+def make_turn_last(counter: Any) -> int:
     """Make the current step the last. Returns the number of steps with it."""
     while True:
         word = _load(counter, _TURNS)
@@ -246,10 +246,10 @@ class Job:
 
     def stop(self) -> int:
         """Make the step in progress the last. Returns the number of steps, at least one."""
-        return last_turn(self._counter)
+        return make_turn_last(self._counter)
 
 
-class Team:
+class ThreadPool:
     """`cores` threads, the caller's own among them. The others sleep between jobs, and run them in order."""
 
     def __init__(self, cores: int) -> None:
@@ -279,6 +279,6 @@ def _work(core: int, jobs: SimpleQueue[Job]) -> None:
 
 
 @functools.cache
-def team(cores: int) -> Team:
+def thread_pool(cores: int) -> ThreadPool:
     """Return the process's thread pool of so many cores: threads are made once."""
-    return Team(cores)
+    return ThreadPool(cores)

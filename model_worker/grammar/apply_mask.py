@@ -25,7 +25,7 @@ _INFINITY: dict[torch.dtype, Any] = {
 }
 
 
-def forbid(logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+def apply_masks(logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
     """Apply masks in place, in the rows `index` of `logits`; `masks[i]` belongs to `index[i]`."""
     infinity = _INFINITY.get(logits.dtype)
     with torch.inference_mode():
@@ -42,7 +42,7 @@ def forbid(logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int
 
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernel, or load it from the cache."""
-    forbid(torch.zeros((1, WORD_BITS), dtype=dtype), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
+    apply_masks(torch.zeros((1, WORD_BITS), dtype=dtype), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
 
 
 @numba.njit(cache=True, nogil=True)

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from interfaces import GrammarState, RowGrammar
-from model_worker.grammar.apply_mask import forbid
+from model_worker.grammar.apply_mask import apply_masks
 from model_worker.grammar.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
 from model_worker.nursery import Nursery
 from shared.pipe_messages import message_unpacker
@@ -134,7 +134,7 @@ class Masks:
         self._wait()
         live = np.array([i for i in index if int(rows[i]) not in self._errors], np.int64)
         if len(live):
-            forbid(logits[:, : self._vocab_size], live, self._masks[rows[live]])
+            apply_masks(logits[:, : self._vocab_size], live, self._masks[rows[live]])
         return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
 
     def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> dict[int, list[int]]:

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from model_worker.attention import cuda
 from model_worker.cpu.fused.stack import fused_stack
-from model_worker.cpu.gemm.int8_linear import Rounded
-from model_worker.cpu.gemm.packed_linear import pack_linears, round_linears
+from model_worker.cpu.gemm.int8_linear import Quantized
+from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
 from model_worker.loading import verify
 from model_worker.loading.probe import probe_attention
 from model_worker.model import LoadedModel, ModelRefused, Progress, Unproven, first_line, max_position_of
@@ -36,7 +36,7 @@ def prove(
     config = model.config.get_text_config(decoder=True)
     tokens = verify.tokens(config, device)
     count, size = _parameters(model)
-    said = _quantize(model, architecture) if quantization == "int8" else {}
+    quantized = _quantize(model, architecture) if quantization == "int8" else {}
     try:
         with torch.inference_mode():
             expected = verify.eager_logits(model, tokens)
@@ -59,7 +59,7 @@ def prove(
         parameter_bytes=size,
     )
     if device.type == "cpu":
-        packed = pack_linears(model, lambda done, total: progress("pack weights", done, total), said)
+        packed = pack_linears(model, lambda done, total: progress("pack weights", done, total), quantized)
         size = _parameters(model)[1] + sum(linear.num_bytes for linear in packed)
         loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded))
     if device.type == "cuda":
@@ -103,13 +103,13 @@ def _parameters(model: PreTrainedModel) -> tuple[int, int]:
     return sum(parameter.numel() for parameter in parameters), sum(parameter.nbytes for parameter in parameters)
 
 
-def _quantize(model: PreTrainedModel, architecture: str) -> dict[nn.Module, Rounded]:
-    said = round_linears(model)
-    if not said:
+def _quantize(model: PreTrainedModel, architecture: str) -> dict[nn.Module, Quantized]:
+    quantized = quantize_linears(model)
+    if not quantized:
         raise ModelRefused(
             architecture, "it has no plain linear layer, and int8 quantizes only these; use quantization none"
         )
-    return said
+    return quantized
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

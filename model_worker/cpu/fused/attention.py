@@ -246,7 +246,7 @@ def _run_tile(
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def attention_room(q: Any, cache: Any, attention: Any) -> Any:
+def attention_scratch(q: Any, cache: Any, attention: Any) -> Any:
     """Return a core's own memory for the widest unit."""
     group = q.shape[1] // cache.kv_heads
     most = 0

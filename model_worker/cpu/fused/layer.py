@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from model_worker.cpu.fused.rotary_and_kv import pieces_of, place
+from model_worker.cpu.fused.rotary_and_kv import pieces_of, rotate_and_write_kv
 from model_worker.cpu.gemm.products import add_product, gated, halves_of, prepare
 from model_worker.cpu.simd.elements import INSIDE, MATH, element
 
@@ -131,7 +131,7 @@ def do_part(
         prepare(fresh, hidden, own.kind)
         _project(layer, taken, hidden, buffers.qkv[at : at + count], work, own)
     elif part == PLACE:
-        place(layer, turn, block, taken, work)
+        rotate_and_write_kv(layer, turn, block, taken, work)
     elif part == OUT:
         operand = heads[first : first + count]
         out = panels[layer, O]

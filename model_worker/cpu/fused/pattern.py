@@ -85,7 +85,7 @@ class Projection(NamedTuple):
         return _float(self.linear.bias)[self.first : self.first + self.width]
 
 
-class Parts:
+class DecoderWeights:
     """The weights of a decoder, found by structure; raises UnsupportedPattern at the first module that does not fit."""
 
     def __init__(self, loaded: LoadedModel) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from model_worker.cpu.fused.attention import Attention, Cache, attend, attention_room
+from model_worker.cpu.fused.attention import Attention, Cache, attend, attention_scratch
 from model_worker.cpu.fused.layer import (
     INNER,
     MLP_NORM,
@@ -36,18 +36,20 @@ from model_worker.cpu.fused.layer import (
     normalise,
     pieces_in,
 )
-from model_worker.cpu.gemm.products import HALVES, HEAD_PANELS, PANEL, kind_at, pick_product, prepare
+from model_worker.cpu.gemm.products import HALVES, HEAD_PANELS, PANEL, argmax_product, kind_at, prepare
 from model_worker.cpu.gemm.screened_head import choose, screen
-from model_worker.cpu.simd.argmax import agree
+from model_worker.cpu.simd.argmax import reduce_argmax
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
 from model_worker.cpu.simd.elements import INSIDE, borrowed, hold, widened
-from model_worker.cpu.threads import OVER, another_turn, begin, phase_of, take, wait, was_last
+from model_worker.cpu.threads import OVER, arrived_last, begin, claim_turn, phase_of, take, wait
 
-# What is done in a phase, beside the parts of a layer: for many tokens, all parts before or after attention at once,
-# block by block; the others have no pieces then. AGREE and what is before it from FINAL_NORM on are the end of a pass.
-BEFORE, ATTEND, KEEP, AFTER, BEGIN, FINAL_NORM, SCREEN, CHOOSE, HEAD, AGREE, KINDS = range(PARTS, PARTS + 11)
+# The kinds of phases, beside the parts of a layer. For many tokens, all parts before or after attention run at once,
+# block by block; the single parts have no pieces then. FINAL_NORM to REDUCE_ARGMAX are the end of a pass.
+PRE_ATTENTION, ATTENTION, GATHER_ROWS, POST_ATTENTION, BEGIN, FINAL_NORM, SCREEN, CHOOSE, HEAD, REDUCE_ARGMAX, KINDS = (
+    range(PARTS, PARTS + 11)
+)
 NO_LAYER = 1 + KINDS - FINAL_NORM
-LAYER = NORM, QKV, PLACE, BEFORE, ATTEND, KEEP, OUT, MLP_NORM, INNER, MLP_OUT, AFTER
+LAYER = NORM, QKV, PLACE, PRE_ATTENTION, ATTENTION, GATHER_ROWS, OUT, MLP_NORM, INNER, MLP_OUT, POST_ATTENTION
 # Tokens of a block that one core takes through a layer: few enough that their buffers stay in its second-level cache,
 # enough that weights, which each core then reads for itself, do not hold it up.
 BLOCK_TOKENS = 64
@@ -84,7 +86,7 @@ class Outputs(NamedTuple):
     panels: NDArray[np.int64]  # [1 + panels]: how many of lm_head's panels are multiplied, and which
 
 
-class Kept(NamedTuple):
+class LogitTokens(NamedTuple):
     """Tokens whose logits are needed: the last layer computes no others after its attention.
 
     They come in any order, and more than once if asked for so. If all T tokens are needed, in order, these are the
@@ -110,7 +112,7 @@ class Work(NamedTuple):
 
     inputs: Inputs
     x: NDArray[np.float32]  # [T, hidden]: the residual, from the embeddings on
-    kept: Kept
+    logit_tokens: LogitTokens
     rotary: Rotary
     weights: Weights
     cache: Cache
@@ -128,7 +130,7 @@ class Own(NamedTuple):
     tile: NDArray[np.float32]  # [TILE_ROWS, PANEL]
     bits: NDArray[np.int32]  # the same memory
     other: NDArray[np.float32]
-    attention: Any  # as `attention_room` makes it
+    attention: Any  # as `attention_scratch` makes it
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -164,48 +166,50 @@ def _fill_sizes(sizes: Any, last: bool, cores: int, work: Any) -> None:
     attention = work.attention
     outputs = work.outputs
     tokens = work.x.shape[0]
-    wanted = work.kept.x.shape[0]
+    wanted = work.logit_tokens.x.shape[0]
     after = wanted if last else tokens
-    sizes[BEFORE, 0], sizes[AFTER, 0] = _blocks(tokens, cores), _blocks(after, cores)
+    sizes[PRE_ATTENTION, 0] = _blocks(tokens, cores)
+    sizes[POST_ATTENTION, 0] = _blocks(after, cores)
     for part in range(PARTS):
-        if sizes[BEFORE if part < OUT else AFTER, 0] == 0:
+        if sizes[PRE_ATTENTION if part < OUT else POST_ATTENTION, 0] == 0:
             sizes[part, 0] = pieces_in(part, tokens if part < OUT else after, work)
-    sizes[ATTEND, 0] = len(attention.last_units if last else attention.units)
-    sizes[KEEP, 0] = wanted if last and work.kept.copied else 0
+    sizes[ATTENTION, 0] = len(attention.last_units if last else attention.units)
+    sizes[GATHER_ROWS, 0] = wanted if last and work.logit_tokens.copied else 0
     sizes[BEGIN, 0] = tokens
     sizes[FINAL_NORM, 0] = wanted
-    sizes[SCREEN, 0], sizes[HEAD, 0] = outputs.peaks.size // max(wanted, 1), len(outputs.panels) - 1 if wanted else 0
+    sizes[SCREEN, 0] = outputs.peaks.size // max(wanted, 1)
+    sizes[HEAD, 0] = len(outputs.panels) - 1 if wanted else 0
     sizes[CHOOSE, 0] = min(outputs.peaks.size, 1)
-    sizes[AGREE, 0] = 1
+    sizes[REDUCE_ARGMAX, 0] = 1
     sizes[:, 1] = GRAIN_ROWS
     sizes[QKV, 1] = sizes[OUT, 1] = sizes[INNER, 1] = sizes[MLP_OUT, 1] = HALVES
-    sizes[BEFORE, 1] = sizes[AFTER, 1] = sizes[ATTEND, 1] = 1
+    sizes[PRE_ATTENTION, 1] = sizes[POST_ATTENTION, 1] = sizes[ATTENTION, 1] = 1
     sizes[SCREEN, 1] = sizes[HEAD, 1] = HEAD_PANELS
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _keep(taken: Any, rows: Any, x: Any, heads: Any, kept: Any) -> None:
+def _gather_rows(taken: Any, rows: Any, x: Any, heads: Any, logit_tokens: Any) -> None:
     """Gather residual and heads of some tokens whose logits are needed."""
     for number in range(taken[0], taken[0] + taken[1]):
-        kept.x[number] = x[rows[number]]
-        kept.heads[number] = heads[rows[number]]
+        logit_tokens.x[number] = x[rows[number]]
+        logit_tokens.heads[number] = heads[rows[number]]
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _over_at_once(phase: int, layers: int, tokens: int, sizes: Any) -> Any:
+def _is_short(phase: int, layers: int, tokens: int, sizes: Any) -> Any:
     """Whether a phase is over before another core has woken for it."""
     kind, layer = _kind(phase, layers)
     pieces = sizes[int(layer == layers - 1), kind, 0]
     few = tokens if kind == PLACE else pieces
-    by_rows = kind in (BEGIN, NORM, PLACE, KEEP, MLP_NORM, FINAL_NORM)
-    return pieces == 0 or kind in (CHOOSE, AGREE) or (by_rows and few <= FEW_ROWS)
+    by_rows = kind in (BEGIN, NORM, PLACE, GATHER_ROWS, MLP_NORM, FINAL_NORM)
+    return pieces == 0 or kind in (CHOOSE, REDUCE_ARGMAX) or (by_rows and few <= FEW_ROWS)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _agree(turn: int, outputs: Any) -> None:
+def _reduce_argmax(turn: int, outputs: Any) -> None:
     """Reduce the argmax of all cores, and write the tokens as the last ones of their rows."""
     tokens = outputs.tokens[turn]
-    agree(outputs.keys, outputs.places, tokens)
+    reduce_argmax(outputs.keys, outputs.places, tokens)
     for row in range(len(outputs.rows)):
         if outputs.rows[row] >= 0:
             outputs.last_tokens[outputs.rows[row]] = tokens[row]
@@ -219,17 +223,17 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
     x = work.x
     heads = work.buffers.heads
     weights = work.weights
-    kept = work.kept
+    logit_tokens = work.logit_tokens
     outputs = work.outputs
     hidden = work.buffers.hidden
-    if layer == len(weights.panels) - 1 and (kind == AFTER or OUT <= kind < PARTS):
-        x = kept.x
-        heads = kept.heads
+    if layer == len(weights.panels) - 1 and (kind == POST_ATTENTION or OUT <= kind < PARTS):
+        x = logit_tokens.x
+        heads = logit_tokens.heads
     tokens = x.shape[0]
-    if kind < PARTS or kind in (BEFORE, AFTER):
+    if kind < PARTS or kind in (PRE_ATTENTION, POST_ATTENTION):
         blocks = end - first
-        first_part = NORM if kind == BEFORE else OUT
-        end_part = OUT if kind == BEFORE else PARTS
+        first_part = NORM if kind == PRE_ATTENTION else OUT
+        end_part = OUT if kind == PRE_ATTENTION else PARTS
         if kind < PARTS:
             blocks = 1
             first_part = kind
@@ -244,16 +248,16 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
             for part in range(first_part, end_part):
                 some = every(pieces_in(part, block[1], work)) if every_piece else taken
                 do_part(part, layer, turn, block, some, fresh or every_piece, x, heads, work, own)
-    elif kind == ATTEND:
+    elif kind == ATTENTION:
         attend(layer, turn, taken, work.buffers.q, work.cache, work.attention, own.attention, heads)
-    elif kind == KEEP:
-        _keep(taken, outputs.logit_rows, x, heads, kept)
+    elif kind == GATHER_ROWS:
+        _gather_rows(taken, outputs.logit_rows, x, heads, logit_tokens)
     elif kind == BEGIN:
         for token in range(first, end if len(work.inputs.tokens) else first):
             _embed(token, turn, work.inputs, outputs.rows, x)
     elif kind == FINAL_NORM:
         for row in range(first, end):
-            normalise(kept.x, row, weights.final_norm, weights.epsilon, hidden, row)
+            normalise(logit_tokens.x, row, weights.final_norm, weights.epsilon, hidden, row)
     elif kind == SCREEN:
         kind_of_screen = own.screen_kind
         width = outputs.logits.shape[1]
@@ -269,9 +273,9 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
         logits = outputs.logits
         tile = own.tile
         prepare(fresh, hidden[: len(wanted)], own.kind)
-        pick_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, own.kind, tile, own.bits)
-    elif kind == AGREE:
-        _agree(turn, outputs)
+        argmax_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, own.kind, tile, own.bits)
+    elif kind == REDUCE_ARGMAX:
+        _reduce_argmax(turn, outputs)
 
 
 def most_turns(layers: int) -> int:
@@ -293,7 +297,7 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, kind: Any, screen_
     a_turn = layers * len(LAYER) + NO_LAYER
     end = min(OVER, turns * a_turn)
     tiles = np.empty((2, TILE_ROWS, PANEL), np.float32)
-    scratch = attention_room(work.buffers.q, work.cache, work.attention)
+    scratch = attention_scratch(work.buffers.q, work.cache, work.attention)
     tile = borrowed(tiles)[0]
     other = borrowed(tiles)[1]
     kinds = borrowed(kind_at(kind, core)), borrowed(kind_at(screen_kind, core))
@@ -315,12 +319,12 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, kind: Any, screen_
             _do(kind, layer, turn, taken, done == 0, pieces, work, own)
             done += taken[1]
             taken = every(0) if alone else take(counter, phase, pieces, grain, core, cores)
-        if alone or (done > 0 and was_last(counter, done, pieces)):
+        if alone or (done > 0 and arrived_last(counter, done, pieces)):
             phase += 1
-            if phase % a_turn == 0 and not another_turn(counter):
+            if phase % a_turn == 0 and not claim_turn(counter):
                 phase = OVER
             # What is over at once is not worth telling the others of.
-            alone = phase < end and _over_at_once(phase % a_turn, layers, tokens, sizes)
+            alone = phase < end and _is_short(phase % a_turn, layers, tokens, sizes)
             if not alone:
                 begin(counter, phase)
         else:

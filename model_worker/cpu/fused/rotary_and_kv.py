@@ -36,7 +36,7 @@ def _at(context: Any, builder: Any, kind: Any, value: Any, index: Any) -> Any:
 
 
 @intrinsic
-def _turn(typing: Any, head: Any, cos: Any, sin: Any, angle: Any, at: Any, half: Any, out: Any) -> Any:
+def _rotate_lanes(typing: Any, head: Any, cos: Any, sin: Any, angle: Any, at: Any, half: Any, out: Any) -> Any:
     """Rotate sixteen lanes: out[at + lane] and out[at + half + lane] = elements of float32 `head`, turned by an
     angle."""
 
@@ -63,7 +63,7 @@ def _turn(typing: Any, head: Any, cos: Any, sin: Any, angle: Any, at: Any, half:
 
 
 @intrinsic
-def _copy(typing: Any, head: Any, at: Any, out: Any) -> Any:
+def _copy_lanes(typing: Any, head: Any, at: Any, out: Any) -> Any:
     """Copy sixteen lanes: out[at + lane] = elements of float32 `head`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -76,7 +76,7 @@ def _copy(typing: Any, head: Any, at: Any, out: Any) -> Any:
 
 
 @intrinsic
-def _spread(typing: Any, values: Any, at: Any, memory: Any, word: Any, odd: Any) -> Any:
+def _scatter_lanes(typing: Any, values: Any, at: Any, memory: Any, word: Any, odd: Any) -> Any:
     """Scatter sixteen lanes of float32 `values` into as many words from memory[word] on: bfloat16 into one half of
     each.
 
@@ -130,7 +130,7 @@ def _rotate(head: int, dim: int, angle: int, rotary: Any, like: Any, to: int) ->
     values = carray(pointer(head), (dim,), np.float32)
     out = carray(pointer(to), (dim,), like.dtype)
     for d in range(0, half - LANES + 1, LANES):
-        _turn(values, rotary.cos, rotary.sin, angle, d, half, out)
+        _rotate_lanes(values, rotary.cos, rotary.sin, angle, d, half, out)
     for d in range(half // LANES * LANES, half):
         low = values[d]
         high = values[half + d]
@@ -138,13 +138,13 @@ def _rotate(head: int, dim: int, angle: int, rotary: Any, like: Any, to: int) ->
         out[half + d] = element(high * rotary.cos[angle, half + d] + low * rotary.sin[angle, half + d], out)
     whole = rotated + (dim - rotated) // LANES * LANES
     for d in range(rotated, whole, LANES):
-        _copy(values, d, out)
+        _copy_lanes(values, d, out)
     for d in range(whole, dim):
         out[d] = element(values[d], out)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _keep_key(to: int, size: int, steps: int, rotated: int) -> None:
+def _scatter_key(to: int, size: int, steps: int, rotated: int) -> None:
     """Scatter one token's K as cache_dot.py expects it: from the address `rotated` to `to`."""
     words = carray(pointer(rotated), (steps,), np.uint32)
     memory = carray(pointer(to), (steps * size,), np.uint32)
@@ -153,7 +153,7 @@ def _keep_key(to: int, size: int, steps: int, rotated: int) -> None:
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _keep_value(to: int, dim: int, offset: int, value: int, unused: int, like: Any) -> None:
+def _scatter_value(to: int, dim: int, offset: int, value: int, unused: int, like: Any) -> None:
     """Scatter one token's V, and zeros after it: their weight is 0, but 0 times a NaN is NaN.
 
     float32 [dim] at the address `value`, for token number `offset` of the group that begins at the address `to`.
@@ -164,7 +164,7 @@ def _keep_value(to: int, dim: int, offset: int, value: int, unused: int, like: A
     first = offset // part * part * dim
     odd = offset % part
     for d in range(0, dim, LANES):
-        _spread(values, d, memory, first + d * part, odd)
+        _scatter_lanes(values, d, memory, first + d * part, odd)
     for after in range(offset + 1, offset + 1 + unused):
         first = after // part * part * dim + after % part
         for d in range(dim):
@@ -179,7 +179,7 @@ def pieces_of(tokens: int, q: Any, cache: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def place(layer: int, turn: int, block: Any, taken: Any, work: Any) -> None:
+def rotate_and_write_kv(layer: int, turn: int, block: Any, taken: Any, work: Any) -> None:
     """Rotate the projections of a block of tokens, which are in the buffers: Q goes into `q`, K and V into the cache.
 
     Arguments are as those of layer.py's phases. The pieces follow each other as the projections do, so that most are
@@ -222,7 +222,7 @@ def place(layer: int, turn: int, block: Any, taken: Any, work: Any) -> None:
             elif head < heads + kv_heads:
                 rotated = to_keys + ((at + row) * kv_heads + kv) * dim * like.itemsize
                 _rotate(part, dim, angle, rotary, like, rotated)
-                _keep_key(key_group(cache, layer, kv, number, offset), cache.block_size, steps, rotated)
+                _scatter_key(key_group(cache, layer, kv, number, offset), cache.block_size, steps, rotated)
             else:
                 to = value_group(cache, layer, kv, number, offset // GROUP * GROUP)
-                _keep_value(to, v_dim, offset % GROUP, part, cache.unused[turn, token], like)
+                _scatter_value(to, v_dim, offset % GROUP, part, cache.unused[turn, token], like)

@@ -20,19 +20,28 @@ from model_worker.batch import ForwardBatch
 from model_worker.cpu.fused.attention import Attention, Cache
 from model_worker.cpu.fused.attention_plan import plan_for, units_with
 from model_worker.cpu.fused.layer import Buffers
-from model_worker.cpu.fused.pattern import Parts, UnsupportedPattern
-from model_worker.cpu.fused.phases import BLOCK_TOKENS, Inputs, Kept, Outputs, Rotary, Work, most_turns, run_stack
+from model_worker.cpu.fused.pattern import DecoderWeights, UnsupportedPattern
+from model_worker.cpu.fused.phases import (
+    BLOCK_TOKENS,
+    Inputs,
+    LogitTokens,
+    Outputs,
+    Rotary,
+    Work,
+    most_turns,
+    run_stack,
+)
 from model_worker.cpu.gemm.packed_linear import PackedLinear
-from model_worker.cpu.gemm.products import PANEL, Kind, int8_kind_for, kind_for, may_be_compact
+from model_worker.cpu.gemm.products import PANEL, Kind, int8_kind_for, kind_for, may_be_bf12
 from model_worker.cpu.gemm.screened_head import SCREENED_ROWS, WORTH_SCREENING, Screen
 from model_worker.cpu.huge_pages import PagesAhead, keep_in_huge_pages
-from model_worker.cpu.simd.argmax import Largest
-from model_worker.cpu.simd.bf12 import CompactPanels, compact_panels
+from model_worker.cpu.simd.argmax import ArgmaxBuffers
+from model_worker.cpu.simd.bf12 import Bf12Panels, bf12_panels
 from model_worker.cpu.simd.cache_dot import GROUP
 from model_worker.cpu.simd.dot_bf16 import operand_dtype
 from model_worker.cpu.simd.fixed_point import MOST_INPUTS, width_of
 from model_worker.cpu.simd.softmax import LOG2_E
-from model_worker.cpu.threads import Job, team
+from model_worker.cpu.threads import Job, thread_pool
 from model_worker.kv_cache import KVCache, memory_of
 from shared.resources import free_memory
 
@@ -49,13 +58,13 @@ _NO_PEAKS = np.empty((0, 0), np.int32)
 WORTH_RUNNING_AHEAD = 32 << 20
 
 # Most tokens of a pass that reads bf12 weights: with more, arithmetic is the bottleneck, and bf12 takes more of it.
-COMPACT_ROWS = 8
+BF12_ROWS = 8
 # Weight bytes from which on weights come from memory in each pass, and not from a cache.
-WORTH_COMPACTING = 32 << 20
+WORTH_BF12 = 32 << 20
 # Share of free memory that bf12 weights, which are a second copy, may take.
-COMPACT_SHARE = 1 / 8
+BF12_SHARE = 1 / 8
 # Most bytes of the bf12 copy, exceptions included, over the bytes of the weights.
-MOST_COMPACT = 0.8
+MOST_BF12 = 0.8
 
 
 class Drawn(NamedTuple):
@@ -101,10 +110,10 @@ def fused_stack(loaded: LoadedModel) -> FusedStack | None:
         return None
 
 
-class Compact(NamedTuple):
+class Bf12Weights(NamedTuple):
     """The weights in bf12."""
 
-    matrices: list[CompactPanels]  # own the memory
+    matrices: list[Bf12Panels]  # own the memory
     panels: NDArray[np.int64]  # as in Weights
     head: int
 
@@ -113,36 +122,36 @@ class FusedStack:
     """The weights of a model as one compiled call takes them, and buffers that grow with the largest batch."""
 
     def __init__(self, loaded: LoadedModel) -> None:
-        parts = Parts(loaded)
+        decoder = DecoderWeights(loaded)
         # The modules own the memory that the addresses in `weights` point to.
-        self._embedding = parts.embedding
-        self._table = parts.embedding_table()
-        self._rotary = parts.rotary
-        self._modules = parts
+        self._embedding = decoder.embedding
+        self._table = decoder.embedding_table()
+        self._rotary = decoder.rotary
+        self._modules = decoder
         self._vocab_size = loaded.vocab_size
-        self._order = parts.order
+        self._order = decoder.order
         self._layout = loaded.attention.layout.layers[0]
-        self._q_heads = parts.q_heads
+        self._q_heads = decoder.q_heads
         self._cores = torch.get_num_threads()
-        params = [loaded.attention.params[layer] for layer in parts.order]
+        params = [loaded.attention.params[layer] for layer in decoder.order]
         self._scales = np.array([layer.scale * LOG2_E for layer in params], np.float32)
         self._windows = np.array([layer.sliding_window or _NO_WINDOW for layer in params], np.int64)
-        self._weights = parts.weights()
-        self._widths = parts.operand_widths()
+        self._weights = decoder.weights()
+        self._widths = decoder.operand_widths()
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
         self._screen: Screen | None = None
-        self._compact: Compact | None = None
-        head = parts.head.linear
+        self._bf12: Bf12Weights | None = None
+        head = decoder.head.linear
         if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING and head.in_features <= MOST_INPUTS:
             # Passes give the same without it, so none waits for it.
             Thread(target=self._make_screen, args=(head,), name="screen").start()
         count = -(-self._vocab_size // PANEL)
         self._every_panel = np.concatenate([[count], np.arange(count)])
-        self._int8 = parts.int8
+        self._int8 = decoder.int8
         elements = SCREENED_ROWS * width_of(self._widths[0])
         self._screen_kind = int8_kind_for(self._element, self._cores, SCREENED_ROWS, elements)
         self._room, self._kind = self._make_room(1)
-        self._may_compact = may_be_compact(self._kind) and parts.weight_bytes >= WORTH_COMPACTING
+        self._may_use_bf12 = may_be_bf12(self._kind) and decoder.weight_bytes >= WORTH_BF12
         self._angles = self._compute_angles(torch.arange(1))
         self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
 
@@ -151,29 +160,27 @@ class FusedStack:
         self._weights = self._weights._replace(screen=int(screen.panels.ctypes.data), bounds=screen.bounds)
         self._screen = screen
 
-    def _make_compact(self) -> None:
+    def _make_bf12(self) -> None:
         linears = self._modules.linears
         megabytes = sum(linear.num_bytes for linear in linears) >> 20
-        if not has_room_for_compact(self._modules.weight_bytes):
-            log.info("weights are read as they are, %d MB: memory has no room for a compact copy", megabytes)
+        if not has_room_for_bf12(self._modules.weight_bytes):
+            log.info("weights are read as they are, %d MB: memory has no room for a bf12 copy", megabytes)
             return
-        most_bytes = MOST_COMPACT * sum(linear.num_bytes for linear in linears)
-        matrices = compact_panels([linear.panels.view(np.uint32) for linear in linears], most_bytes)
+        most_bytes = MOST_BF12 * sum(linear.num_bytes for linear in linears)
+        matrices = bf12_panels([linear.panels.view(np.uint32) for linear in linears], most_bytes)
         if not matrices:
-            log.info("weights are read as they are, %d MB: too many lie apart for a compact copy to pay", megabytes)
+            log.info("weights are read as they are, %d MB: too many lie apart for a bf12 copy to pay", megabytes)
             return
         made = dict(zip(linears, matrices, strict=True))
         panels, head = self._modules.addresses(lambda linear: made[linear].panels)
-        self._compact = Compact(list(made.values()), panels, head)
-        compact = sum(matrix.num_bytes for matrix in made.values()) >> 20
-        log.info(
-            "up to %d tokens at a time read compact weights, %d MB instead of %d", COMPACT_ROWS, compact, megabytes
-        )
+        self._bf12 = Bf12Weights(list(made.values()), panels, head)
+        bf12 = sum(matrix.num_bytes for matrix in made.values()) >> 20
+        log.info("up to %d tokens at a time read bf12 weights, %d MB instead of %d", BF12_ROWS, bf12, megabytes)
 
     @property
-    def compacts(self) -> bool:
+    def uses_bf12(self) -> bool:
         """Whether few tokens read bf12 weights from now on; for measurements and tests."""
-        return self._compact is not None
+        return self._bf12 is not None
 
     @property
     def screens(self) -> bool:
@@ -239,11 +246,11 @@ class FusedStack:
     ) -> tuple[Passes, NDArray[np.float32], NDArray[np.float32]]:
         """Launch passes. Also returns their logits, and the residual of tokens whose logits are needed, as they will
         be."""
-        if self._may_compact:
+        if self._may_use_bf12:
             # Not before kernels may be called. Passes give the same without it.
-            self._may_compact = False
-            Thread(target=self._make_compact, name="compact", daemon=True).start()
-        largest = Largest(self._cores, len(wanted), passes)
+            self._may_use_bf12 = False
+            Thread(target=self._make_bf12, name="bf12", daemon=True).start()
+        largest = ArgmaxBuffers(self._cores, len(wanted), passes)
         screen = self._screen
         greedy = 0 < len(wanted) <= SCREENED_ROWS and int(wanted.max()) < 0
         if not greedy or (screen is not None and not screen.pays()):
@@ -258,25 +265,25 @@ class FusedStack:
             rows=drawn.rows,
             last_tokens=drawn.last_tokens,
             peaks=_NO_PEAKS if screen is None else screen.peaks[: len(wanted)],
-            panels=self._every_panel if screen is None else screen.chosen,
+            panels=self._every_panel if screen is None else screen.candidates,
         )
         inputs, x = self._embedded(batch, drawn)
         buffers = self._buffers(max(batch.num_tokens, len(wanted)))
         weights = self._weights
         kind = self._kind
-        if self._compact is not None and max(batch.num_tokens, len(wanted)) <= COMPACT_ROWS:
-            weights = weights._replace(panels=self._compact.panels, head=self._compact.head)
-            kind = kind._replace(compact=True)
-        kept = Kept(x, buffers.heads, copied=False)
+        if self._bf12 is not None and max(batch.num_tokens, len(wanted)) <= BF12_ROWS:
+            weights = weights._replace(panels=self._bf12.panels, head=self._bf12.head)
+            kind = kind._replace(bf12=True)
+        logit_tokens = LogitTokens(x, buffers.heads, copied=False)
         last_tokens = None if _every_token(batch) else batch.logit_positions.numpy()
         if last_tokens is not None:
             few = np.empty((len(wanted), x.shape[1]), x.dtype)
             heads = buffers.heads
-            kept = Kept(few, np.empty((len(wanted), heads.shape[1]), heads.dtype), copied=True)
+            logit_tokens = LogitTokens(few, np.empty((len(wanted), heads.shape[1]), heads.dtype), copied=True)
         work = Work(
             inputs=inputs,
             x=x,
-            kept=kept,
+            logit_tokens=logit_tokens,
             rotary=self._angles_of(batch, passes),
             weights=weights,
             cache=self._cache(batch, cache, passes),
@@ -284,8 +291,8 @@ class FusedStack:
             buffers=buffers,
             outputs=outputs,
         )
-        job = team(self._cores).begin(run_stack, work, kind, self._screen_kind, turns=passes)
-        return Passes(job, outputs.tokens, screen), outputs.logits, kept.x
+        job = thread_pool(self._cores).begin(run_stack, work, kind, self._screen_kind, turns=passes)
+        return Passes(job, outputs.tokens, screen), outputs.logits, logit_tokens.x
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
         """Return the tokens, and a buffer for their embeddings; filled, where the module must make them."""
@@ -354,8 +361,8 @@ class FusedStack:
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
         kind = kind_for(self._element)
         widest = width_of(max(self._widths))
-        if may_be_compact(kind):
-            kind = kind._replace(compact=False)
+        if may_be_bf12(kind):
+            kind = kind._replace(bf12=False)
         if self._int8:
             elements = max(at_a_time * widest, tokens * width_of(hidden))
             kind = int8_kind_for(self._element, self._cores, tokens, elements)
@@ -370,9 +377,9 @@ class FusedStack:
         return buffers, kind
 
 
-def has_room_for_compact(weight_bytes: int) -> bool:
+def has_room_for_bf12(weight_bytes: int) -> bool:
     """Whether a bf12 copy of so many bytes of weights is a small part of the memory that is left."""
-    return MOST_COMPACT * weight_bytes <= COMPACT_SHARE * free_memory()
+    return MOST_BF12 * weight_bytes <= BF12_SHARE * free_memory()
 
 
 def _every_token(batch: ForwardBatch) -> bool:

@@ -21,7 +21,7 @@ from model_worker.cpu.simd.fixed_point import OFFSET, PLACES, WORD_BYTES, width_
 LARGEST = 127
 
 
-class Rounded(NamedTuple):
+class Quantized(NamedTuple):
     """A quantized weight [out, in]: integers from -127 to 127, and a scale for each output."""
 
     values: Tensor
@@ -33,19 +33,19 @@ class Rounded(NamedTuple):
         return self.values * self.scales[:, None]
 
 
-def rounded(weight: Tensor) -> Rounded:
+def quantize(weight: Tensor) -> Quantized:
     """Quantize a weight to the nearest of 255 evenly spaced values, the greatest of which is each output's greatest
     weight."""
     exact = weight.detach().float()
     peaks = exact.abs().amax(dim=1)
     scales = torch.where(peaks > 0, peaks / LARGEST, 1.0)
-    return Rounded((exact / scales[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales)
+    return Quantized((exact / scales[:, None]).round_().clamp_(-LARGEST, LARGEST).to(torch.int8), scales)
 
 
 class Int8Linear(PanelLinear):
     """A linear layer with weights of one byte."""
 
-    def __init__(self, weight: Rounded, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Quantized, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(tuple(weight.values.shape), bias, dtype)
         # [panel, SCALE_BYTES + padded inputs * PANEL]: the scales of a panel's outputs, then the weights as words
         # [step, output] of four inputs in the order PLACES, whose bytes are OFFSET too large. Padded with zeros.
@@ -70,7 +70,7 @@ class Int8Linear(PanelLinear):
         return int(self.panels.shape[1] - SCALE_BYTES) // PANEL
 
 
-def int8_panels(weight: Rounded) -> Tensor:
+def int8_panels(weight: Quantized) -> Tensor:
     """Reorder a quantized weight as Int8Linear.panels describes."""
     outputs, inputs = weight.values.shape
     count = -(-outputs // PANEL)

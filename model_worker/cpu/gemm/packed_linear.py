@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model_worker.cpu.gemm.int8_linear import Int8Linear, Rounded, rounded
+from model_worker.cpu.gemm.int8_linear import Int8Linear, Quantized, quantize
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.cpu.gemm.products import LANE_BYTES, PANEL
 from model_worker.cpu.huge_pages import keep_in_huge_pages
@@ -106,21 +106,21 @@ def _panels(weight: Tensor, steps: int | None = None) -> NDArray[np.uint32]:
     return panels
 
 
-def round_linears(model: nn.Module) -> dict[nn.Module, Rounded]:
+def quantize_linears(model: nn.Module) -> dict[nn.Module, Quantized]:
     """Quantize the weight of every plain linear module of a CPU model to int8. Returns the quantized weight of each.
 
     A weight that another module shares, such as a tied embedding's, stays there as it is.
     """
-    said: dict[nn.Module, Rounded] = {}
+    quantized: dict[nn.Module, Quantized] = {}
     for module in model.modules():
-        if _is_plain(module) and _can_be_rounded(weight := _weight(module)):
-            said[module] = rounded(weight)
-            module.weight = nn.Parameter(said[module].weight.to(weight.dtype), requires_grad=False)
-    return said
+        if _is_plain(module) and _can_be_quantized(weight := _weight(module)):
+            quantized[module] = quantize(weight)
+            module.weight = nn.Parameter(quantized[module].weight.to(weight.dtype), requires_grad=False)
+    return quantized
 
 
 def pack_linears(
-    model: nn.Module, progress: Progress | None = None, said: dict[nn.Module, Rounded] | None = None
+    model: nn.Module, progress: Progress | None = None, quantized: dict[nn.Module, Quantized] | None = None
 ) -> list[PackedLinear | Int8Linear]:
     """Swap every plain linear module of a CPU model for a packed one that is verified. Returns the packed ones.
 
@@ -132,7 +132,7 @@ def pack_linears(
     swapped: dict[nn.Module, PackedLinear | Int8Linear | None] = {}
     for done, (parent, name, linear) in enumerate(linears, start=1):
         if linear not in swapped:
-            swapped[linear] = _proven(linear, None if said is None else said.pop(linear, None))
+            swapped[linear] = _proven(linear, None if quantized is None else quantized.pop(linear, None))
         packed = swapped[linear]
         if packed is not None:
             setattr(parent, name, packed)
@@ -165,7 +165,7 @@ def _is_plain(module: nn.Module) -> bool:
     )
 
 
-def _can_be_rounded(weight: Tensor) -> bool:
+def _can_be_quantized(weight: Tensor) -> bool:
     """Whether int8 can represent the weight, and products with it stay within 32 bits."""
     return weight.shape[1] <= MOST_INPUTS and bool(torch.isfinite(weight).all())
 
@@ -176,14 +176,14 @@ def _weight(module: nn.Module) -> Tensor:
     return weight
 
 
-def _proven(linear: nn.Module, said: Rounded | None) -> PackedLinear | Int8Linear | None:
+def _proven(linear: nn.Module, quantized: Quantized | None) -> PackedLinear | Int8Linear | None:
     """Return the packed form of a linear module, if it computes the same."""
     weight = _weight(linear)
     bias = linear.bias
     assert bias is None or isinstance(bias, Tensor)
     packed: PackedLinear | Int8Linear
     with torch.inference_mode():
-        packed = PackedLinear(weight, bias) if said is None else Int8Linear(said, bias, weight.dtype)
+        packed = PackedLinear(weight, bias) if quantized is None else Int8Linear(quantized, bias, weight.dtype)
         x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         want = linear(x).float()
         got = packed(x).float()

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from model_worker.cpu.gemm.products import int8_kind_for, kind_for, run_product
 from model_worker.cpu.simd.dot_bf16 import operand_dtype
-from model_worker.cpu.threads import team
+from model_worker.cpu.threads import thread_pool
 
 # Waking the other cores takes tens of microseconds: less work than this is done by one.
 _BYTES_PER_CORE = 1_000_000
@@ -59,7 +59,7 @@ class PanelLinear(nn.Module, ABC):
         operand = _numbers(padded if operand_dtype(element) == element else padded.float())
         kind = int8_kind_for(element, cores, len(rows), operand.size) if int8 else kind_for(element)
         arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), kind
-        team(cores).run(run_product, cores, *arguments)
+        thread_pool(cores).run(run_product, cores, *arguments)
         return out.reshape(*x.shape[:-1], self.out_features)
 
     def _cores(self, rows: int) -> int:

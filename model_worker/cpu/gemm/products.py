@@ -14,12 +14,12 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from model_worker.cpu.simd.argmax import take_largest
-from model_worker.cpu.simd.bf12 import COMPACT_STEP_BYTES, HAS_COMPACT, HEADER_BYTES, compact_panel_bytes
-from model_worker.cpu.simd.dot_bf12 import multiply_compact_half_panel, multiply_compact_panel
+from model_worker.cpu.simd.argmax import take_argmax
+from model_worker.cpu.simd.bf12 import COMPACT_STEP_BYTES, HAS_BF12, HEADER_BYTES, bf12_panel_bytes
+from model_worker.cpu.simd.dot_bf12 import multiply_bf12_half_panel, multiply_bf12_panel
 from model_worker.cpu.simd.dot_bf16 import (
-    EARLY_BYTES,
     PIECE_ROWS,
+    PREFETCH_BYTES,
     SHARING_PIECES,
     STEP_BYTES,
     TILE_ROWS,
@@ -30,7 +30,7 @@ from model_worker.cpu.simd.dot_bf16 import (
 from model_worker.cpu.simd.dot_int8 import int8_rows, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.cpu.simd.elements import INSIDE, MATH, element, exp
 from model_worker.cpu.simd.fixed_point import Digits, digits_of, room_for, split, width_of
-from model_worker.cpu.threads import begin, take, wait, was_last
+from model_worker.cpu.threads import arrived_last, begin, take, wait
 
 overload: Any = numba.extending.overload
 
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 
     like: NDArray[Any]  # any array of the model's element type: uint16 stands for bfloat16
     digits: Digits | None  # None: panels are words of elements; for int8 panels, room for the operand
-    compact: bool | None = None  # whether words are in their compact form; None: they never are
+    bf12: bool | None = None  # whether words may be in bf12; None: they never are
 
 
 def kind_for(element: Any) -> Kind:
@@ -58,9 +58,9 @@ def kind_for(element: Any) -> Kind:
     return Kind(np.empty(1, element), None)
 
 
-def may_be_compact(kind: Kind) -> bool:
+def may_be_bf12(kind: Kind) -> bool:
     """Whether there is a bf12 form of these panels, and instructions for it."""
-    return HAS_COMPACT and kind.digits is None and kind.like.dtype == np.uint16
+    return HAS_BF12 and kind.digits is None and kind.like.dtype == np.uint16
 
 
 def int8_kind_for(element: Any, cores: int, rows: int, elements: int) -> Kind:
@@ -86,7 +86,7 @@ def _kind_at(kind: Any, core: int) -> Any:
     def one(kind: Any, core: int) -> Any:
         digits = kind.digits
         own = Digits(digits.values[core], digits.starts[core], digits.factors[core])
-        return Kind(kind.like, own, kind.compact)
+        return Kind(kind.like, own, kind.bf12)
 
     return none if kind.types[1] is types.none else one
 
@@ -114,20 +114,20 @@ def _steps(operand: Any, like: Any, digits: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _is_compact(compact: Any) -> bool:
-    if compact is None:
+def _is_bf12(bf12: Any) -> bool:
+    if bf12 is None:
         return False
-    return compact  # type: ignore[no-any-return]
+    return bf12  # type: ignore[no-any-return]
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _find_panel(operand: Any, panels: int, unit: int, like: Any, digits: Any, compact: Any) -> Any:
+def _find_panel(operand: Any, panels: int, unit: int, like: Any, digits: Any, bf12: Any) -> Any:
     steps = _steps(operand, like, digits)
     half = (unit % HALVES) * HALF * LANE_BYTES
     size = steps * STEP_BYTES
     if digits is None:
-        if _is_compact(compact):
-            return panels + (unit // HALVES) * compact_panel_bytes(steps), np.int64(unit % HALVES)
+        if _is_bf12(bf12):
+            return panels + (unit // HALVES) * bf12_panel_bytes(steps), np.int64(unit % HALVES)
         place = panels + (unit // HALVES) * size + half
         return place, place
     scales = panels + (unit // HALVES) * (SCALE_BYTES + size) + half
@@ -140,7 +140,7 @@ def _panel(operand: Any, panels: int, unit: int, kind: Any) -> Any:
 
     For a bf12 panel: the address of the panel that it is half of, and which half.
     """
-    return _find_panel(operand, panels, unit, kind.like, kind.digits, kind.compact)
+    return _find_panel(operand, panels, unit, kind.like, kind.digits, kind.bf12)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -191,7 +191,9 @@ def _loops(many: int, whole: bool, like: Any, digits: Any) -> Any:
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _early(many: int, whole: bool, operand: Any, kind: Any, place: Any, following: Any, pieces: int, piece: int) -> Any:
+def _prefetching(
+    many: int, whole: bool, operand: Any, kind: Any, place: Any, following: Any, pieces: int, piece: int
+) -> Any:
     """Describe what to prefetch while a piece with `many` of the rows is multiplied, as dot_bf16.PREFETCH.
 
     Pieces that are bound by memory prefetch from a little further on: in their panel, then in the one at `following`.
@@ -200,54 +202,56 @@ def _early(many: int, whole: bool, operand: Any, kind: Any, place: Any, followin
     """
     steps = _steps(operand, kind.like, kind.digits)
     groups = _loops(many, whole, kind.like, kind.digits)
-    header, step_bytes = (HEADER_BYTES, COMPACT_STEP_BYTES) if _is_compact(kind.compact) else (0, STEP_BYTES)
+    header, step_bytes = (HEADER_BYTES, COMPACT_STEP_BYTES) if _is_bf12(kind.bf12) else (0, STEP_BYTES)
     size = header + steps * step_bytes
     if pieces < SHARING_PIECES and groups == 1:
-        ahead = min(EARLY_BYTES // step_bytes, steps)
+        ahead = min(PREFETCH_BYTES // step_bytes, steps)
         return place + header + ahead * step_bytes, step_bytes, steps - ahead, following - place - size
     stride = size // (pieces * groups * steps) + 1
     return following + piece * groups * steps * stride, stride, steps, 0
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _multiply_compact(
-    operand: Any, like: Any, compact: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any
+def _multiply_bf12(
+    operand: Any, like: Any, bf12: Any, first: int, rows: int, panel: Any, whole: bool, prefetching: Any, tile: Any
 ) -> bool:
     """Multiply by the panel if it is a bf12 one; return whether it was."""
-    if compact is None:
+    if bf12 is None:
         return False
-    if not compact:
+    if not bf12:
         return False
     place, half = panel
     if whole:
-        multiply_compact_panel(operand, like, first, rows, place, early, tile)
+        multiply_bf12_panel(operand, like, first, rows, place, prefetching, tile)
     else:
-        multiply_compact_half_panel(operand, like, first, rows, place, half, early, tile)
+        multiply_bf12_half_panel(operand, like, first, rows, place, half, prefetching, tile)
     return True
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _multiply_piece(
-    operand: Any, kind: Any, digits: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any
+    operand: Any, kind: Any, digits: Any, first: int, rows: int, panel: Any, whole: bool, prefetching: Any, tile: Any
 ) -> None:
     place, scales = panel
     if digits is None:
-        if _multiply_compact(operand, kind.like, kind.compact, first, rows, panel, whole, early, tile):
+        if _multiply_bf12(operand, kind.like, kind.bf12, first, rows, panel, whole, prefetching, tile):
             return
         if whole:
-            multiply_panel(operand, kind.like, first, rows, place, early, tile)
+            multiply_panel(operand, kind.like, first, rows, place, prefetching, tile)
         else:
-            multiply_half_panel(operand, kind.like, first, rows, place, early, tile)
+            multiply_half_panel(operand, kind.like, first, rows, place, prefetching, tile)
     elif whole:
-        multiply_int8_panel(kind.like, digits, operand.shape[1], first, rows, place, scales, early, tile)
+        multiply_int8_panel(kind.like, digits, operand.shape[1], first, rows, place, scales, prefetching, tile)
     else:
-        multiply_int8_half_panel(kind.like, digits, operand.shape[1], first, rows, place, scales, early, tile)
+        multiply_int8_half_panel(kind.like, digits, operand.shape[1], first, rows, place, scales, prefetching, tile)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _multiply(operand: Any, kind: Any, first: int, rows: int, panel: Any, whole: bool, early: Any, tile: Any) -> None:
+def _multiply(
+    operand: Any, kind: Any, first: int, rows: int, panel: Any, whole: bool, prefetching: Any, tile: Any
+) -> None:
     """Compute tile[r] = operand[first + r] . the panel of `_panel`."""
-    _multiply_piece(operand, kind, kind.digits, first, rows, panel, whole, early, tile)
+    _multiply_piece(operand, kind, kind.digits, first, rows, panel, whole, prefetching, tile)
 
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
@@ -281,8 +285,8 @@ def add_product(
         following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            early = _early(many, whole, operand, kind, panel[0], following, pieces, piece)
-            _multiply(operand, kind, first, many, panel, whole, early, tile)
+            prefetching = _prefetching(many, whole, operand, kind, panel[0], following, pieces, piece)
+            _multiply(operand, kind, first, many, panel, whole, prefetching, tile)
             for r in range(many):
                 to = out[first + r, at : at + lanes]
                 sums = tile[r]
@@ -309,13 +313,13 @@ def head_product(
     first, many = _piece(rows, pieces, piece)
     panel = _panel(operand, panels, HALVES * number, kind)
     following = _panel(operand, panels, HALVES * after, kind)[0]
-    early = _early(many, True, operand, kind, panel[0], following, pieces, piece)
-    _multiply(operand, kind, first, many, panel, True, early, tile)
+    prefetching = _prefetching(many, True, operand, kind, panel[0], following, pieces, piece)
+    _multiply(operand, kind, first, many, panel, True, prefetching, tile)
     return first, many
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
-def pick_product(
+def argmax_product(
     taken: Any,
     numbers: Any,
     operand: Any,
@@ -342,7 +346,7 @@ def pick_product(
         lanes = min(PANEL, width - at)
         for piece in range(pieces_of_rows(rows, kind)):
             first, many = head_product(operand, rows, piece, kind, panels, number, after, tile)
-            take_largest(tile, bits, many, lanes, at, keys, places, first)
+            take_argmax(tile, bits, many, lanes, at, keys, places, first)
             for r in range(many):
                 row = wanted[first + r]
                 if row >= 0:
@@ -383,10 +387,10 @@ def gated(
         up_following = _panel(operand, up, following, kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            early = _early(many, whole, operand, kind, gate_panel[0], gate_following, pieces, piece)
-            _multiply(operand, kind, first, many, gate_panel, whole, early, tile)
-            early = _early(many, whole, operand, kind, up_panel[0], up_following, pieces, piece)
-            _multiply(operand, kind, first, many, up_panel, whole, early, other)
+            prefetching = _prefetching(many, whole, operand, kind, gate_panel[0], gate_following, pieces, piece)
+            _multiply(operand, kind, first, many, gate_panel, whole, prefetching, tile)
+            prefetching = _prefetching(many, whole, operand, kind, up_panel[0], up_following, pieces, piece)
+            _multiply(operand, kind, first, many, up_panel, whole, prefetching, other)
             for r in range(many):
                 to = out[first + r, at : at + lanes]
                 gates = tile[r]
@@ -413,8 +417,8 @@ def _product(core: int, taken: Any, operand: Any, panels: int, bias: Any, out: A
         following = _panel(operand, panels, _following(unit, taken, halves_of(width), core), kind)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
-            early = _early(many, whole, operand, kind, panel[0], following, pieces, piece)
-            _multiply(operand, kind, first, many, panel, whole, early, tile)
+            prefetching = _prefetching(many, whole, operand, kind, panel[0], following, pieces, piece)
+            _multiply(operand, kind, first, many, panel, whole, prefetching, tile)
             for r in range(many):
                 to = out[first + r, at : at + lanes]
                 sums = tile[r]
@@ -447,7 +451,7 @@ def run_product(
         _product(core, taken, operand, panels, bias, out, own, tile)
         done += taken[1]
         taken = take(counter, 0, halves, HALVES, core, cores)
-    if done > 0 and was_last(counter, done, halves):
+    if done > 0 and arrived_last(counter, done, halves):
         begin(counter, 1)
     else:
         wait(counter, 0)

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from model_worker.cpu.gemm.int8_linear import int8_panels, rounded
+from model_worker.cpu.gemm.int8_linear import int8_panels, quantize
 from model_worker.cpu.gemm.products import PANEL, head_product, pieces_of_rows
 from model_worker.cpu.huge_pages import keep_in_huge_pages
-from model_worker.cpu.simd.argmax import bits_of, largest_key
+from model_worker.cpu.simd.argmax import bits_of, key_of_largest
 from model_worker.cpu.simd.elements import widened
 from model_worker.cpu.simd.fixed_point import HARDLY_ANYTHING, ROUNDING
 
@@ -64,11 +64,11 @@ def screen(taken: Any, operand: Any, kind: Any, panels: int, width: int, peaks: 
         for piece in range(pieces_of_rows(rows, kind)):
             first, many = head_product(operand, rows, piece, kind, panels, number, after, tile)
             for r in range(many):
-                peaks[first + r, number] = bits_of(largest_key(tile, bits, r, lanes))
+                peaks[first + r, number] = bits_of(key_of_largest(tile, bits, r, lanes))
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
-def choose(operand: Any, bounds: Any, bits: Any, chosen: Any) -> None:
+def choose(operand: Any, bounds: Any, bits: Any, candidates: Any) -> None:
     """Choose the candidates: chosen[0] is the number of panels that may hold the largest sum of a row; then which,
     ascending.
 
@@ -99,9 +99,9 @@ def choose(operand: Any, bounds: Any, bits: Any, chosen: Any) -> None:
             ruled_out = error < _ALMOST_INFINITE and peaks[row, panel] + error < least[row]
             possible = possible or not ruled_out
         if possible:
-            chosen[1 + found] = panel
+            candidates[1 + found] = panel
             found += 1
-    chosen[0] = found
+    candidates[0] = found
 
 
 class Screen:
@@ -115,15 +115,15 @@ class Screen:
         padding = head.input_width - weight.shape[1]
         for first in range(0, width, _CHUNK):
             part = functional.pad(weight[first : min(first + _CHUNK, width)], (0, padding))
-            panels.append(int8_panels(said := rounded(part)))
-            bounds.append(_bounds(part.float(), said.weight))
+            panels.append(int8_panels(quantized := quantize(part)))
+            bounds.append(_bounds(part.float(), quantized.weight))
         self.panels: NDArray[np.uint8] = torch.cat(panels).numpy()
         keep_in_huge_pages([self.panels], written=True)
         lengths = torch.cat(bounds)
         lengths = functional.pad(lengths, (0, -len(lengths) % PANEL)).reshape(-1, PANEL)
         self.bounds: NDArray[np.float32] = lengths.amax(1).numpy()
         self.peaks = np.empty((SCREENED_ROWS, len(self.bounds)), np.int32)
-        self.chosen = np.zeros(1 + len(self.bounds), np.int64)
+        self.candidates = np.zeros(1 + len(self.bounds), np.int64)
         self._paused = 0
 
     def pays(self) -> bool:
@@ -133,7 +133,7 @@ class Screen:
 
     def look_back(self) -> None:
         """Record the result of a screened pass: after too many candidates the screen is not used for a while."""
-        if int(self.chosen[0]) * _MOST_SHARE > len(self.bounds):
+        if int(self.candidates[0]) * _MOST_SHARE > len(self.bounds):
             self._paused = _PAUSE
 
 
@@ -143,11 +143,11 @@ def _vanishing(elements: int) -> float:
     return 2 * float(np.finfo(np.float32).tiny) * math.sqrt(elements)
 
 
-def _bounds(exact: Tensor, said: Tensor) -> Tensor:
+def _bounds(exact: Tensor, quantized: Tensor) -> Tensor:
     """Return the most by which the product of each row with a vector of length 1 may differ in float32: [outputs]."""
     steps = exact.shape[1] + 8
-    lost = (exact - said).norm(dim=1) + _vanishing(exact.shape[1])
-    most = exact.norm(dim=1) + said.norm(dim=1)
-    in_fixed_point = said.norm(dim=1) * (ROUNDING * math.sqrt(exact.shape[1]))
+    lost = (exact - quantized).norm(dim=1) + _vanishing(exact.shape[1])
+    most = exact.norm(dim=1) + quantized.norm(dim=1)
+    in_fixed_point = quantized.norm(dim=1) * (ROUNDING * math.sqrt(exact.shape[1]))
     bounds: Tensor = (lost + in_fixed_point + most * (steps * _UNIT)) * _SLACK
     return bounds

@@ -34,7 +34,7 @@ bits_of = _key  # the way back is the same
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def largest_key(tile: Any, bits: Any, r: int, lanes: int) -> Any:
+def key_of_largest(tile: Any, bits: Any, r: int, lanes: int) -> Any:
     """Return the key of the largest of tile[r, :lanes]; `bits` is the tile as int32."""
     total = np.float32(0.0)
     most = _LEAST
@@ -51,14 +51,14 @@ def largest_key(tile: Any, bits: Any, r: int, lanes: int) -> Any:
 
 
 @njit(fastmath=_MATH, error_model="numpy", nogil=True, cache=True)
-def take_largest(tile: Any, bits: Any, rows: int, lanes: int, at: int, keys: Any, places: Any, first: int) -> None:
+def take_argmax(tile: Any, bits: Any, rows: int, lanes: int, at: int, keys: Any, places: Any, first: int) -> None:
     """Update each row's argmax: the key of its largest sum here and before, and its place; the first among equals.
 
     tile[r, :lanes] are the sums of row `first + r` for the places `at`, `at + 1`...; `bits` is the tile as int32.
     Indices instead of slices: a slice holds a reference, whose count takes longer than all the rest.
     """
     for r in range(rows):
-        most = largest_key(tile, bits, r, lanes)
+        most = key_of_largest(tile, bits, r, lanes)
         row = first + r
         # Panels come in any order, and equal ones are what identical weights give.
         if most > keys[row] or (most == keys[row] and at < places[row]):
@@ -70,7 +70,7 @@ def take_largest(tile: Any, bits: Any, rows: int, lanes: int, at: int, keys: Any
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
-def agree(keys: Any, places: Any, tokens: Any) -> None:
+def reduce_argmax(keys: Any, places: Any, tokens: Any) -> None:
     """Reduce the argmax of all cores: tokens[row] is the place of the largest sum, the first among equals; -1 if not
     finite.
 
@@ -89,7 +89,7 @@ def agree(keys: Any, places: Any, tokens: Any) -> None:
     places[:] = 0
 
 
-class Largest:
+class ArgmaxBuffers:
     """Buffers for each core's argmax of `rows` rows, and for the tokens that they are reduced to in each step."""
 
     def __init__(self, cores: int, rows: int, turns: int = 1) -> None:

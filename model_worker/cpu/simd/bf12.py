@@ -24,7 +24,7 @@ from model_worker.cpu.simd.dot_bf16 import FEATURES, HAS_BF16_DOT
 from model_worker.cpu.simd.elements import INSIDE
 
 # Whether there are instructions that multiply bfloat16, and that look bytes up in registers.
-HAS_COMPACT: bool = HAS_BF16_DOT and FEATURES.get("avx512vbmi", False)
+HAS_BF12: bool = HAS_BF16_DOT and FEATURES.get("avx512vbmi", False)
 # Exponents that a code can name, beside zero's.
 WINDOW = 15
 # Bytes of a group. A step has three: signs and mantissas of half a panel's outputs; those of the other half; the codes.
@@ -46,7 +46,7 @@ _MANTISSA_BITS = 7
 _EXPONENTS = (1 << _EXPONENT_BITS) - 1
 
 
-class CompactPanels(NamedTuple):
+class Bf12Panels(NamedTuple):
     """The bf12 panels of one matrix, and their exceptions, which they find by address."""
 
     panels: NDArray[np.uint8]  # [panel, HEADER_BYTES + steps * COMPACT_STEP_BYTES]
@@ -59,12 +59,12 @@ class CompactPanels(NamedTuple):
 
 
 @njit(nogil=True, cache=True)
-def compact_panel_bytes(steps: int) -> int:
+def bf12_panel_bytes(steps: int) -> int:
     """Return the bytes of a panel with `steps` steps."""
     return HEADER_BYTES + steps * COMPACT_STEP_BYTES
 
 
-def compact_panels(matrices: Sequence[NDArray[np.uint32]], most_bytes: float = math.inf) -> list[CompactPanels]:
+def bf12_panels(matrices: Sequence[NDArray[np.uint32]], most_bytes: float = math.inf) -> list[Bf12Panels]:
     """Compress matrices of words [panel, step, PANEL], each of two bfloat16 of neighbouring inputs, into large pages.
 
     Returns none, and takes no memory, where they would be more than `most_bytes`: every exception is one step more to
@@ -73,15 +73,15 @@ def compact_panels(matrices: Sequence[NDArray[np.uint32]], most_bytes: float = m
     windows = [_windows_of(words) for words in matrices]
     if sum(_bytes_of(*of) for of in zip(matrices, windows, strict=True)) > most_bytes:
         return []
-    sizes = [len(words) * compact_panel_bytes(words.shape[1]) for words in matrices]
+    sizes = [len(words) * bf12_panel_bytes(words.shape[1]) for words in matrices]
     # A line of memory at a time is read, so none should be cut in two.
     room = np.empty(sum(sizes) + GROUP_BYTES, np.uint8)
     keep_in_huge_pages([room], written=False)
     first = -room.ctypes.data % GROUP_BYTES
     begins = first + np.cumsum(sizes) - sizes
     return [
-        _compacted(words, chosen, room[begin : begin + size].reshape(len(words), -1))
-        for words, chosen, begin, size in zip(matrices, windows, begins, sizes, strict=True)
+        _in_bf12(words, candidates, room[begin : begin + size].reshape(len(words), -1))
+        for words, candidates, begin, size in zip(matrices, windows, begins, sizes, strict=True)
     ]
 
 
@@ -103,10 +103,10 @@ def _bytes_of(words: NDArray[np.uint32], windows: _Windows) -> int:
     """Return the bytes of a matrix in bf12, exceptions and their numbers counted."""
     exceptions = int(windows.found.sum())
     count = len(words)
-    return count * compact_panel_bytes(words.shape[1]) + 4 * (exceptions + count) + 4 * _PANEL * exceptions
+    return count * bf12_panel_bytes(words.shape[1]) + 4 * (exceptions + count) + 4 * _PANEL * exceptions
 
 
-def _compacted(words: NDArray[np.uint32], windows: _Windows, panels: NDArray[np.uint8]) -> CompactPanels:
+def _in_bf12(words: NDArray[np.uint32], windows: _Windows, panels: NDArray[np.uint8]) -> Bf12Panels:
     count, (firsts, found) = len(words), windows
     numbers = np.empty(int(found.sum()) + count, np.int32)
     kept = np.empty((int(found.sum()), _PANEL), np.uint32)
@@ -115,7 +115,7 @@ def _compacted(words: NDArray[np.uint32], windows: _Windows, panels: NDArray[np.
     addresses = panels[:, NUMBERS_ADDRESS : NUMBERS_ADDRESS + 16].view(np.int64)
     addresses[:, 0] = numbers.ctypes.data + numbers.itemsize * (before + np.arange(count))
     addresses[:, 1] = kept.ctypes.data + kept.itemsize * _PANEL * before
-    return CompactPanels(panels, numbers, kept)
+    return Bf12Panels(panels, numbers, kept)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -201,5 +201,5 @@ def _write(words: Any, firsts: Any, panels: Any, numbers: Any, kept: Any) -> Non
 
 def warm_up() -> None:
     """Compile the compression."""
-    if HAS_COMPACT:
-        compact_panels([np.zeros((1, 1, _PANEL), np.uint32)])
+    if HAS_BF12:
+        bf12_panels([np.zeros((1, 1, _PANEL), np.uint32)])

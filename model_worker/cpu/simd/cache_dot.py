@@ -43,7 +43,7 @@ def _score(rows: int) -> Any:
 
     @intrinsic
     def tile(
-        typing: Any, inputs: Any, like: Any, first_row: Any, groups: Any, stride: Any, early: Any, out: Any
+        typing: Any, inputs: Any, like: Any, first_row: Any, groups: Any, stride: Any, prefetching: Any, out: Any
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[2], signature.args[1])
@@ -76,7 +76,7 @@ def _score(rows: int) -> Any:
                 products(some)
             return context.get_dummy_value()
 
-        return types.void(inputs, like, types.int64, groups, types.int64, early, out), codegen
+        return types.void(inputs, like, types.int64, groups, types.int64, prefetching, out), codegen
 
     return tile
 
@@ -94,8 +94,8 @@ def _gather(rows: int, vectors: int) -> Any:
         groups: Any,
         stride: Any,
         lane: Any,
-        early: Any,
-        early_stride: Any,
+        prefetching: Any,
+        prefetch_stride: Any,
         out: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -136,7 +136,18 @@ def _gather(rows: int, vectors: int) -> Any:
                 products(some)
             return context.get_dummy_value()
 
-        kinds = (weights, like, types.int64, types.int64, groups, types.int64, types.int64, early, types.int64, out)
+        kinds = (
+            weights,
+            like,
+            types.int64,
+            types.int64,
+            groups,
+            types.int64,
+            types.int64,
+            prefetching,
+            types.int64,
+            out,
+        )
         return types.void(*kinds), codegen
 
     return tile
@@ -148,24 +159,24 @@ _one_1, _one_2, _one_3, _one_4, _one_5, _one_6 = (_gather(rows, 1) for rows in r
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def score(q: Any, like: Any, first: int, rows: int, groups: Any, stride: int, early: Any, out: Any) -> None:
+def score(q: Any, like: Any, first: int, rows: int, groups: Any, stride: int, prefetching: Any, out: Any) -> None:
     """Compute out[first + r, g * GROUP + token] = q[first + r] . K, for up to TILE_ROWS rows and PANEL_GROUPS groups.
 
     `groups` are addresses of K, `stride` the words from one element step to the next. Meanwhile as many lines are
-    prefetched from the addresses `ahead` on.
+    prefetched from the addresses `prefetching` on.
     """
     if rows == 1:
-        _score_1(q, like, first, groups, stride, early, out)
+        _score_1(q, like, first, groups, stride, prefetching, out)
     elif rows == 2:
-        _score_2(q, like, first, groups, stride, early, out)
+        _score_2(q, like, first, groups, stride, prefetching, out)
     elif rows == 3:
-        _score_3(q, like, first, groups, stride, early, out)
+        _score_3(q, like, first, groups, stride, prefetching, out)
     elif rows == 4:
-        _score_4(q, like, first, groups, stride, early, out)
+        _score_4(q, like, first, groups, stride, prefetching, out)
     elif rows == 5:
-        _score_5(q, like, first, groups, stride, early, out)
+        _score_5(q, like, first, groups, stride, prefetching, out)
     else:
-        _score_6(q, like, first, groups, stride, early, out)
+        _score_6(q, like, first, groups, stride, prefetching, out)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -177,21 +188,21 @@ def gather(
     count: int,
     groups: Any,
     width: int,
-    early: Any,
-    early_stride: int,
+    prefetching: Any,
+    prefetch_stride: int,
     out: Any,
 ) -> None:
     """Add weights[first + r] . V of `count` groups at these addresses to out[first + r], for up to TILE_ROWS rows.
 
-    Meanwhile K at the addresses `ahead` is prefetched, with `ahead_stride` words from one element step to the next.
+    Meanwhile K is prefetched from the addresses `prefetching`, with `prefetch_stride` words between two element steps.
     """
     lane = 0
     while lane < width:
         if width - lane >= 4 * LANES:
-            _gather_four(weights, like, first, rows, count, groups, width, lane, early, early_stride, out)
+            _gather_four(weights, like, first, rows, count, groups, width, lane, prefetching, prefetch_stride, out)
             lane += 4 * LANES
         else:
-            _gather_one(weights, like, first, rows, count, groups, width, lane, early, early_stride, out)
+            _gather_one(weights, like, first, rows, count, groups, width, lane, prefetching, prefetch_stride, out)
             lane += LANES
 
 
@@ -205,22 +216,22 @@ def _gather_four(
     groups: Any,
     width: int,
     lane: int,
-    early: Any,
-    early_stride: int,
+    prefetching: Any,
+    prefetch_stride: int,
     out: Any,
 ) -> None:
     if rows == 1:
-        _four_1(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _four_1(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     elif rows == 2:
-        _four_2(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _four_2(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     elif rows == 3:
-        _four_3(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _four_3(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     elif rows == 4:
-        _four_4(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _four_4(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     elif rows == 5:
-        _four_5(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _four_5(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     else:
-        _four_6(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _four_6(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -233,19 +244,19 @@ def _gather_one(
     groups: Any,
     width: int,
     lane: int,
-    early: Any,
-    early_stride: int,
+    prefetching: Any,
+    prefetch_stride: int,
     out: Any,
 ) -> None:
     if rows == 1:
-        _one_1(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _one_1(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     elif rows == 2:
-        _one_2(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _one_2(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     elif rows == 3:
-        _one_3(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _one_3(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     elif rows == 4:
-        _one_4(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _one_4(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     elif rows == 5:
-        _one_5(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _one_5(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)
     else:
-        _one_6(w, like, first, count, groups, width, lane, early, early_stride, out)
+        _one_6(w, like, first, count, groups, width, lane, prefetching, prefetch_stride, out)

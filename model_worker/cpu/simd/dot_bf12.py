@@ -23,10 +23,10 @@ from model_worker.cpu.simd.bf12 import (
     WORDS_ADDRESS,
 )
 from model_worker.cpu.simd.dot_bf16 import (
-    EARLY,
     FLOATS,
     INDEX,
     LANES,
+    PREFETCH,
     STEP_BYTES,
     TILE_ROWS,
     WORD,
@@ -48,7 +48,7 @@ _CODE_BITS = 4
 _GROUP_VECTORS = 2
 _TABLE = 16
 # Distance, in exceptions, at which their words are prefetched: they come every few hundred nanoseconds.
-_EARLY_EXCEPTIONS = 2
+_PREFETCHED_EXCEPTIONS = 2
 
 
 def _number(value: int) -> Any:
@@ -130,12 +130,12 @@ class _Panel:
     def exception(self, builder: Any, number: Any) -> list[Any]:
         """Return the vectors of the panel's exception with this number, and prefetch what comes after it."""
         words = builder.gep(self._words, [builder.mul(number, _number(STEP_BYTES // 4))])
-        early = builder.gep(words, [_number(_EARLY_EXCEPTIONS * STEP_BYTES // 4)])
+        prefetching = builder.gep(words, [_number(_PREFETCHED_EXCEPTIONS * STEP_BYTES // 4)])
         first = _number(0) if self._half is None else builder.mul(self._half, _number(_GROUP_VECTORS * LANES))
         vectors = []
         for v in range(self.vectors):
             offset = builder.add(first, _number(v * LANES))
-            prefetch(builder, builder.gep(early, [offset]))
+            prefetch(builder, builder.gep(prefetching, [offset]))
             vectors.append(builder.load(builder.bitcast(builder.gep(words, [offset]), WORDS.as_pointer()), align=4))
         prefetch(builder, builder.gep(self.numbers, [builder.add(number, _number(LANES))]))
         return vectors
@@ -153,9 +153,9 @@ def _multiply(builder: Any, operand: Any, rows: int, at: Any, weights: list[Any]
     return totals
 
 
-def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, early: Any) -> list[Any]:
+def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, prefetching: Any) -> list[Any]:
     """Emit the loop over steps: stretches of ordinary ones, between exceptions and the switch point of the prefetch."""
-    ahead, move, turn, jump = (builder.extract_value(early, i) for i in range(4))
+    ahead, move, switch, jump = (builder.extract_value(prefetching, i) for i in range(4))
     steps = operand.steps
     zero = _number(0)
     one = _number(1)
@@ -170,8 +170,8 @@ def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, early: Any) -> l
     number = builder.phi(INDEX)
     start_sums = [builder.phi(FLOATS) for _ in nothing]
     next_exception = builder.sext(builder.load(builder.gep(panel.numbers, [number]), align=4), INDEX)
-    before_turn = builder.icmp_signed("<", start, turn)
-    limit = builder.select(before_turn, turn, steps)
+    before_turn = builder.icmp_signed("<", start, switch)
+    limit = builder.select(before_turn, switch, steps)
     limit = builder.select(builder.icmp_signed("<", next_exception, limit), next_exception, limit)
     moved = builder.add(ahead, builder.mul(start, move))
     address = builder.select(before_turn, moved, builder.add(moved, jump))
@@ -226,10 +226,12 @@ def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, early: Any) -> l
 
 
 def _tile(rows: int, whole: bool) -> Any:
-    """Make an intrinsic `tile(inputs, like, first_row, panel_address, half, ahead, out)`, as in dot_bf16.py."""
+    """Make an intrinsic `tile(inputs, like, first_row, panel_address, half, prefetching, out)`, as in dot_bf16.py."""
 
     @intrinsic
-    def tile(typing: Any, inputs: Any, like: Any, first_row: Any, panel: Any, half: Any, early: Any, out: Any) -> Any:
+    def tile(
+        typing: Any, inputs: Any, like: Any, first_row: Any, panel: Any, half: Any, prefetching: Any, out: Any
+    ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[2], signature.args[1])
             weights = _Panel(builder, args[3], None if whole else args[4])
@@ -237,7 +239,7 @@ def _tile(rows: int, whole: bool) -> Any:
             store_sums(context, builder, signature.args[6], args[6], _number(0), 0, rows, totals)
             return context.get_dummy_value()
 
-        return types.void(inputs, like, types.int64, types.int64, types.int64, EARLY, out), codegen
+        return types.void(inputs, like, types.int64, types.int64, types.int64, PREFETCH, out), codegen
 
     return tile
 
@@ -247,39 +249,41 @@ _half_1, _half_2, _half_3, _half_4, _half_5, _half_6 = (_tile(rows, False) for r
 
 
 @njit(nogil=True, cache=True)
-def multiply_compact_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
+def multiply_bf12_panel(
+    inputs: Any, like: Any, first_row: int, rows: int, panel: int, prefetching: Any, out: Any
+) -> None:
     """Compute out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows, as `multiply_panel` gives it.
 
     `panel` is the address of a bf12 panel.
     """
     if rows == 1:
-        _wide_1(inputs, like, first_row, panel, 0, early, out)
+        _wide_1(inputs, like, first_row, panel, 0, prefetching, out)
     elif rows == 2:
-        _wide_2(inputs, like, first_row, panel, 0, early, out)
+        _wide_2(inputs, like, first_row, panel, 0, prefetching, out)
     elif rows == 3:
-        _wide_3(inputs, like, first_row, panel, 0, early, out)
+        _wide_3(inputs, like, first_row, panel, 0, prefetching, out)
     elif rows == 4:
-        _wide_4(inputs, like, first_row, panel, 0, early, out)
+        _wide_4(inputs, like, first_row, panel, 0, prefetching, out)
     elif rows == 5:
-        _wide_5(inputs, like, first_row, panel, 0, early, out)
+        _wide_5(inputs, like, first_row, panel, 0, prefetching, out)
     else:
-        _wide_6(inputs, like, first_row, panel, 0, early, out)
+        _wide_6(inputs, like, first_row, panel, 0, prefetching, out)
 
 
 @njit(nogil=True, cache=True)
-def multiply_compact_half_panel(
-    inputs: Any, like: Any, first_row: int, rows: int, panel: int, half: int, early: Any, out: Any
+def multiply_bf12_half_panel(
+    inputs: Any, like: Any, first_row: int, rows: int, panel: int, half: int, prefetching: Any, out: Any
 ) -> None:
     """Compute out[r, : PANEL // 2] = inputs[first_row + r] . one half of a bf12 panel, for up to TILE_ROWS rows."""
     if rows == 1:
-        _half_1(inputs, like, first_row, panel, half, early, out)
+        _half_1(inputs, like, first_row, panel, half, prefetching, out)
     elif rows == 2:
-        _half_2(inputs, like, first_row, panel, half, early, out)
+        _half_2(inputs, like, first_row, panel, half, prefetching, out)
     elif rows == 3:
-        _half_3(inputs, like, first_row, panel, half, early, out)
+        _half_3(inputs, like, first_row, panel, half, prefetching, out)
     elif rows == 4:
-        _half_4(inputs, like, first_row, panel, half, early, out)
+        _half_4(inputs, like, first_row, panel, half, prefetching, out)
     elif rows == 5:
-        _half_5(inputs, like, first_row, panel, half, early, out)
+        _half_5(inputs, like, first_row, panel, half, prefetching, out)
     else:
-        _half_6(inputs, like, first_row, panel, half, early, out)
+        _half_6(inputs, like, first_row, panel, half, prefetching, out)

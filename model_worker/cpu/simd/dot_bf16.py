@@ -74,7 +74,7 @@ _SMALL_FIRST_LEVEL = 32 << 10
 _INTO_SECOND_LEVEL: bool = _HAS_WIDE_REGISTERS and (_first_level_bytes() or 1 << 20) <= _SMALL_FIRST_LEVEL
 _LOCALITY = 2 if _INTO_SECOND_LEVEL else 3
 # Prefetch distance in bytes where one tile streams a panel by: memory is far away.
-EARLY_BYTES = 16_384 if _INTO_SECOND_LEVEL else 8192 if _HAS_WIDE_REGISTERS else 1024
+PREFETCH_BYTES = 16_384 if _INTO_SECOND_LEVEL else 8192 if _HAS_WIDE_REGISTERS else 1024
 # Pieces of rows, which go through a panel one after the other, from which on each prefetches its share of the next
 # panel. (With 32 KiB of first level, two pieces were a fifth faster for it; with 48 KiB they have not been measured.)
 SHARING_PIECES = 2 if _INTO_SECOND_LEVEL else 3
@@ -208,28 +208,30 @@ def emit_products(
     steps: Any,
     fetch: Any,
     start: list[Any],
-    early: Any = None,
+    prefetching: Any = None,
     parts: int = 1,
     by_vector: bool = False,
 ) -> list[Any]:
     """Emit the loop over steps, and return the sums.
 
     `inputs` points to words, of which each step takes `parts`; `stride` is the words from one input row to the next.
-    `fetch(step, address)` gives the vectors of a step, and may prefetch from that address, as `ahead` (PREFETCH) says;
+    `fetch(step, address)` gives the vectors of a step, and may prefetch from that address, as `prefetching` says;
     `start` are the sums to begin with, row by row, which are returned with the products added. `by_vector` takes all
     parts of a vector before the next one, where widening it takes registers; otherwise all vectors of a part.
     """
     entry = builder.block
     vectors = len(start) // rows
     zero = ir.Constant(INDEX, 0)
-    ahead, move, turn, jump = [zero] * 4 if early is None else [builder.extract_value(early, i) for i in range(4)]
-    no_turn = builder.or_(builder.icmp_signed("<=", turn, zero), builder.icmp_signed(">=", turn, steps))
-    first_end = builder.select(no_turn, steps, turn)
-    first_ahead = builder.select(builder.icmp_signed("<=", turn, zero), builder.add(ahead, jump), ahead)
+    ahead, move, switch, jump = (
+        [zero] * 4 if prefetching is None else [builder.extract_value(prefetching, i) for i in range(4)]
+    )
+    no_turn = builder.or_(builder.icmp_signed("<=", switch, zero), builder.icmp_signed(">=", switch, steps))
+    first_end = builder.select(no_turn, steps, switch)
+    first_ahead = builder.select(builder.icmp_signed("<=", switch, zero), builder.add(ahead, jump), ahead)
     stretch, body, over, done = (builder.append_basic_block(name) for name in ("stretch", "steps", "over", "sums"))
     starts = [builder.gep(inputs, [builder.mul(stride, ir.Constant(INDEX, row))]) for row in range(rows)]
     builder.branch(stretch)
-    # A stretch of steps is what lies before or after the turn of what is asked for early: a choice in each step would
+    # A stretch of steps is what lies before or after the switch point of the prefetch: a choice in each step would
     # cost as much as a tenth of it.
     builder.position_at_end(stretch)
     stretch_values = [builder.phi(value.type) for value in (zero, first_ahead, first_end, *start)]
@@ -241,7 +243,7 @@ def emit_products(
     # LLVM keeps to this order, and what it has to keep meanwhile may not fit the registers.
     turns = [(part, row, v) for part in range(parts) for row in range(rows) for v in range(vectors)]
     if by_vector:
-        turns.sort(key=lambda turn: (turn[2], turn[1], turn[0]))
+        turns.sort(key=lambda switch: (switch[2], switch[1], switch[0]))
     words: dict[tuple[int, int], Any] = {}
     for part, row, v in turns:
         if (part, row) not in words:
@@ -277,7 +279,7 @@ def prefetch(builder: Any, line: Any) -> None:
 
 # A tile's prefetch descriptor: address, stride with each step, the step from which on it lies elsewhere (the next panel
 # need not be the neighbour), and the offset from there on.
-EARLY = types.UniTuple(types.int64, 4)
+PREFETCH = types.UniTuple(types.int64, 4)
 
 
 def fetch_panel(builder: Any, address: Any, group: range) -> Any:
@@ -295,31 +297,31 @@ def fetch_panel(builder: Any, address: Any, group: range) -> Any:
     return fetch
 
 
-def early_of(builder: Any, early: Any, number: int, steps: Any) -> Any:
+def prefetching_of(builder: Any, prefetching: Any, number: int, steps: Any) -> Any:
     """Return the prefetch descriptor of group `number`: each goes on where the one before it ended."""
     if number == 0:
-        return early
-    ahead = builder.extract_value(early, 0)
-    move = builder.extract_value(early, 1)
+        return prefetching
+    ahead = builder.extract_value(prefetching, 0)
+    move = builder.extract_value(prefetching, 1)
     further = builder.add(ahead, builder.mul(builder.mul(steps, ir.Constant(INDEX, number)), move))
-    return builder.insert_value(early, further, 0)
+    return builder.insert_value(prefetching, further, 0)
 
 
-def early_from(builder: Any, early: Any, step: Any) -> Any:
+def prefetching_from(builder: Any, prefetching: Any, step: Any) -> Any:
     """Return the prefetch descriptor as seen from this step on, which becomes the first."""
-    ahead, move, turn, _ = (builder.extract_value(early, i) for i in range(4))
-    early = builder.insert_value(early, builder.add(ahead, builder.mul(step, move)), 0)
-    return builder.insert_value(early, builder.sub(turn, step), 2)
+    ahead, move, switch, _ = (builder.extract_value(prefetching, i) for i in range(4))
+    prefetching = builder.insert_value(prefetching, builder.add(ahead, builder.mul(step, move)), 0)
+    return builder.insert_value(prefetching, builder.sub(switch, step), 2)
 
 
 def _tile(rows: int, vectors: int) -> Any:
-    """Make an intrinsic `tile(inputs, like, first_row, panel_address, ahead, out)`.
+    """Make an intrinsic `tile(inputs, like, first_row, panel_address, prefetching, out)`.
 
-    out[r, lane] = inputs[first_row + r] . panel, with prefetching as `ahead` says.
+    out[r, lane] = inputs[first_row + r] . panel, with prefetching as `prefetching` says.
     """
 
     @intrinsic
-    def tile(typing: Any, inputs: Any, like: Any, first_row: Any, panel: Any, early: Any, out: Any) -> Any:
+    def tile(typing: Any, inputs: Any, like: Any, first_row: Any, panel: Any, prefetching: Any, out: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             operand = Operand(context, builder, signature.args[0], args[0], args[2], signature.args[1])
             address = builder.inttoptr(args[3], WORD.as_pointer())
@@ -328,15 +330,17 @@ def _tile(rows: int, vectors: int) -> Any:
             for number, group in enumerate(register_groups(rows, vectors)):
                 nothing = [ir.Constant(FLOATS, [0.0] * LANES)] * (rows * len(group))
                 fetch = fetch_panel(builder, address, group)
-                early = early_of(builder, args[4], number, steps)
+                prefetching = prefetching_of(builder, args[4], number, steps)
                 words = operand.words
                 stride = operand.stride
-                totals = emit_products(builder, rows, operand.step, words, stride, steps, fetch, nothing, early, parts)
+                totals = emit_products(
+                    builder, rows, operand.step, words, stride, steps, fetch, nothing, prefetching, parts
+                )
                 first = ir.Constant(INDEX, 0)
                 store_sums(context, builder, signature.args[5], args[5], first, group[0], rows, totals)
             return context.get_dummy_value()
 
-        return types.void(inputs, like, types.int64, types.int64, EARLY, out), codegen
+        return types.void(inputs, like, types.int64, types.int64, PREFETCH, out), codegen
 
     return tile
 
@@ -346,40 +350,42 @@ _half_1, _half_2, _half_3, _half_4, _half_5, _half_6 = (_tile(rows, 2) for rows 
 
 
 @njit(nogil=True, cache=True)
-def multiply_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
+def multiply_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int, prefetching: Any, out: Any) -> None:
     """Compute out[r, :PANEL] = inputs[first_row + r] . panel for up to TILE_ROWS rows.
 
     `inputs` are C-contiguous, of `operand_dtype`, as wide as the panel has steps; `panel` is the address of weights of
     the element type of `like`: uint16 (bfloat16's bits) or float32. Each step prefetches STEP_BYTES of memory where
-    `ahead` says (PREFETCH).
+    `prefetching` says (PREFETCH).
     """
     if rows == 1:
-        _wide_1(inputs, like, first_row, panel, early, out)
+        _wide_1(inputs, like, first_row, panel, prefetching, out)
     elif rows == 2:
-        _wide_2(inputs, like, first_row, panel, early, out)
+        _wide_2(inputs, like, first_row, panel, prefetching, out)
     elif rows == 3:
-        _wide_3(inputs, like, first_row, panel, early, out)
+        _wide_3(inputs, like, first_row, panel, prefetching, out)
     elif rows == 4:
-        _wide_4(inputs, like, first_row, panel, early, out)
+        _wide_4(inputs, like, first_row, panel, prefetching, out)
     elif rows == 5:
-        _wide_5(inputs, like, first_row, panel, early, out)
+        _wide_5(inputs, like, first_row, panel, prefetching, out)
     else:
-        _wide_6(inputs, like, first_row, panel, early, out)
+        _wide_6(inputs, like, first_row, panel, prefetching, out)
 
 
 @njit(nogil=True, cache=True)
-def multiply_half_panel(inputs: Any, like: Any, first_row: int, rows: int, panel: int, early: Any, out: Any) -> None:
+def multiply_half_panel(
+    inputs: Any, like: Any, first_row: int, rows: int, panel: int, prefetching: Any, out: Any
+) -> None:
     """Compute out[r, : PANEL // 2] = inputs[first_row + r] . the half panel at the address `panel`, as
     `multiply_panel`."""
     if rows == 1:
-        _half_1(inputs, like, first_row, panel, early, out)
+        _half_1(inputs, like, first_row, panel, prefetching, out)
     elif rows == 2:
-        _half_2(inputs, like, first_row, panel, early, out)
+        _half_2(inputs, like, first_row, panel, prefetching, out)
     elif rows == 3:
-        _half_3(inputs, like, first_row, panel, early, out)
+        _half_3(inputs, like, first_row, panel, prefetching, out)
     elif rows == 4:
-        _half_4(inputs, like, first_row, panel, early, out)
+        _half_4(inputs, like, first_row, panel, prefetching, out)
     elif rows == 5:
-        _half_5(inputs, like, first_row, panel, early, out)
+        _half_5(inputs, like, first_row, panel, prefetching, out)
     else:
-        _half_6(inputs, like, first_row, panel, early, out)
+        _half_6(inputs, like, first_row, panel, prefetching, out)

@@ -15,20 +15,20 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
 from model_worker.cpu.simd.dot_bf16 import (
-    EARLY,
     FLOATS,
     HAS_BYTE_DOT,
     HAS_SHORT_DOT,
     INDEX,
     LANES,
     PIECE_ROWS,
+    PREFETCH,
     STEP_BYTES,
     WORD,
     WORDS,
-    early_from,
-    early_of,
     emit_products,
     fetch_panel,
+    prefetching_from,
+    prefetching_of,
     register_groups,
     splat,
     sums_at,
@@ -113,7 +113,7 @@ def _add_scaled(builder: Any, places: list[Any], sums: list[Any], factor: Any, s
 
 
 def _tile(rows: int, vectors: int) -> Any:
-    """Make an intrinsic `tile(like, digits, inputs, first_row, panel_address, scales_address, ahead, out)`.
+    """Make an intrinsic `tile(like, digits, inputs, first_row, panel_address, scales_address, prefetching, out)`.
 
     out[r, lane] = operand[first_row + r] . panel, as in dot_bf16.py, of an operand with so many inputs, whose rows the
     digits are.
@@ -121,7 +121,15 @@ def _tile(rows: int, vectors: int) -> Any:
 
     @intrinsic
     def tile(
-        typing: Any, like: Any, digits: Any, inputs: Any, first_row: Any, panel: Any, scales: Any, early: Any, out: Any
+        typing: Any,
+        like: Any,
+        digits: Any,
+        inputs: Any,
+        first_row: Any,
+        panel: Any,
+        scales: Any,
+        prefetching: Any,
+        out: Any,
     ) -> Any:
         count = DIGITS[like.dtype]
 
@@ -151,7 +159,7 @@ def _tile(rows: int, vectors: int) -> Any:
                 to = sums_at(context, builder, signature.args[7], args[7], number(0), column, rows, width)
                 for place in to:
                     builder.store(ir.Constant(FLOATS, [0.0] * LANES), place, align=4)
-                asked = early_of(builder, args[6], turn, steps)
+                asked = prefetching_of(builder, args[6], turn, steps)
                 with numba.core.cgutils.for_range(builder, blocks) as block:
                     begin = builder.mul(block.index, number(_BLOCK_STEPS))
                     rest = builder.sub(steps, begin)
@@ -165,9 +173,19 @@ def _tile(rows: int, vectors: int) -> Any:
                     x = builder.gep(words, [builder.mul(begin, number(PARTS))])
                     panel = builder.gep(weights, [builder.mul(begin, number(STEP_BYTES // WORD_BYTES))])
                     fetch = fetch_panel(builder, panel, group)
-                    early = early_from(builder, asked, begin)
+                    prefetching = prefetching_from(builder, asked, begin)
                     totals = emit_products(
-                        builder, rows * count, _step, x, stride, many, fetch, start, early, PARTS, by_vector=PARTS > 1
+                        builder,
+                        rows * count,
+                        _step,
+                        x,
+                        stride,
+                        many,
+                        fetch,
+                        start,
+                        prefetching,
+                        PARTS,
+                        by_vector=PARTS > 1,
                     )
                     for row in range(rows):
                         factor = splat(builder, builder.load(builder.gep(factors, [number(row)])))
@@ -176,7 +194,7 @@ def _tile(rows: int, vectors: int) -> Any:
             return context.get_dummy_value()
 
         numbers = (types.int64, types.int64, types.int64, types.int64)
-        return types.void(like, digits, *numbers, EARLY, out), codegen
+        return types.void(like, digits, *numbers, PREFETCH, out), codegen
 
     return tile
 
@@ -187,7 +205,7 @@ _half_1, _half_2, _half_3, _half_4 = (_tile(rows, 2) for rows in range(1, _MOST_
 
 @njit(nogil=True, cache=True)
 def multiply_int8_panel(
-    like: Any, digits: Any, inputs: int, first_row: int, rows: int, panel: int, scales: int, early: Any, out: Any
+    like: Any, digits: Any, inputs: int, first_row: int, rows: int, panel: int, scales: int, prefetching: Any, out: Any
 ) -> None:
     """Compute out[r, :PANEL] = (operand[first_row + r] . panel) * scales for up to `int8_rows` rows, which `digits`
     hold.
@@ -195,25 +213,25 @@ def multiply_int8_panel(
     The operand has `inputs` inputs; `like` is as `digits_of` takes it; `panel` and `scales` are addresses.
     """
     if rows == 1:
-        _wide_1(like, digits, inputs, first_row, panel, scales, early, out)
+        _wide_1(like, digits, inputs, first_row, panel, scales, prefetching, out)
     elif rows == 2 or int8_rows(like) <= 2:
-        _wide_2(like, digits, inputs, first_row, panel, scales, early, out)
+        _wide_2(like, digits, inputs, first_row, panel, scales, prefetching, out)
     elif rows == 3 or int8_rows(like) <= 3:
-        _wide_3(like, digits, inputs, first_row, panel, scales, early, out)
+        _wide_3(like, digits, inputs, first_row, panel, scales, prefetching, out)
     else:
-        _wide_4(like, digits, inputs, first_row, panel, scales, early, out)
+        _wide_4(like, digits, inputs, first_row, panel, scales, prefetching, out)
 
 
 @njit(nogil=True, cache=True)
 def multiply_int8_half_panel(
-    like: Any, digits: Any, inputs: int, first_row: int, rows: int, panel: int, scales: int, early: Any, out: Any
+    like: Any, digits: Any, inputs: int, first_row: int, rows: int, panel: int, scales: int, prefetching: Any, out: Any
 ) -> None:
     """Compute out[r, : PANEL // 2] for the half panel at the address `panel`, as `multiply_int8_panel`."""
     if rows == 1:
-        _half_1(like, digits, inputs, first_row, panel, scales, early, out)
+        _half_1(like, digits, inputs, first_row, panel, scales, prefetching, out)
     elif rows == 2 or int8_rows(like) <= 2:
-        _half_2(like, digits, inputs, first_row, panel, scales, early, out)
+        _half_2(like, digits, inputs, first_row, panel, scales, prefetching, out)
     elif rows == 3 or int8_rows(like) <= 3:
-        _half_3(like, digits, inputs, first_row, panel, scales, early, out)
+        _half_3(like, digits, inputs, first_row, panel, scales, prefetching, out)
     else:
-        _half_4(like, digits, inputs, first_row, panel, scales, early, out)
+        _half_4(like, digits, inputs, first_row, panel, scales, prefetching, out)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from model_worker.cpu.gemm.products import PANEL
-from model_worker.cpu.simd.argmax import Largest, agree, take_largest
+from model_worker.cpu.simd.argmax import ArgmaxBuffers, reduce_argmax, take_argmax
 
 WEIRD = [np.nan, -np.nan, np.inf, -np.inf, 0.0, 1.0, -1.0, 3e38, -3e38]
 
@@ -19,14 +19,14 @@ def expected(sums: NDArray[np.float32]) -> list[int]:
 
 
 def kept(sums: NDArray[np.float32], cores: int, rng: np.random.Generator) -> list[int]:
-    """Each core takes tiles in any order, as `pick_product` does."""
-    largest = Largest(cores, len(sums))
+    """Each core takes tiles in any order, as `argmax_product` does."""
+    largest = ArgmaxBuffers(cores, len(sums))
     for at in PANEL * rng.permutation(-(-sums.shape[1] // PANEL)):
         core, lanes = int(rng.integers(cores)), min(PANEL, sums.shape[1] - at)
         tile = np.full((len(sums), PANEL), np.float32(1e30))  # what lies beyond the lanes must not count
         tile[:, :lanes] = sums[:, at : at + lanes]
-        take_largest(tile, tile.view(np.int32), len(sums), lanes, at, largest.keys[core], largest.places[core], 0)
-    agree(largest.keys, largest.places, largest.tokens[0])
+        take_argmax(tile, tile.view(np.int32), len(sums), lanes, at, largest.keys[core], largest.places[core], 0)
+    reduce_argmax(largest.keys, largest.places, largest.tokens[0])
     return list(largest.tokens[0])
 
 

@@ -24,20 +24,20 @@ from model_worker.cpu.gemm.products import PANEL, Kind, add_product, prepare
 from model_worker.cpu.simd.bf12 import (
     COMPACT_STEP_BYTES,
     GROUP_BYTES,
-    HAS_COMPACT,
+    HAS_BF12,
     HEADER_BYTES,
     LOWER_BYTES,
     NUMBERS_ADDRESS,
     UPPER_BYTES,
     WORDS_ADDRESS,
-    CompactPanels,
-    compact_panels,
+    Bf12Panels,
+    bf12_panels,
 )
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
 from model_worker.runner import ModelRunner
 from tests.model_worker.cpu.test_fused_stack import FUSED, batches, load
 
-needs_instructions = pytest.mark.skipif(not HAS_COMPACT, reason="this processor multiplies no compact panels")
+needs_instructions = pytest.mark.skipif(not HAS_BF12, reason="this processor multiplies no bf12 panels")
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -69,7 +69,7 @@ def _memory(address: int, count: int, kind: Any) -> NDArray[Any]:
     return np.ctypeslib.as_array((kind * count).from_address(address))
 
 
-def _said(compact: CompactPanels, steps: int) -> NDArray[np.uint32]:
+def _said(compact: Bf12Panels, steps: int) -> NDArray[np.uint32]:
     """What panels say, read as their description says, one number at a time."""
     words = np.empty((len(compact.panels), steps, PANEL), np.uint32)
     for panel, memory in zip(words, compact.panels, strict=True):
@@ -102,13 +102,13 @@ def _said(compact: CompactPanels, steps: int) -> NDArray[np.uint32]:
 @given(SEEDS, WEIGHTS, st.integers(1, 150), st.integers(1, 40))
 def test_they_say_every_bit(seed: int, weights: Any, outputs: int, inputs: int) -> None:
     words = _panels(weights(np.random.default_rng(seed), (outputs, inputs)))
-    (compact,) = compact_panels([words])
+    (compact,) = bf12_panels([words])
     assert np.array_equal(_said(compact, words.shape[1]), words)
 
 
 def test_those_of_models_take_three_quarters() -> None:
     words = _panels(_normal(np.random.default_rng(), (640, 1024)) * 0.02)
-    (compact,) = compact_panels([words])
+    (compact,) = bf12_panels([words])
     assert 0.75 * words.nbytes < compact.num_bytes < 0.8 * words.nbytes
     assert compact.panels.ctypes.data % GROUP_BYTES == 0
 
@@ -117,9 +117,9 @@ def test_those_of_models_take_three_quarters() -> None:
 @given(SEEDS, WEIGHTS, st.integers(1, 150), st.integers(1, 40))
 def test_none_are_made_that_would_take_too_much(seed: int, weights: Any, outputs: int, inputs: int) -> None:
     words = _panels(weights(np.random.default_rng(seed), (outputs, inputs)))
-    taken = sum(matrix.num_bytes for matrix in compact_panels([words, words]))
-    assert len(compact_panels([words, words], taken)) == 2
-    assert compact_panels([words, words], taken - 1) == []
+    taken = sum(matrix.num_bytes for matrix in bf12_panels([words, words]))
+    assert len(bf12_panels([words, words], taken)) == 2
+    assert bf12_panels([words, words], taken - 1) == []
 
 
 @njit(nogil=True)
@@ -132,13 +132,13 @@ def _product(
 
 @needs_instructions
 @settings(max_examples=60, deadline=None)
-@given(SEEDS, WEIGHTS, st.integers(1, stack.COMPACT_ROWS), st.integers(1, 300), st.integers(1, 200), st.data())
+@given(SEEDS, WEIGHTS, st.integers(1, stack.BF12_ROWS), st.integers(1, 300), st.integers(1, 200), st.data())
 def test_products_are_the_same_to_the_last_bit(
     seed: int, weights: Any, rows: int, outputs: int, inputs: int, data: st.DataObject
 ) -> None:
     rng = np.random.default_rng(seed)
     words = _panels(weights(rng, (outputs, inputs)))
-    (compact,) = compact_panels([words])
+    (compact,) = bf12_panels([words])
     operand = np.zeros((rows, 2 * words.shape[1]), np.uint16)
     operand[:, :inputs] = _normal(rng, (rows, inputs)).view(torch.uint16).numpy()
     halves = -(-outputs // (PANEL // 2))
@@ -166,17 +166,17 @@ def test_a_stack_gives_the_same_logits(
     for _ in range(6):
         for step in batches(rng, 16, 32):
             assert torch.equal(compact.forward(step), plain.forward(step))
-            few += step.num_tokens <= stack.COMPACT_ROWS
+            few += step.num_tokens <= stack.BF12_ROWS
     assert few
 
 
-def _runner(arch: str, folder: Path, compacts: bool, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
-    monkeypatch.setattr(stack, "WORTH_COMPACTING", 0 if compacts else 1 << 40)
+def _runner(arch: str, folder: Path, uses_bf12: bool, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    monkeypatch.setattr(stack, "WORTH_BF12", 0 if uses_bf12 else 1 << 40)
     loaded = load(arch, "bfloat16", folder)
     runner = ModelRunner(loaded, 32, 16)
     runner.warm_up()
     deadline = time.monotonic() + 60
-    while compacts and not (isinstance(loaded.stack, FusedStack) and loaded.stack.compacts):
+    while uses_bf12 and not (isinstance(loaded.stack, FusedStack) and loaded.stack.uses_bf12):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return runner
@@ -192,13 +192,13 @@ def test_weights_that_lie_far_apart_are_read_as_they_are(
     for linear in linears:
         linear.panels[...] = np.random.default_rng().integers(0, 1 << 32, linear.panels.shape, np.uint32)
     with caplog.at_level(logging.INFO, "model_worker.cpu.fused.stack"):
-        made._make_compact()
+        made._make_bf12()
     assert linears
-    assert not made.compacts
+    assert not made.uses_bf12
     assert "lie apart" in caplog.text
 
 
 def test_a_copy_takes_a_small_part_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "free_memory", lambda: 8 << 30)
-    assert stack.has_room_for_compact(1 << 30)
-    assert not stack.has_room_for_compact(2 << 30)
+    assert stack.has_room_for_bf12(1 << 30)
+    assert not stack.has_room_for_bf12(2 << 30)

@@ -23,7 +23,7 @@ from model_worker.cpu.fused.stack import Drawn
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.products import PANEL
 from model_worker.cpu.simd.dot_bf16 import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel, operand_dtype
-from model_worker.cpu.threads import OVER, Team, another_turn, begin, phase_of, take, wait, was_last
+from model_worker.cpu.threads import OVER, ThreadPool, arrived_last, begin, claim_turn, phase_of, take, wait
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
@@ -326,9 +326,9 @@ def _all_phases(
                     early[core] += 1
             done += count
             first, count = take(counter, phase, pieces, grain, core, cores)
-        if done > 0 and was_last(counter, done, pieces):
+        if done > 0 and arrived_last(counter, done, pieces):
             phase += 1
-            begin(counter, OVER if phase % length == 0 and not another_turn(counter) else phase)
+            begin(counter, OVER if phase % length == 0 and not claim_turn(counter) else phase)
         else:
             wait(counter, phase)
         phase = phase_of(counter)
@@ -337,11 +337,11 @@ def _all_phases(
 @pytest.mark.parametrize("cores", [1, 2, 5])
 @pytest.mark.parametrize("grain", [1, 2, 8])
 def test_every_piece_is_done_once_and_after_the_phase_before(cores: int, grain: int) -> None:
-    team = Team(cores)
+    thread_pool = ThreadPool(cores)
     for _ in range(3):
         owners, early = np.zeros((100, 96), np.int64), np.zeros(cores, np.int64)
         times = np.zeros_like(owners)
-        team.run(_all_phases, cores, grain, owners, times, early, len(owners))
+        thread_pool.run(_all_phases, cores, grain, owners, times, early, len(owners))
         assert (times == 1).all()
         assert set(owners.ravel().tolist()) <= set(range(1, cores + 1))
         assert not early.any()
@@ -349,10 +349,10 @@ def test_every_piece_is_done_once_and_after_the_phase_before(cores: int, grain: 
 
 def test_nobody_waits_for_who_has_not_come() -> None:
     """Jobs are done while who began them does something else, in their order, and asking for them then is no work."""
-    team, jobs = Team(2), []
+    thread_pool, jobs = ThreadPool(2), []
     marks = [(np.zeros((50, 30), np.int64), np.zeros((50, 30), np.int64), np.zeros(2, np.int64)) for _ in range(3)]
     for owners, times, early in marks:
-        jobs.append(team.begin(_all_phases, 2, 2, owners, times, early, len(owners)))
+        jobs.append(thread_pool.begin(_all_phases, 2, 2, owners, times, early, len(owners)))
     limit = time.monotonic() + 60
     while not all((times == 1).all() for _, times, _ in marks):
         assert time.monotonic() < limit, "the other core does nothing"
@@ -366,11 +366,14 @@ def test_nobody_waits_for_who_has_not_come() -> None:
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
 def test_turns_follow_each_other_until_somebody_says_that_it_is_enough(cores: int) -> None:
-    team, rng, length, turns = Team(cores), np.random.default_rng(), 5, 40
+    thread_pool, rng, length, turns = ThreadPool(cores), np.random.default_rng(), 5, 40
     for _ in range(30):
         owners, early = np.zeros((turns * length, 12), np.int64), np.zeros(cores, np.int64)
         times = np.zeros_like(owners)
-        job, read = team.begin(_all_phases, cores, 2, owners, times, early, length, turns=turns), int(rng.integers(40))
+        job, read = (
+            thread_pool.begin(_all_phases, cores, 2, owners, times, early, length, turns=turns),
+            int(rng.integers(40)),
+        )
         for turn in range(read):
             job.finish(turn + 1)
             assert (times[: (turn + 1) * length] == 1).all()

@@ -13,8 +13,8 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import nn
 
-from model_worker.cpu.gemm.int8_linear import Int8Linear, rounded
-from model_worker.cpu.gemm.packed_linear import pack_linears, round_linears
+from model_worker.cpu.gemm.int8_linear import Int8Linear, quantize
+from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
 from model_worker.cpu.gemm.products import PANEL, SCALE_BYTES
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
 from model_worker.cpu.simd.dot_int8 import int8_rows, multiply_int8_half_panel, multiply_int8_panel
@@ -46,7 +46,7 @@ def test_rounding_is_the_nearest_and_keeps_zeros(shape: tuple[int, int], some_ze
     weight = torch.randn(shape) * torch.randn(shape[0], 1).exp()
     if some_zero:
         weight[torch.rand(shape[0]) < 0.3] = 0
-    said = rounded(weight)
+    said = quantize(weight)
     assert said.values.dtype == torch.int8
     assert int(said.values.min()) >= -127
     assert ((said.weight - weight).abs() <= said.scales[:, None] * 0.5001).all()
@@ -60,7 +60,7 @@ def test_equals_the_naive_reference(shape: tuple[int, int], rows: int, dtype: to
     linear = nn.Linear(shape[1], shape[0], bias=bias).to(dtype)
     x = torch.randn(1, rows, shape[1]).to(dtype)
     with torch.inference_mode():
-        layer = Int8Linear(rounded(linear.weight), linear.bias, dtype)
+        layer = Int8Linear(quantize(linear.weight), linear.bias, dtype)
         got = layer(x)
         terms = [x.double(), dequantized(linear.weight).double(), *([linear.bias.double()] if bias else [])]
         want, size = nn.functional.linear(*terms), nn.functional.linear(*(term.abs() for term in terms))
@@ -75,7 +75,7 @@ def test_cores_share_the_work(dtype: torch.dtype) -> None:
     """Large enough that no core does it alone; odd numbers of half panels are split in the middle of one."""
     threads = torch.get_num_threads()
     weight, x = torch.randn(1100, 2003), torch.randn(30, 2003).to(dtype)
-    layer = Int8Linear(rounded(weight), None, dtype)
+    layer = Int8Linear(quantize(weight), None, dtype)
     want = x.double() @ dequantized(weight).double().T
     try:
         for cores in (1, 2, 3):
@@ -119,7 +119,7 @@ def test_digits_say_an_operand(rows: int, inputs: int, dtype: Any, exponent: flo
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, TILE_ROWS), inputs, dtypes)
 def test_int8_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None:
-    layer = Int8Linear(rounded(torch.randn(2 * PANEL, inputs)), None, dtype)
+    layer = Int8Linear(quantize(torch.randn(2 * PANEL, inputs)), None, dtype)
     array, x = operand(TILE_ROWS + 2, inputs, layer)
     like = np.empty(1, array.dtype)
     digits = split_by_core(array, like, room_for(1, len(x), array.size, like))
@@ -137,11 +137,11 @@ def test_int8_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None
 
 
 def test_sums_of_the_widest_product_do_not_overflow() -> None:
-    layer = Int8Linear(rounded(torch.ones(1, MOST_INPUTS)), None, torch.float32)
+    layer = Int8Linear(quantize(torch.ones(1, MOST_INPUTS)), None, torch.float32)
     assert relative(layer(torch.ones(1, MOST_INPUTS)), torch.full((1, 1), float(MOST_INPUTS))) < 1e-6
     assert relative(layer(-torch.ones(1, MOST_INPUTS)), torch.full((1, 1), -float(MOST_INPUTS))) < 1e-6
     too_wide = nn.Linear(MOST_INPUTS + 1, 1)
-    assert round_linears(nn.Sequential(too_wide)) == {}
+    assert quantize_linears(nn.Sequential(too_wide)) == {}
 
 
 def split_by_core(array: NDArray[Any], like: NDArray[Any], room: Digits) -> Digits:
@@ -189,7 +189,7 @@ def test_a_model_gets_int8_layers_and_keeps_its_embedding(dtype: torch.dtype) ->
         module.weight = nn.Parameter(dequantized(module.weight), requires_grad=False)
     tokens, embedding = torch.randint(0, 70, (1, 9)), model.embedding.weight.detach().clone()
     with torch.inference_mode():
-        said = round_linears(model)
+        said = quantize_linears(model)
         packed = pack_linears(model, None, said)
         got, want = model(tokens), naive(tokens)
     assert [type(layer) for layer in packed] == [Int8Linear] * 3
@@ -201,7 +201,9 @@ def test_a_model_gets_int8_layers_and_keeps_its_embedding(dtype: torch.dtype) ->
 
 def test_int8_takes_a_byte_for_each_weight_and_a_float_for_each_output() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-    assert sum(layer.num_bytes for layer in pack_linears(model, None, round_linears(model))) == 2 * 64 * 128 + 4 * 192
+    assert (
+        sum(layer.num_bytes for layer in pack_linears(model, None, quantize_linears(model))) == 2 * 64 * 128 + 4 * 192
+    )
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
 
 
@@ -209,4 +211,4 @@ def test_weights_that_are_no_numbers_are_left_alone() -> None:
     usual, broken = nn.Linear(8, 8), nn.Linear(8, 8)
     with torch.no_grad():
         broken.weight[2, 3] = torch.nan
-    assert list(round_linears(nn.Sequential(usual, broken))) == [usual]
+    assert list(quantize_linears(nn.Sequential(usual, broken))) == [usual]

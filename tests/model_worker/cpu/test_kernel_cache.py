@@ -90,7 +90,7 @@ def test_until_then_no_kernel_is_called(ended: list[str], monkeypatch: pytest.Mo
 
     def results() -> tuple[list[int], torch.Tensor]:
         logits = scaled.clone()
-        apply_mask.forbid(logits, np.arange(4), masks)
+        apply_mask.apply_masks(logits, np.arange(4), masks)
         return choose(scaled, scaled.argmax(1), choices)[0].tolist(), logits
 
     want = results()

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.cpu.fused.stack import FusedStack
-from model_worker.cpu.gemm.int8_linear import rounded
+from model_worker.cpu.gemm.int8_linear import quantize
 from model_worker.cpu.gemm.packed_linear import PackedLinear
-from model_worker.cpu.gemm.products import PANEL, Kind, pick_product
+from model_worker.cpu.gemm.products import PANEL, Kind, argmax_product
 from model_worker.cpu.gemm.screened_head import SCREENED_ROWS, Screen, choose, screen
-from model_worker.cpu.simd.argmax import Largest, agree
+from model_worker.cpu.simd.argmax import ArgmaxBuffers, reduce_argmax
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS, operand_dtype
 from model_worker.cpu.simd.fixed_point import room_for, width_of
 from model_worker.runner import ModelRunner
@@ -51,20 +51,20 @@ def screened(x: Tensor, head: PackedLinear, width: int) -> Screen:
     kind = Kind(like, split_by_core(operand, like, room_for(1, rows, rows * width_of(operand.shape[1]), like)))
     for taken in ((count // 2, count - count // 2), (0, count // 2)):
         screen(taken, operand, kind, of.panels.ctypes.data, width, of.peaks[:rows], *tiles())
-    choose(operand, of.bounds, of.peaks[:rows], of.chosen)
+    choose(operand, of.bounds, of.peaks[:rows], of.candidates)
     return of
 
 
 def picked(x: Tensor, head: PackedLinear, width: int, numbers: NDArray[np.int64]) -> list[int]:
     """The largest tokens as the stack finds them, in these of lm_head's panels."""
     rows = len(x)
-    kept, nothing = Largest(1, rows), np.empty((0, width), np.float32)
-    nobody, address = np.full(rows, -1), head.panels.ctypes.data
+    kept, nothing = ArgmaxBuffers(1, rows), np.empty((0, width), np.float32)
+    none, address = np.full(rows, -1), head.panels.ctypes.data
     taken, operand = (0, len(numbers)), operand_of(x, head)
-    pick_product(
-        taken, numbers, operand, address, nobody, nothing, kept.keys[0], kept.places[0], Kind(_like(x), None), *tiles()
+    argmax_product(
+        taken, numbers, operand, address, none, nothing, kept.keys[0], kept.places[0], Kind(_like(x), None), *tiles()
     )
-    agree(kept.keys, kept.places, kept.tokens[0])
+    reduce_argmax(kept.keys, kept.places, kept.tokens[0])
     return list(kept.tokens[0])
 
 
@@ -100,7 +100,7 @@ def test_the_largest_is_that_of_all_panels(
     x = torch.from_numpy(rng.standard_normal((rows, inputs))).to(dtype)
     x[rng.integers(rows), rng.integers(inputs)] = outlier
     width = int(rng.integers(max(1, outputs - 20), outputs + 1))
-    found = screened(x, head, width).chosen
+    found = screened(x, head, width).candidates
     every = np.arange(-(-width // PANEL))
     want = picked(x, head, width, every)
     assert picked(x, head, width, found[1 : 1 + found[0]]) == want
@@ -119,7 +119,7 @@ def test_no_sum_is_further_off_than_its_bound(
     rng = np.random.default_rng(seed)
     head = PackedLinear(weights(rng, outputs, inputs, kind).to(dtype), None)
     exact, of = head.weight.double(), Screen(head, outputs)
-    lost = (head.weight[:1].float() - rounded(head.weight[:1]).weight)[0].double()
+    lost = (head.weight[:1].float() - quantize(head.weight[:1]).weight)[0].double()
     x = (lost / lost.norm().clamp_min(1e-12) if rng.random() < 0.5 else torch.randn(inputs).double())[None].to(dtype)
     found = screened(x, head, outputs)
     sums = torch.nn.functional.linear(x.double(), exact)[0]
@@ -132,14 +132,14 @@ def test_no_sum_is_further_off_than_its_bound(
 def test_few_panels_remain() -> None:
     rng = np.random.default_rng()
     head = PackedLinear(torch.from_numpy(rng.standard_normal((16_384, 256))).bfloat16(), None)
-    shares = [screened(torch.randn(1, 256).bfloat16(), head, 16_384).chosen[0] / 256 for _ in range(20)]
+    shares = [screened(torch.randn(1, 256).bfloat16(), head, 16_384).candidates[0] / 256 for _ in range(20)]
     assert np.mean(shares) < 0.05
 
 
 def test_a_screen_that_leaves_out_little_pauses() -> None:
     head = PackedLinear(torch.randn(1, 64).expand(1024, 64).bfloat16(), None)
     of = screened(torch.randn(1, 64).bfloat16(), head, 1024)
-    assert of.chosen[0] == 16
+    assert of.candidates[0] == 16
     assert of.pays()
     of.look_back()
     answers = [of.pays() for _ in range(1000)]
@@ -157,7 +157,7 @@ def test_a_stack_with_a_screen_picks_the_largest_logits(
     look_back = Screen.look_back
 
     def counted(of: Screen) -> None:
-        passes.append(int(of.chosen[0]))
+        passes.append(int(of.candidates[0]))
         look_back(of)
 
     monkeypatch.setattr(Screen, "look_back", counted)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_worker.grammar.apply_mask import forbid
+from model_worker.grammar.apply_mask import apply_masks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -22,7 +22,7 @@ def test_bits_say_what_is_allowed(dtype: torch.dtype, width: int, seed: int) -> 
     masks[rng.random((2, words)) < 0.2] = 0
     logits = torch.from_numpy(rng.normal(size=(4, width + 9))).to(dtype)
     before = logits.clone()
-    forbid(logits[:, :width], np.array([3, 1]), masks)
+    apply_masks(logits[:, :width], np.array([3, 1]), masks)
     for row, mask in ((3, masks[0]), (1, masks[1])):
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:width].astype(bool)
         assert torch.equal(torch.isneginf(logits[row, :width]), torch.from_numpy(~allowed))

@@ -287,14 +287,14 @@ def test_processors_change_logits_in_place_the_pipelines_before_the_requests(loa
         assert inputs.logits.dtype == torch.float32
         inputs.logits[-1, token] = 1e6
 
-    def forbid(inputs: BatchProcessorInputs) -> None:
+    def apply_masks(inputs: BatchProcessorInputs) -> None:
         seen.append(("batch", len(inputs.context_batch), tuple(inputs.logits.shape)))
         inputs.logits[:, 5] = -torch.inf
 
     own = SamplingParams(temperature=0, max_new_tokens=2, logits_processors=[lambda inputs: force(9, inputs)])
     free = replace(own, logits_processors=None, logit_bias={5: 1e5})
     contexts = [context([4, 6], own), context([4, 6], free)]
-    tokens = run(pipeline_of(loaded, batch_processors=[forbid]), contexts, 2)
+    tokens = run(pipeline_of(loaded, batch_processors=[apply_masks]), contexts, 2)
     assert tokens[0] == [9, 9]
     assert 5 not in tokens[1]
     assert seen[:2] == [("batch", 2, (2, VOCAB)), ("own", contexts[0].request_id, (1, VOCAB))]
