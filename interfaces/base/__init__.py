@@ -1,1 +1,1 @@
-"""Names that every other room of interfaces uses."""
+"""Names that every other package of interfaces uses."""

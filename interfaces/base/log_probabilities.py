@@ -10,7 +10,7 @@ from typing import ClassVar
 class LogProbabilities:
     """Natural logarithms, one entry a position; there is more than one position only when a prompt is echoed.
 
-    `top_log_probabilities` maps the most probable token ids of a position to theirs, most probable first;
+    `top_log_probabilities` maps the most probable token ids of a position to their logarithms, most probable first;
     `asked_log_probabilities` does so for the ids that the request named, in its order, and is empty when it named none.
     """
 

@@ -1,4 +1,4 @@
-"""Names of requests, and what every request has in common: a name.
+"""Names of requests, and the base of all requests.
 
 A `RequestID` is a string: it compares, hashes, sorts and travels as one, and plain strings do wherever it is asked for.
 """
@@ -36,8 +36,8 @@ class RequestID(str):
         return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
 
 
+# Names warm-up and padding rows; no client's request may have it.
 DUMMY_REQUEST_ID = RequestID("cuda_graph_dummy")
-"""Names warm-up and padding rows; no client's request may have it."""
 
 
 class _HasRequestID(type):

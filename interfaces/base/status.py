@@ -1,6 +1,6 @@
 """The closed vocabularies of the system: states of a request, input kinds, batch kinds.
 
-Values are what travels and what is logged.
+The values are logged and sent over the wire.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import enum
 
 
 class GenerationStatus(enum.StrEnum):
-    """Why a request is still running, or why it ended."""
+    """The state of a request: running, or the reason why it ended."""
 
     ACTIVE = "active"
     END_OF_SEQUENCE = "end_of_sequence"
@@ -22,7 +22,7 @@ class GenerationStatus(enum.StrEnum):
 
 
 class SchedulerStatus(enum.StrEnum):
-    """A request as the scheduler reports it."""
+    """The state of a request as the scheduler reports it."""
 
     ACTIVE = "active"
     CANCELLED = "cancelled"
@@ -30,7 +30,7 @@ class SchedulerStatus(enum.StrEnum):
 
 
 class InputModality(enum.StrEnum):
-    """What a model accepts."""
+    """A kind of input that a model accepts."""
 
     TEXT = "text"
     IMAGE = "image"
@@ -38,7 +38,7 @@ class InputModality(enum.StrEnum):
 
 
 class BatchType(enum.Enum):
-    """What a batch mostly does: context encoding (prefill) or token generation (decode)."""
+    """The main work of a batch: context encoding (prefill) or token generation (decode)."""
 
     CE = "CE"
     TG = "TG"

@@ -1,1 +1,1 @@
-"""A request as the scheduler and the workers know it."""
+"""The state of a request, as the scheduler and the workers share it."""

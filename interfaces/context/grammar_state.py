@@ -1,6 +1,8 @@
-"""Where a grammar applies: not while the model thinks, and with optional tools only between their delimiters.
+"""The regions where a grammar applies: not while the model thinks, and with optional tools only between their
+delimiters.
 
-A region is told by its delimiters, which may be several tokens long. Knows tokens; knows no grammar and no matcher.
+A region is recognised by its delimiters, which may be several tokens long. Knows tokens; knows no grammar and no
+matcher.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GrammarEnforcementSnapshot:
-    """What a walk over speculative tokens changes, to be put back when they are undone."""
+    """The part of the state that a walk over speculative tokens changes, to be restored when they are undone."""
 
     in_thinking_region: bool
     grammar_enforced: bool
@@ -21,7 +23,7 @@ class GrammarEnforcementSnapshot:
 
 @dataclass(slots=True)
 class GrammarState:
-    """State machine of one request; `update` is told every generated token but EOS.
+    """State machine of one request; `update` gets every generated token but EOS.
 
     `tools_forced`: the grammar is that of a tool call from the first token on. A match buffer holds the last tokens
     that may begin the delimiter that is waited for.
@@ -46,19 +48,22 @@ class GrammarState:
     def set_tool_region(self, start: Sequence[int] | None, end: Sequence[int] | None) -> None:
         if start is None and end is None:
             return
-        self.tool_start, self.tool_end = list(start or ()), list(end or ())
+        self.tool_start = list(start or ())
+        self.tool_end = list(end or ())
         self.tool_calling_match_buffer = []
 
     def set_thinking_region(self, start: Sequence[int] | None, end: Sequence[int] | None) -> None:
-        """The model thinks from here to `end`; it thinks again whenever `start` comes before anything is enforced."""
+        """Start a thinking region that lasts to `end`; another starts whenever `start` comes before anything is
+        enforced."""
         if not end:
             return
-        self.thinking_start, self.thinking_end = list(start or ()), list(end)
+        self.thinking_start = list(start or ())
+        self.thinking_end = list(end)
         self.thinking_match_buffer = []
         self.in_thinking_region = True
 
     def update(self, token: int, has_grammar: bool) -> bool:
-        """Whether the grammar's matcher is to be fed `token`."""
+        """Advance by a generated token. True if the grammar's matcher must consume it."""
         if self.in_thinking_region:
             if _completes(self.thinking_match_buffer, self.thinking_end, token):
                 self.in_thinking_region = False
@@ -95,7 +100,7 @@ class GrammarState:
 
 
 def _completes(buffer: list[int], delimiter: list[int], token: int) -> bool:
-    """Slides `buffer` by one token; True, and the buffer empty, when it then holds the whole delimiter."""
+    """Slide `buffer` by one token. True, and the buffer empty, when it then holds the whole delimiter."""
     if not delimiter:
         return False
     buffer.append(token)

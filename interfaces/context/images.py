@@ -17,7 +17,7 @@ class ImageMetadata(EqualByValue):
     """An image and the prompt positions [start_idx, end_idx) that stand for it.
 
     `pixel_values` are float32, or bfloat16 bits as uint16; on the way to a worker they may stand in shared memory, and
-    `pixels` are they in either case. `image_hash` names the content for the prefix cache.
+    `pixels` gives the array in either case. `image_hash` names the content for the prefix cache.
     """
 
     start_idx: int
@@ -35,7 +35,7 @@ class ImageMetadata(EqualByValue):
 
     @property
     def pixels(self) -> NDArray[Any]:
-        """Raises SharedMemoryError when the request that the image belongs to has ended."""
+        """The pixel array. Raises SharedMemoryError when the request that the image belongs to has ended."""
         return mapped(self.pixel_values)
 
     def __repr__(self) -> str:

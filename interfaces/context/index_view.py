@@ -1,7 +1,7 @@
-"""The older, index-based face of a text context: the same token buffer, seen through three indices.
+"""The older, index-based interface of a text context: the same token buffer, seen through three indices.
 
-Knows no state of its own: every index is computed from the buffer, and what only this face has (cache slot, committed
-index, draft offset) lives in the context and travels with it.
+Knows no state of its own: every index is computed from the buffer, and the values that only this interface has (cache
+slot, committed index, draft offset) live in the context and travel with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from interfaces.context.tokens import TokenBuffer, TokenSlice
 
 @dataclass(slots=True)
 class IndexState:
-    """What only the index face needs."""
+    """The values that only the index interface needs."""
 
     cache_seq_id: int | None = None
     committed_idx: int = 0
@@ -27,7 +27,7 @@ class IndexState:
 
 
 class Indexed(Protocol):
-    """What the index face looks through: a text context."""
+    """The members of a text context that the index interface reads."""
 
     tokens: TokenBuffer
     request_id: RequestID
@@ -67,7 +67,7 @@ class IndexFace:
 
     @property
     def committed_idx(self) -> int:
-        """Informational: stored, and given back."""
+        """The committed index. Informational: stored, and given back."""
         return self._context.index_state.committed_idx
 
     @property
@@ -100,7 +100,8 @@ class IndexFace:
 
     @property
     def is_ce(self) -> bool:
-        """More than one token to process. A one-token prompt is no CE in this sense; see `BatchType` for the other."""
+        """Whether there is more than one token to process. A one-token prompt is no CE in this sense; see
+        `BatchType`."""
         return self._context.tokens.active_length > 1
 
     @property
@@ -120,17 +121,17 @@ class IndexFace:
         self._context.index_state.cache_seq_id = cache_seq_id
 
     def unassign_from_cache(self) -> None:
-        """Idempotent."""
+        """Give the cache slot back. Idempotent."""
         self._context.index_state.cache_seq_id = None
 
     def set_draft_offset(self, idx: int) -> None:
-        """Informational: stored in `index_state.draft_offset`."""
+        """Store the draft offset in `index_state.draft_offset`. Informational."""
         self._context.index_state.draft_offset = idx
 
     def bump_token_indices(
         self, start_idx: int = 0, active_idx: int = 0, end_idx: int = 0, committed_idx: int = 0
     ) -> None:
-        """`set_token_indices`, relative to where they are."""
+        """Move the indices by these distances."""
         self.set_token_indices(
             self.start_idx + start_idx,
             self.active_idx + active_idx,
@@ -145,7 +146,7 @@ class IndexFace:
         end_idx: int | None = None,
         committed_idx: int | None = None,
     ) -> None:
-        """Moves the indices; None leaves one. An end beyond the tokens takes in the zeros that pad them."""
+        """Move the indices; None leaves one. An end beyond the tokens takes in the zeros that pad them."""
         buffer = self._context.tokens
         start = self.start_idx if start_idx is None else start_idx
         active = self.active_idx if active_idx is None else active_idx
@@ -161,15 +162,16 @@ class IndexFace:
             self._context.index_state.committed_idx = committed_idx
 
     def jump_ahead(self, new_token: int) -> None:
-        """A forced token follows: it is delivered, but still has to be processed with the active ones."""
+        """Append a forced token: it is delivered, but still has to be processed with the active ones."""
         self._context.append_forced_token(new_token)
 
     def rollback(self, idx: int) -> None:
-        """Forgets the last `idx` generated tokens; they count as never delivered, and the request runs again."""
+        """Forget the last `idx` generated tokens; they count as never delivered, and the request runs again."""
         self._context.drop_last_tokens(idx)
 
     def outstanding_completion_tokens(self) -> list[tuple[int, LogProbabilities | None]]:
-        """Undelivered tokens with their log probabilities, each once; the token that ended the text is withheld."""
+        """Return undelivered tokens with their log probabilities, each once; the token that ended the text is
+        withheld."""
         context = self._context
         last = len(context.tokens) - 1
         first = context.tokens.delivered_length
@@ -182,7 +184,7 @@ class IndexFace:
 
 
 class TextInputContext(IndexFace):
-    """An `InputContext`: a text context whose `tokens` are the padded array. All else is the context itself."""
+    """An `InputContext`: a text context whose `tokens` are the padded array. All other members are the context's."""
 
     def __init__(self, context: Indexed) -> None:
         object.__setattr__(self, "_wrapped", context)

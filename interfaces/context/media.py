@@ -36,7 +36,7 @@ class SpeechContext(TextContext):
 
 @dataclass(kw_only=True, eq=False)
 class PixelContext(EqualByValue):
-    """A `PixelGenerationContext`: what a diffusion model is given. `latents` begin as noise."""
+    """A `PixelGenerationContext`: the input of a diffusion model. `latents` begin as noise."""
 
     tokens: TokenBuffer
     request_id: RequestID = field(default_factory=RequestID)

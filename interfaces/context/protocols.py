@@ -1,7 +1,7 @@
-"""What a context is to those who hold it: protocols, by task.
+"""The protocols of contexts, by task.
 
-A context is the whole state of one request: its tokens, its values, how far it has come. `text.py` has the
-concrete one for text.
+A context is the whole state of one request: its tokens, its values, its progress. `text.py` has the concrete one for
+text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SpecDecodingState:
 
 @runtime_checkable
 class BaseContext(Protocol):
-    """What schedulers need of every request, whatever is generated."""
+    """The members of every request that schedulers need, for any task."""
 
     @property
     def request_id(self) -> RequestID: ...
@@ -160,7 +160,7 @@ class PixelGenerationContext(BaseContext, Protocol):
 
 @runtime_checkable
 class InputContext(Protocol):
-    """A request for text, seen by indices into its token array: the older face of `TextContext`.
+    """A request for text, seen by indices into its token array: the older interface of `TextContext`.
 
     `0 <= start_idx < active_idx <= end_idx <= len(tokens)`: processed, then the next input, then what waits behind it.
     `tokens` is padded with zeros to a multiple of 128. `TextContext.as_input_context()` gives one.
@@ -244,8 +244,8 @@ class InputContext(Protocol):
 
 
 AudioGeneratorContext = AudioGenerationContext
+# Names of the older interface.
 EmbeddingsGeneratorContext = EmbeddingsContext
-"""Names of the older interface."""
 
 BaseContextType = TypeVar("BaseContextType", bound=BaseContext)
 TextGenerationContextType = TypeVar("TextGenerationContextType", bound=TextGenerationContext)

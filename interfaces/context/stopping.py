@@ -1,6 +1,6 @@
-"""When a sequence has ended: by one token, by a sequence of tokens, by a text.
+"""The end of a sequence: by one token, by a sequence of tokens, by a text.
 
-The tracker judges; what is shown or withheld of the end is decided elsewhere.
+The tracker judges; which part of the end is shown or withheld is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class EOSTracker(BaseModel):
     eos_token_ids: set[StrictInt] = set()
     eos_sequences: TokenSequences = ()
     eos_stop_strings: Strings = ()
+    # The text in which a stop string may still begin.
     text_tail: StrictStr = ""
-    """Text in which a stop string may still begin."""
 
     def is_eos_from_tokens(self, generated_tokens: TokenSlice) -> bool:
         """Whether the last token, or the last few, end the sequence. The prompt must not be among the tokens."""
@@ -42,7 +42,7 @@ class EOSTracker(BaseModel):
         return any(_ends_with(generated_tokens, sequence) for sequence in self.eos_sequences)
 
     def first_eos_offset(self, prior: TokenSlice, new: TokenSlice) -> int | None:
-        """Index of the first of the `new` tokens that ends the sequence which `prior` began."""
+        """Return the index of the first of the `new` tokens that ends the sequence which `prior` began."""
         reach = max((len(sequence) for sequence in self.eos_sequences), default=1) - 1
         before = prior[max(0, len(prior) - reach) :]
         tokens = np.concatenate([before, new])
@@ -52,10 +52,10 @@ class EOSTracker(BaseModel):
         return None
 
     def is_eos_from_string(self, next_token_decoded: str) -> str | None:
-        """The stop string that this text completes: the one that begins first, of those the longest.
+        """Return the stop string that this text completes: the one that begins first, of those the longest.
 
-        A found one is cut off together with what is before it, so that it is reported once; the text behind it is
-        looked at in the next call.
+        A match is cut off together with the text before it, so that it is reported once; the text behind it is searched
+        in the next call.
         """
         stops = [stop for stop in self.eos_stop_strings if stop]
         if not stops:

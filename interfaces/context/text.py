@@ -1,8 +1,8 @@
-"""The context of a text request: one state machine, whichever of its two faces is used.
+"""The context of a text request: one state machine, whichever of its two interfaces is used.
 
-It holds what was asked, all tokens, and how far generation has come; a copy that crossed the wire goes on exactly
-where the original stood. Only the grammar matcher stays behind: whoever continues compiles the grammar and feeds it
-the generated tokens. Knows neither models nor text.
+It holds the request's values, all tokens, and the progress of generation; a copy that crossed the wire goes on exactly
+where the original stood. Only the grammar matcher stays behind: a process that continues compiles the grammar and feeds
+it the generated tokens. Knows neither models nor text.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from interfaces.wire.shared_memory import Segments
 
 log = logging.getLogger("tokenyard")
 
+# Stands for a token that is being sampled while its successor is prepared; no vocabulary has this id.
 FUTURE_TOKEN = -999
-"""Stands for a token that is being sampled while its successor is prepared; no vocabulary has this id."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Facts about generation so far that the tokens alone do not tell.
+    """Facts about generation so far that do not follow from the tokens.
 
     `absorbed` counts generated tokens that resets have made part of the prompt. `log_probabilities` maps positions to
     those not delivered yet. `prompt_log_probabilities` are those of the prompt's tokens that have arrived, from the
@@ -51,9 +51,10 @@ class Progress:
 
 @dataclass(kw_only=True, eq=False)
 class TextContext(IndexFace, EqualByValue):
-    """`max_length` bounds prompt and answer together; None leaves it to the model.
+    """The state of one text request.
 
-    ValueError when the values contradict each other, also after a journey over the wire.
+    `max_length` bounds prompt and answer together; None leaves it to the model. ValueError when the values contradict
+    each other, also after a journey over the wire.
     """
 
     tokens: TokenBuffer
@@ -65,12 +66,12 @@ class TextContext(IndexFace, EqualByValue):
     log_probabilities_echo: bool = False
     ignore_eos: bool = False
     json_schema: str | None = None
+    # A grammar in another language; wins over `json_schema`.
     grammar: str | None = None
-    """A grammar in another language; wins over `json_schema`."""
     grammar_state: GrammarState = field(default_factory=GrammarState)
     model_name: str = ""
+    # Requests share cached prompt prefixes only with requests of the same salt.
     cache_salt: str = ""
-    """Requests share cached prompt prefixes only with requests of the same salt."""
     status: GenerationStatus = GenerationStatus.ACTIVE
     in_reasoning_phase: bool = False
     target_endpoint: str | None = None
@@ -80,10 +81,10 @@ class TextContext(IndexFace, EqualByValue):
     index_state: IndexState = field(default_factory=IndexState)
     progress: Progress = field(default_factory=Progress)
     draft_state: SpecDecodingState | None = None
+    # Whether the hidden states of all tokens are wanted, too.
     hidden_states: bool = False
-    """The hidden states of all tokens are wanted, too."""
+    # Vectors that stand for the embeddings of the prompt's tokens, one each; the tokens are then only placeholders.
     prompt_embeddings: F32Matrix | None = None
-    """Vectors that stand for the embeddings of the prompt's tokens, one each; the tokens are then only placeholders."""
     matcher: Any = field(default=None, metadata={"wire": False}, repr=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +92,8 @@ class TextContext(IndexFace, EqualByValue):
             self.request_id = RequestID(self.request_id)
         if not 0 <= self.progress.absorbed < self.tokens.prompt_length:
             raise ValueError(f"progress.absorbed must leave a prompt, got {self.progress.absorbed}")
-        prompt, least = self.prompt_length, self.min_tokens
+        prompt = self.prompt_length
+        least = self.min_tokens
         if self.max_length is not None and least + prompt > self.max_length:
             raise ValueError(
                 f"max_length must be at least {least + prompt}, got {self.max_length}: "
@@ -106,9 +108,10 @@ class TextContext(IndexFace, EqualByValue):
 
     @classmethod
     def from_prompt(cls, prompt: ArrayLike, sampling_params: SamplingParams, **fields: Any) -> Self:
-        """A fresh context that ends where `sampling_params` say: at its stop ids and length."""
+        """Make a fresh context that ends where `sampling_params` say: at its stop ids and length."""
         tokens = TokenBuffer(np.asarray(prompt, np.int64))
-        length, stop_ids = sampling_params.max_new_tokens, sampling_params.stop_token_ids
+        length = sampling_params.max_new_tokens
+        stop_ids = sampling_params.stop_token_ids
         fields.setdefault("max_length", None if length is None else len(tokens) + length)
         tracker = EOSTracker(eos_token_ids=set(stop_ids or ()), eos_stop_strings=sampling_params.stop or ())
         return cls(tokens=tokens, sampling_params=sampling_params, eos_tracker=tracker, **fields)
@@ -122,14 +125,14 @@ class TextContext(IndexFace, EqualByValue):
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt as it was asked: without the generated tokens that a reset has added."""
+        """The tokens of the original prompt, without the generated tokens that a reset has added."""
         return self.tokens.prompt_length - self.progress.absorbed
 
     @property
     def next_prompt_report(self) -> int:
         """The first position of the prompt whose log-probabilities are still to come; its length when none are.
 
-        Nothing comes before position 0, so it has none.
+        Position 0 has none, because no token precedes it.
         """
         start = self.sampling_params.prompt_logprobs_from
         if start is None:
@@ -157,21 +160,22 @@ class TextContext(IndexFace, EqualByValue):
         return self.draft_state
 
     def as_input_context(self) -> InputContext:
-        """This context by its older face, whose `tokens` are the padded array."""
+        """Wrap this context in its older interface, whose `tokens` are the padded array."""
         view: Any = TextInputContext(self)
         face: InputContext = view
         return face
 
     def share_arrays(self, segments: Segments) -> None:
-        """Large arrays of this context stand in shared memory from now on, until `unshare_arrays`."""
+        """Put large arrays of this context into shared memory, until `unshare_arrays`."""
 
     def unshare_arrays(self, segments: Segments) -> None:
-        """The arrays are this process's own again; nothing happens where they are."""
+        """Make the arrays this process's own again; no effect where they are."""
 
     # Tokens
 
     def update(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        """A step is done: the next chunk becomes active, and what was sampled is ignored; or `new_token` follows."""
+        """Finish a step. `new_token` follows, unless a chunk waits: then that becomes active, and the token is
+        ignored."""
         if self.tokens.actively_chunked:
             self.tokens.advance_chunk()
             return
@@ -179,7 +183,7 @@ class TextContext(IndexFace, EqualByValue):
         self.advance_fsm(new_token)
 
     def advance_token_buffer(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        """`update`, without the grammar."""
+        """Finish a step as `update`, without the grammar."""
         if self.tokens.actively_chunked:
             self.tokens.advance_chunk()
             return
@@ -189,16 +193,16 @@ class TextContext(IndexFace, EqualByValue):
         self._judge()
 
     def receive_token(self, token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        """A token that was sampled and judged elsewhere follows; who judged it also says when the text has ended."""
+        """Append a token that was sampled and judged elsewhere; that judge also decides when the text has ended."""
         self.tokens.advance_with_token(token)
         self._store(log_probabilities)
 
     def receive_tokens(self, tokens: Sequence[int]) -> None:
-        """Likewise for several, without log probabilities."""
+        """Append several tokens that were judged elsewhere, without log probabilities."""
         self.tokens.advance_with_tokens(tokens)
 
     def receive_prompt_report(self, position: int, report: LogProbabilities) -> None:
-        """Log-probabilities of the prompt's token at `position`; one that is known already is ignored."""
+        """Store the log-probabilities of the prompt's token at `position`; one that is known already is ignored."""
         if position != self.next_prompt_report:
             return
         known = self.progress.prompt_log_probabilities
@@ -207,17 +211,18 @@ class TextContext(IndexFace, EqualByValue):
         known.asked_log_probabilities += report.asked_log_probabilities
 
     def append_forced_token(self, token: int) -> None:
-        """A token that the grammar leaves no choice about: it follows without having been sampled."""
+        """Append a jump-forward token: the grammar leaves no choice about it, and it was not sampled."""
         self._refuse_pending("no token can follow it")
         self.tokens.append_active(token)
         self._judge()
 
     def update_with_future_token(self) -> None:
-        """As `update`, with a token that is not known yet. The grammar waits for the real one."""
+        """Finish a step with a token that is not known yet. The grammar waits for the real one."""
         self.advance_token_buffer(FUTURE_TOKEN)
 
     def realize_future_token(self, new_token: int, log_probabilities: LogProbabilities | None = None) -> None:
-        """The token of `update_with_future_token` is known now; it may end the text. The grammar is not told."""
+        """Replace the placeholder of `update_with_future_token`; the token may end the text. The grammar does not
+        see it."""
         if not self._pending:
             raise ValueError("no future token is pending: update_with_future_token comes first")
         self.tokens.overwrite_last_token(new_token)
@@ -225,7 +230,7 @@ class TextContext(IndexFace, EqualByValue):
         self._judge()
 
     def drop_last_tokens(self, n: int) -> None:
-        """Forgets generated tokens; a text that had ended goes on."""
+        """Forget the last generated tokens; a text that had ended goes on."""
         self.tokens.drop_last(n)
         if n:
             self._forget_log_probabilities()
@@ -233,7 +238,7 @@ class TextContext(IndexFace, EqualByValue):
                 self.status = GenerationStatus.ACTIVE
 
     def reset(self) -> None:
-        """Everything is one prompt, to be encoded anew (eviction). Undelivered tokens stay to be delivered."""
+        """Turn all tokens into one prompt, to be encoded anew (eviction). Undelivered tokens stay to be delivered."""
         if self._pending:
             self.drop_last_tokens(1)
         self.progress.absorbed += self.tokens.generated_length
@@ -242,11 +247,12 @@ class TextContext(IndexFace, EqualByValue):
         self.unassign_from_cache()
 
     def compute_num_available_steps(self, max_seq_len: int) -> int:
-        """Steps until the sequence has `max_seq_len` tokens."""
+        """Return the steps until the sequence has `max_seq_len` tokens."""
         return max_seq_len - (len(self.tokens) - self.tokens.active_length)
 
     def get_min_token_logit_mask(self, num_steps: int) -> list[NDArray[np.int32]]:
-        """For each step the pairs (row 0, token id) of ends that come too early; none once `min_tokens` are there."""
+        """Return for each step the pairs (row 0, token id) of ends that come too early; none once `min_tokens` are
+        there."""
         generated = len(self.tokens) - self.prompt_length
         ends = np.array([[0, token] for token in sorted(self.eos_token_ids)], np.int32).reshape(-1, 2)
         return [ends if generated + step < self.min_tokens else ends[:0] for step in range(num_steps)]
@@ -254,21 +260,23 @@ class TextContext(IndexFace, EqualByValue):
     # Delivery
 
     def to_generation_output(self) -> TextGenerationOutput:
-        """Undelivered tokens, the one that ended the text included. ValueError while a future token is pending."""
+        """Return undelivered tokens, the one that ended the text included. ValueError while a future token is
+        pending."""
         first, tokens = self._take_tokens()
-        stored, found = self.progress.log_probabilities, None
+        stored = self.progress.log_probabilities
+        found = None
         if stored:
             found = [stored.pop(i) for i in range(first, first + len(tokens)) if i in stored] or None
         return TextGenerationOutput(self.request_id, tokens, self.status, found, self.cached_prefix_length)
 
     def take_outstanding(self) -> list[tuple[int, LogProbabilities | None]]:
-        """Undelivered tokens and their log probabilities; they are delivered now."""
+        """Return undelivered tokens and their log probabilities, and mark them as delivered."""
         first, tokens = self._take_tokens()
         stored = self.progress.log_probabilities
         return [(token, stored.pop(i, None)) for i, token in enumerate(tokens, first)]
 
     def _take_tokens(self) -> tuple[int, list[int]]:
-        """The position of the first undelivered token, and all of them; they are delivered now."""
+        """Return the position of the first undelivered token, and all of them, and mark them as delivered."""
         buffer = self.tokens
         first = buffer.delivered_length
         if first == len(buffer):
@@ -304,16 +312,16 @@ class TextContext(IndexFace, EqualByValue):
         self.grammar_state.requires_structured_output_flag = value
 
     def set_matcher(self, matcher: Any) -> None:
-        """`matcher.consume_token(token)` says whether the grammar takes a token. It is in force at once.
+        """Enforce a grammar at once, unless a region set before decides when.
 
-        Unless a region set before decides when it is.
+        `matcher.consume_token(token)` says whether the grammar takes a token.
         """
         self.matcher = matcher
         if not self.grammar_state.waits_for_region:
             self.grammar_enforced = True
 
     def advance_fsm(self, token: int) -> bool:
-        """Tells the grammar of a generated token; whether there is one.
+        """Advance the grammar by a generated token. False if there is no grammar.
 
         A token it refuses switches enforcement off for the rest: the text goes on, and the log has an error.
         """
@@ -335,7 +343,7 @@ class TextContext(IndexFace, EqualByValue):
         self.grammar_state.set_thinking_region(start_token_ids, end_token_ids)
 
     def update_enforcement_state(self, token: int) -> bool:
-        """Moves between regions; whether the grammar is to be fed `token`."""
+        """Move between regions. True if the grammar must consume `token`."""
         return self.grammar_state.update(token, self.json_schema is not None or self.grammar is not None)
 
     def snapshot_grammar_state(self) -> GrammarEnforcementSnapshot:
@@ -359,11 +367,12 @@ class TextContext(IndexFace, EqualByValue):
             self.progress.log_probabilities[len(self.tokens) - 1] = log_probabilities
 
     def _forget_log_probabilities(self) -> None:
-        stored, length = self.progress.log_probabilities, len(self.tokens)
+        stored = self.progress.log_probabilities
+        length = len(self.tokens)
         self.progress.log_probabilities = {i: entry for i, entry in stored.items() if i < length}
 
     def _judge(self) -> None:
-        """Ends the text when its last token does."""
+        """End the text when its last token does."""
         if not self.ignore_eos and self.eos_tracker.is_eos_from_tokens(self.tokens.all[self.prompt_length :]):
             self.status = GenerationStatus.END_OF_SEQUENCE
         elif self.max_length is not None and len(self.tokens) >= self.max_length:

@@ -22,11 +22,11 @@ from interfaces.wire.codec import I64
 
 TokenSlice: TypeAlias = NDArray[np.int64]
 
+# `TokenBuffer.padded` has a multiple of this length.
 CHUNK_SIZE = 128
-"""`TokenBuffer.padded` has a multiple of this length."""
 
+# Tokens that a repr shows at either end.
 _SHOWN = 8
-"""Tokens that a repr shows at either end."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class Range:
         self.end += amount
 
     def advance(self) -> None:
-        """Empties the range at its end."""
+        """Empty the range at its end."""
         self.start = self.end
 
 
@@ -72,7 +72,10 @@ class TokenBufferState:
 
 @dataclass(slots=True, eq=False, repr=False)
 class TokenBuffer:
-    """Grows by one token in amortised constant time. `array` is the store, which may be longer than the tokens."""
+    """A growing array of tokens, with three views. `array` is the store, which may be longer than the tokens.
+
+    Appending a token takes amortised constant time.
+    """
 
     wire_type: ClassVar[type] = TokenBufferState
 
@@ -177,40 +180,42 @@ class TokenBuffer:
         return self._end < self._length
 
     def chunk(self, chunk_size: int) -> None:
-        """Leaves only the first `chunk_size` active tokens active; the others wait for `advance_chunk`."""
+        """Leave only the first `chunk_size` active tokens active; the others wait for `advance_chunk`."""
         if not 0 < chunk_size < self.active_length:
             raise ValueError(f"chunk_size must be between 1 and {self.active_length - 1}, got {chunk_size}")
         self._begin_where_active()
         self._end = self._start + chunk_size
 
     def advance_chunk(self) -> None:
-        """The chunk is processed: all that waited behind it is active now."""
+        """Finish the chunk: all tokens that waited behind it are active now."""
         if not self.actively_chunked:
             raise ValueError("there is no chunk to advance: all tokens are active already")
-        self._start, self._end, self._offset = self._end, self._length, 0
+        self._start = self._end
+        self._end = self._length
+        self._offset = 0
 
     def skip_processing(self, n: int) -> None:
-        """The first `n` active tokens need no processing (a prefix-cache hit); one must stay active."""
+        """Skip the first `n` active tokens, which need no processing (a prefix-cache hit); one must stay active."""
         if not 0 <= n < self.active_length:
             raise ValueError(f"n must be between 0 and {self.active_length - 1}, got {n}")
         self._begin_where_active()
         self._start += n
 
     def rewind_processing(self, n: int) -> None:
-        """The last `n` processed tokens are to be processed again."""
+        """Make the last `n` processed tokens active again."""
         most = self._start + min(self._offset, 0)
         if not 0 <= n <= most:
             raise ValueError(f"n must be between 0 and {most}, got {n}")
         self._start -= n
 
     def apply_processing_offset(self, offset: int) -> None:
-        """Shifts the visible beginning of the active tokens; replaces the offset before, does not add to it."""
+        """Shift the visible beginning of the active tokens; replaces the offset before, does not add to it."""
         if not 0 <= self._start + offset <= self._end:
             raise ValueError(f"offset must be between {-self._start} and {self._end - self._start}, got {offset}")
         self._offset = offset
 
     def set_window(self, start: int, end: int, length: int) -> None:
-        """Sets the processing window, and how many tokens there are (more: zeros; fewer: the last are forgotten)."""
+        """Set the processing window, and the number of tokens (more: zeros; fewer: the last are forgotten)."""
         if not 0 <= start < end <= length:
             raise ValueError(f"the window needs 0 <= start < end <= length, got {start}, {end}, {length}")
         if length < self._prompt_length:
@@ -218,13 +223,16 @@ class TokenBuffer:
         if length > len(self.array):
             self._grow(length)
         self.array[self._length : length] = 0
-        self._start, self._end, self._length, self._offset = start, end, length, 0
+        self._start = start
+        self._end = end
+        self._length = length
+        self._offset = 0
         self._delivered = min(self._delivered, length)
 
     # Growth
 
     def advance_with_token(self, token: int) -> None:
-        """All active tokens are processed, and `token` followed: it is the only active one now."""
+        """Finish all active tokens and append `token`, which is the only active one now."""
         length = self._length
         if self._end != length:
             raise ValueError("a chunk is being processed: no token can follow before advance_chunk")
@@ -236,7 +244,7 @@ class TokenBuffer:
         self._offset = 0
 
     def advance_with_tokens(self, tokens: Sequence[int]) -> None:
-        """`advance_with_token` for one after the other, at the price of one."""
+        """Append tokens as `advance_with_token` does for one after the other, at the price of one."""
         if len(tokens) == 1:
             self.advance_with_token(tokens[0])
             return
@@ -253,10 +261,12 @@ class TokenBuffer:
         self._offset = 0
 
     def append_active(self, token: int) -> None:
-        """`token` followed without having been sampled: it still has to be processed, with those that are active."""
-        start, offset = self._start, self._offset
+        """Append `token`, which was not sampled: it still has to be processed, with those that are active."""
+        start = self._start
+        offset = self._offset
         self.advance_with_token(token)
-        self._start, self._offset = start, offset
+        self._start = start
+        self._offset = offset
 
     def overwrite_last_token(self, token: int) -> None:
         if self._length == self._prompt_length:
@@ -264,7 +274,7 @@ class TokenBuffer:
         self.array[self._length - 1] = token
 
     def drop_last(self, n: int) -> None:
-        """Forgets the last `n` generated tokens; those that were delivered count as never delivered."""
+        """Forget the last `n` generated tokens; those that were delivered count as never delivered."""
         if not 0 <= n <= self.generated_length:
             raise ValueError(f"n must be between 0 and the {self.generated_length} generated tokens, got {n}")
         if n:
@@ -272,7 +282,7 @@ class TokenBuffer:
             self.set_window(min(self._start, length - 1), length, length)
 
     def reset_as_new_prompt(self, delete_last_generated_token: bool = False) -> None:
-        """All tokens are prompt and to be processed. Undelivered ones stay ready for delivery."""
+        """Make all tokens a prompt to be processed. Undelivered ones stay ready for delivery."""
         if delete_last_generated_token:
             if self._length == self._prompt_length:
                 raise ValueError("there is no generated token to delete")
@@ -288,11 +298,11 @@ class TokenBuffer:
 
     @property
     def delivered_length(self) -> int:
-        """Position of the first token that is ready for delivery; the length when there is none."""
+        """The position of the first token that is ready for delivery; the length when there is none."""
         return self._delivered
 
     def consume_recently_generated_tokens(self) -> TokenSlice:
-        """The tokens that are ready, as a view; they are delivered now."""
+        """Return the tokens that are ready, as a view, and mark them as delivered."""
         if self._delivered == self._length:
             raise ValueError("no generated token is ready: see has_outstanding_generated_tokens")
         ready = self.array[self._delivered : self._length]
@@ -325,15 +335,22 @@ class TokenBuffer:
 
     @classmethod
     def from_wire(cls, state: TokenBufferState) -> Self:
-        n, prompt_length, start, end = len(state.tokens), state.prompt_length, state.start, state.end
-        offset, delivered = state.offset, state.delivered
+        n = len(state.tokens)
+        prompt_length = state.prompt_length
+        start = state.start
+        end = state.end
+        offset = state.offset
+        delivered = state.delivered
         marks = 1 <= prompt_length <= n and 0 <= delivered <= n and 0 <= start <= end <= n and end > 0
         if not marks or not 0 <= start + offset <= end:
             marks_of_state = (prompt_length, start, end, offset, delivered)
             raise ValueError(f"the marks of a token buffer contradict each other: {n} tokens, {marks_of_state}")
         buffer = cls(state.tokens)
-        buffer._prompt_length, buffer._start, buffer._end = prompt_length, start, end
-        buffer._offset, buffer._delivered = offset, delivered
+        buffer._prompt_length = prompt_length
+        buffer._start = start
+        buffer._end = end
+        buffer._offset = offset
+        buffer._delivered = delivered
         return buffer
 
     @property
@@ -342,7 +359,8 @@ class TokenBuffer:
 
     def _begin_where_active(self) -> None:
         # With a negative offset the beginning could otherwise pass the end.
-        self._start, self._offset = self._start + self._offset, 0
+        self._start = self._start + self._offset
+        self._offset = 0
 
     def _grow(self, needed: int) -> None:
         capacity = len(self.array)

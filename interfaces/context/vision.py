@@ -14,10 +14,10 @@ from interfaces.wire.shared_memory import Segments
 
 @dataclass(kw_only=True, eq=False)
 class TextAndVisionContext(TextContext):
-    """`images` in the order of the prompt, with tokens between them; each begins and ends with a vision token.
+    """A text context with images, in the order of the prompt, with tokens between them.
 
-    Without a chunk the position is behind all tokens, so it can be inside an image only where `tokens` itself was
-    chunked there.
+    Each image begins and ends with a vision token. Without a chunk the position is behind all tokens, so it can be
+    inside an image only where `tokens` itself was chunked there.
     """
 
     vision_token_ids: list[int]
@@ -56,7 +56,7 @@ class TextAndVisionContext(TextContext):
 
     @property
     def image_idx(self) -> int:
-        """Index of the first image with tokens that are not processed; their number when there is none."""
+        """The index of the first image with tokens that are not processed; the number of images when there is none."""
         processed = self.tokens.processed_length
         return next((i for i, image in enumerate(self.images) if image.end_idx > processed), len(self.images))
 
@@ -70,20 +70,20 @@ class TextAndVisionContext(TextContext):
 
     @property
     def image_token_indices(self) -> NDArray[np.int32]:
-        """Positions of the vision tokens within the images."""
+        """The positions of the vision tokens within the images."""
         positions = [np.arange(image.start_idx, image.end_idx) for image in self.images]
         inside = np.concatenate(positions) if positions else np.empty(0, np.int64)
         return inside[np.isin(self.tokens.all[inside], self.vision_token_ids)].astype(np.int32)
 
     def compute_image_aligned_idx(self, idx: int) -> int:
-        """The start of the image that position `idx` belongs to, else `idx`."""
+        """Return the start of the image that position `idx` belongs to, else `idx`."""
         image = self._image_at(idx)
         return idx if image is None else image.start_idx
 
     def chunk(self, chunk_size: int) -> None:
-        """Leaves about `chunk_size` tokens active: fewer where an image would be cut, more where one alone is longer.
+        """Leave about `chunk_size` tokens active: fewer where an image would be cut, more where one alone is longer.
 
-        Nothing happens when all that is active is taken.
+        Nothing happens when all active tokens are taken.
         """
         start = self.tokens.current_position - self.tokens.active_length
         end = self.compute_image_aligned_idx(start + chunk_size)

@@ -1,15 +1,16 @@
 """Every message that crosses a process boundary.
 
-API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `Inquiry` one
-way, `Results`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`, `InquiryAnswer` the other.
+API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `Inquiry` one way,
+`Results`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`, `InquiryAnswer` the other.
+
 Scheduler <-> worker: `Step`, `Retire` one way, `WorkerHello`, `StepResult`, `WorkerGoodbye` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
 otherwise.
 
-What comes with each step is not frozen, because Python takes five times as long to make frozen objects; nobody changes
-it all the same.
+Messages of each step are not frozen, because Python takes five times as long to make frozen objects. Treat them as
+frozen all the same.
 """
 
 from interfaces.messages.api import (

@@ -23,10 +23,10 @@ REGISTRATION_SIZE = 2**32
 @message(1)
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A replica announces itself, then says so every second; a replica that falls silent is treated as dead.
+    """Registers a replica, and is its heartbeat every second; a replica that falls silent is treated as dead.
 
-    `handles` are the requests that it holds open. The scheduler cancels those of its that are not named, and answers
-    `Unknown` when it does not have one that is: whichever side has lost something, the other one learns of it.
+    `handles` are the requests that it holds open. The scheduler cancels the replica's other requests, and answers
+    `Unknown` when it does not have one that is named: so either side learns of requests that the other has lost.
     """
 
     replica: str
@@ -35,13 +35,13 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On which terms a request waits and runs.
+    """The scheduling options of a request.
 
     `tenant` is whose share of the server it takes, and `weight` how large that share is beside others'. A higher
     `priority` is admitted first. It fails when it is not on a worker after `queue_seconds`, or has not ended after
-    `total_seconds`. A stream that has a name in `resume` outlives its replica and its client for a while: a Submit
-    with the same name takes it over, from its first token. `deterministic`: what it gets depends on nothing else that
-    runs, and on no replay, in any dtype.
+    `total_seconds`. A stream that has a name in `resume` outlives its replica and its client for a while: a Submit with
+    the same name takes it over, from its first token. `deterministic`: its answer depends on no other request, and on
+    no replay, in any dtype.
     """
 
     tenant: str = ""
@@ -60,8 +60,10 @@ class Terms:
 @message(2)
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request: its whole context. The generated tokens in it are those that the client has already, when a replica
-    resubmits. `again` says that it does: such a request has stood in line before, and is not refused for its length.
+    """A request: its whole context.
+
+    The generated tokens in it are those that the client has already, when a replica resubmits. `again` marks such a
+    resubmission: it has waited in the queue before, and is not refused for the queue's length.
 
     `context.eos_tracker` has the EOS ids that apply. Stop strings are found in the API process, which then cancels the
     request. Large arrays in it may stand in shared memory: they are the replica's until the request ends.
@@ -82,7 +84,7 @@ class Submit:
 @message(3)
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody waits for these requests any more (client gone, stop string found). Idempotent.
+    """Ends requests that no client waits for any more (client gone, stop string found). Idempotent.
 
     Unknown handles are ignored.
     """
@@ -93,7 +95,7 @@ class Cancel:
 @message(4)
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """A replica ends in order: forget it and its requests now."""
+    """Ends a replica in order: the scheduler forgets it and its requests."""
 
     replica: str
 
@@ -111,16 +113,16 @@ class Finish:
 @message(5)
 @dataclass(slots=True)
 class Results:
-    """All news of one step for one replica, as columns: entry i is a token of `handles[i]`.
+    """All outputs of one step for one replica, as columns: entry i is a token of `handles[i]`.
 
-    `tokens[i]` is -1 when the entry carries no token (a failure, say). `finished` holds `Finish` codes. `cached` maps
-    a handle to its prompt tokens served from the prefix cache, in the entry with its first token. `errors` has a
-    reason for each FAILED handle. `incarnation` names the scheduler process that speaks. `queued` maps a handle to the
+    `tokens[i]` is -1 when the entry carries no token (a failure, say). `finished` holds `Finish` codes. `cached` maps a
+    handle to its prompt tokens served from the prefix cache, in the entry with its first token. `errors` has a reason
+    for each FAILED handle. `incarnation` names the scheduler process that sends them. `queued` maps a handle to the
     microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
-    request that was placed and got none. `reports` and `hidden` come with or before the tokens they are of.
+    request that was placed and got none. `reports` and `hidden` come with or before their tokens.
 
     `number` counts the messages to this replica. One that does not follow the last, and is not the first after a
-    registration (`REGISTRATION_SIZE`), says that some were lost between them.
+    registration (`REGISTRATION_SIZE`), shows that some were lost between them.
     """
 
     incarnation: int
@@ -139,7 +141,7 @@ class Results:
 @message(14)
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Answer to a `Hello`: the scheduler does not have these requests. What it had of them was sent before this.
+    """Answers a `Hello`: the scheduler does not have these requests. Everything it had of them was sent before this.
 
     The replica submits again those that are still open, with the tokens it has. `dropped`: the scheduler had given the
     whole replica up, so the requests are not the reason.
@@ -152,8 +154,11 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """One worker as the scheduler sees it; `blocks_cached` are free but still hold a reusable prefix, `drafted` and
-    `accepted` are its own counts, a second old at most. `backend` says in words what runs the model."""
+    """The state of one worker as the scheduler sees it.
+
+    `blocks_cached` are free but still hold a reusable prefix; `drafted` and `accepted` are the worker's own counts, a
+    second old at most. `backend` describes in words what runs the model.
+    """
 
     device: str
     index: int
@@ -188,8 +193,8 @@ class Status:
     block_size: int
     vocab_size: int
     counters: dict[str, int]
+    # Width of the model's embeddings; 0 without workers.
     hidden_size: int = 0
-    """Width of the model's embeddings; 0 without workers."""
 
 
 class Action:
@@ -223,7 +228,7 @@ class Order:
 @message(8)
 @dataclass(frozen=True, slots=True)
 class OrderAnswer:
-    """An order was carried out, unless `refused` says why not. `requests` counts those that it changed."""
+    """Answers an order: it was carried out, unless `refused` has a reason. `requests` counts those that it changed."""
 
     incarnation: int
     number: int
@@ -236,7 +241,7 @@ class SessionAction:
 
     OPEN and CLOSE a session, with `timeout` seconds without use (0: the usual time) after which it is closed by itself.
     REMEMBER keeps the tokens of a `request` that has ended, which went on from `parent` (empty: from none). RECALL
-    asks for them (no request: for none); with `replace`, what went on from that request is forgotten, or everything.
+    returns them (no request: none); with `replace`, requests that went on from that one are forgotten, or everything.
     """
 
     OPEN = 0
@@ -248,7 +253,7 @@ class SessionAction:
 @message(9)
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """Something to do with a session. `number` is the replica's name for it, and comes back in the answer."""
+    """An action on a session. `number` is the replica's name for it, and comes back in the answer."""
 
     number: int
     action: int
@@ -264,7 +269,8 @@ class SessionOrder:
 @message(10)
 @dataclass(frozen=True, slots=True)
 class SessionAnswer:
-    """It was done, unless `refused` says why not. `tokens` are what was asked for, the prompt first."""
+    """Answers a session order: it was done, unless `refused` has a reason. `tokens` are those recalled, the prompt
+    first."""
 
     incarnation: int
     number: int
@@ -276,9 +282,9 @@ class SessionAnswer:
 @message(12)
 @dataclass(frozen=True, slots=True)
 class Inquiry:
-    """An operator asks what was decided about the requests whose id begins so.
+    """Asks for the decision log of the requests whose id begins so.
 
-    An empty one asks what happened to workers and replicas.
+    An empty id asks for the log of workers and replicas.
     """
 
     request_id: str
@@ -287,7 +293,7 @@ class Inquiry:
 @message(13)
 @dataclass(frozen=True, slots=True)
 class InquiryAnswer:
-    """Lines for people, oldest first, and how things stand."""
+    """Answers an inquiry: lines for people, oldest first, and the state of the server."""
 
     incarnation: int
     lines: list[str]
@@ -297,6 +303,6 @@ class InquiryAnswer:
 @message(11)
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Nobody listens to these requests for now. Those with a name in `Terms.resume` go on, the others are cancelled."""
+    """Detaches requests whose client left. Those with a name in `Terms.resume` go on, the others are cancelled."""
 
     handles: I32

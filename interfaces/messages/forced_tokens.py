@@ -1,4 +1,4 @@
-"""Tokens that a grammar leaves no choice about, on their way from a worker to the scheduler.
+"""Jump-forward tokens, about which a grammar leaves no choice, on their way from a worker to the scheduler.
 
 Knows the layout of the columns; knows neither grammars nor requests.
 """
@@ -16,7 +16,7 @@ from interfaces.wire.codec import I32
 
 @dataclass(frozen=True, slots=True)
 class ForcedTokens:
-    """Row `rows[i]` goes on, after the token that was sampled for it, with the next `counts[i]` of `tokens`."""
+    """Jump-forward tokens: row `rows[i]` goes on, after its sampled token, with the next `counts[i]` of `tokens`."""
 
     rows: I32
     counts: I32
@@ -24,7 +24,7 @@ class ForcedTokens:
 
     @classmethod
     def of(cls, runs: Mapping[int, Sequence[int] | NDArray[np.int32]]) -> ForcedTokens:
-        """From the tokens of each row, none of them empty."""
+        """Make the columns from the tokens of each row, none of them empty."""
         counts = np.array([len(run) for run in runs.values()], np.int32)
         return cls(np.array(list(runs), np.int32), counts, np.concatenate([*runs.values()]).astype(np.int32))
 
@@ -35,6 +35,6 @@ class ForcedTokens:
         return len(self.rows) == len(self.counts) and not few and int(self.counts.sum()) == len(self.tokens)
 
     def runs(self) -> dict[int, NDArray[np.int32]]:
-        """The tokens of each row."""
+        """Return the tokens of each row."""
         parts = np.split(self.tokens, np.cumsum(self.counts)[:-1])
         return dict(zip(self.rows.tolist(), parts, strict=True))

@@ -1,5 +1,4 @@
-"""Hidden states of tokens (what the model's last norm gives its output embedding) on their way from a worker to an API
-process.
+"""Hidden states of tokens (the last norm's output, from which logits are made), from a worker to an API process.
 
 Knows the layout of the columns, and how to cut and join them; knows neither rows nor requests.
 """
@@ -18,8 +17,10 @@ from interfaces.wire.codec import F32, I32
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Entry i is of the token at index `positions[i]` of the sequence `owners[i]`: a row from a worker, a handle from
-    the scheduler. `values` has the vectors one after the other, all of one width.
+    """Hidden states as columns. Entry i is for the token at index `positions[i]` of the sequence `owners[i]`.
+
+    An owner is a row from a worker, a handle from the scheduler. `values` has the vectors one after the other, all of
+    one width.
     """
 
     owners: I32
@@ -34,26 +35,26 @@ class HiddenStates:
 
     @property
     def vectors(self) -> NDArray[np.float32]:
-        """One row an entry."""
+        """The vectors, one row an entry: f32[entries, width]."""
         return self.values.reshape(len(self.owners), -1)
 
     def select(self, kept: NDArray[np.bool_]) -> Self:
-        """The entries where `kept` holds."""
+        """Return the entries where `kept` holds."""
         if kept.all():
             return self
         return type(self)(self.owners[kept], self.positions[kept], self.vectors[kept].ravel())
 
     def owned_by(self, owners: NDArray[np.int32]) -> Self:
-        """The same entries under other names."""
+        """Return these entries under other owners."""
         return type(self)(owners, self.positions, self.values)
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """All entries of one or more parts, in order."""
+        """Join the entries of one or more parts, in order."""
         if len(parts) == 1:
             return parts[0]
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
     def entries(self) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
-        """(owner, position, vector) one by one."""
+        """Yield (owner, position, vector) one by one."""
         yield from zip(self.owners.tolist(), self.positions.tolist(), self.vectors, strict=True)

@@ -18,8 +18,9 @@ from interfaces.wire.codec import F32, I32
 
 @dataclass(frozen=True, slots=True)
 class LogprobReports:
-    """Entry i is of the token at index `positions[i]` of the sequence `owners[i]`: a row from a worker, a handle from
-    the scheduler. `chosen` is the token's own log-probability.
+    """Log-probabilities as columns. Entry i is for the token at index `positions[i]` of the sequence `owners[i]`.
+
+    An owner is a row from a worker, a handle from the scheduler. `chosen` is the token's own log-probability.
 
     Of `ids` and `values` an entry has the next `counts[i]`: first its `tops[i]` most probable tokens, then the ids that
     the request named. A position inside the prompt is a report of the prompt.
@@ -42,7 +43,7 @@ class LogprobReports:
         return bool(((self.tops >= 0) & (self.tops <= self.counts)).all())
 
     def select(self, kept: NDArray[np.bool_]) -> Self:
-        """The entries where `kept` holds."""
+        """Return the entries where `kept` holds."""
         if kept.all():
             return self
         within = np.repeat(kept, self.counts)
@@ -51,18 +52,21 @@ class LogprobReports:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """All entries of one or more parts, in order."""
+        """Join the entries of one or more parts, in order."""
         if len(parts) == 1:
             return parts[0]
         names = ("owners", "positions", "chosen", "tops", "counts", "ids", "values")
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
     def entries(self) -> Iterator[tuple[int, int, LogProbabilities]]:
-        """(owner, position, report) one by one."""
-        ids, values, ends = self.ids.tolist(), self.values.tolist(), np.cumsum(self.counts)
+        """Yield (owner, position, report) one by one."""
+        ids = self.ids.tolist()
+        values = self.values.tolist()
+        ends = np.cumsum(self.counts)
         columns = (self.owners, self.positions, self.chosen, self.tops, self.counts, ends)
         for owner, position, own, tops, count, end in zip(*(column.tolist() for column in columns), strict=True):
-            middle, start = end - count + tops, end - count
+            middle = end - count + tops
+            start = end - count
             top = dict(zip(ids[start:middle], values[start:middle], strict=True))
             asked = dict(zip(ids[middle:end], values[middle:end], strict=True))
             yield owner, position, LogProbabilities([own], [top], [asked])

@@ -26,13 +26,13 @@ EPOCHS_OF_A_SUPERVISOR = 2**20
 @message(16)
 @dataclass(frozen=True, slots=True)
 class WorkerHello:
-    """A worker announces what it can hold, then says so every second. `epoch` counts the starts of this worker slot
-    by its supervisor (`EPOCHS_OF_A_SUPERVISOR`).
+    """Registers a worker with its capacity, and is its heartbeat every second.
 
-    `max_model_len` is what the model and the KV memory allow for one sequence, in tokens. `compiling` says that its
-    answers will be computed by other kernels soon, which may differ from those of now in the last bits. `drafted` and
-    `accepted` tokens it has guessed, and guessed right, since it started. `backend` says in words what runs the model
-    (once nothing is compiling any more).
+    `epoch` counts the starts of this worker slot by its supervisor (`EPOCHS_OF_A_SUPERVISOR`). `max_model_len` is what
+    the model and the KV memory allow for one sequence, in tokens. `compiling`: its answers will be computed by other
+    kernels soon, which may differ from the present ones in the last bits. `drafted` and `accepted` count its draft
+    tokens, and those accepted, since it started. `backend` describes in words what runs the model (once nothing is
+    compiling any more).
     """
 
     device: str
@@ -56,7 +56,7 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True)
 class RowGrammar:
-    """What the answer in a row must look like: a compiled grammar, where it begins, and the tokens that may end it.
+    """The grammar of the answer in a row: compiled, with the place where it begins, and the tokens that may end it.
 
     The state is that of the answer's first token, whatever has been emitted.
     """
@@ -67,7 +67,7 @@ class RowGrammar:
 
     @classmethod
     def of(cls, context: TextContext) -> RowGrammar | None:
-        """None for free text."""
+        """Make a row's grammar from its context; None for free text."""
         if context.grammar is None:
             return None
         return cls(context.grammar, context.grammar_state, sorted(context.eos_token_ids))
@@ -75,7 +75,7 @@ class RowGrammar:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A sequence enters row `row`: everything the worker must know of it, once.
+    """Puts a sequence into row `row`, with everything that the worker must know of it.
 
     `tokens` are all known tokens, prompt first; those from `prompt_len` on were emitted before (a replay or a
     preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
@@ -102,13 +102,13 @@ class Join:
 class Step:
     """One forward pass on one worker. Order of effects: `drop`, `joins`, `new_blocks`, then the forward over `rows`.
 
-    Row rows[i] computes its next ntok[i] tokens (1 each when `ntok` is None). A row whose known tokens are all
-    computed then samples one more. `new_blocks` are triples (row, index in the row's block table, block).
-    `incarnation` names the scheduler process; a worker that sees a new one forgets all rows first.
+    Row rows[i] computes its next ntok[i] tokens (1 each when `ntok` is None). A row whose known tokens are all computed
+    then samples one more. `new_blocks` are triples (row, index in the row's block table, block). `incarnation` names
+    the scheduler process; a worker that sees a new one forgets all rows first.
 
-    Afterwards the worker computes one more token of each row, and another, `repeats` times in all, unless it is given
-    another step before it begins the next of them: then that one follows. They are numbered on from `step`, and each
-    has its result. The step itself is always done.
+    Multi-step decode: afterwards the worker computes one more token of each row, `repeats` times in all. It stops early
+    if another step arrives before it begins the next repetition: then that step follows. Repetitions are numbered on
+    from `step`, and each has its result. The step itself is always done.
     """
 
     incarnation: int
@@ -122,24 +122,25 @@ class Step:
     repeats: int = 0
 
     def after(self, steps: int) -> Step | None:
-        """Its first repetition that is not among so many steps, itself included, and has those that follow; or None."""
+        """Return the rest of this step once `steps` of its repetitions, itself included, have run; None if there is
+        none."""
         if steps > self.repeats:
             return None
-        number, left = self.step + steps, self.repeats - steps
+        number = self.step + steps
+        left = self.repeats - steps
         return Step(self.incarnation, self.epoch, number, self.rows, None, _NO_BLOCKS, _NO_ROWS, [], left)
 
 
 @message(18)
 @dataclass(slots=True)
 class StepResult:
-    """Answer to a Step: `tokens[i]` was sampled for `rows[i]`; rows in mid-prefill are absent, in the step's order
-    otherwise.
+    """The result of a Step: `tokens[i]` was sampled for `rows[i]`; rows in mid-prefill are absent, the others in order.
 
     `errors` maps a row to the reason why it alone failed; such rows are absent from `rows`. `device_us` is the time of
-    the pass in microseconds, and 0 for a step whose result came with that of the one before. `forced` are further
+    the pass in microseconds, and 0 for a step whose result came with that of the one before. `forced` are jump-forward
     tokens of rows: the worker knows them, and samples the row again when they are computed, so a step in flight that
-    computes fewer gives it no token. `last` says that another step follows, and not the repetitions that were left; who
-    does not know that yet leaves it out.
+    computes fewer gives it no token. `last`: another step follows, and not the repetitions that were left; it is left
+    out while that is not known.
     """
 
     incarnation: int
@@ -160,8 +161,9 @@ class StepResult:
 @message(19)
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """The scheduler has given this worker up and what it had to others: it must end, and may come again as a new
-    epoch.
+    """Fences a worker off: the scheduler has given it up and its sequences to others.
+
+    The worker must end, and may register again as a new epoch.
     """
 
     epoch: int
@@ -171,7 +173,7 @@ class Retire:
 @message(20)
 @dataclass(frozen=True, slots=True)
 class WorkerGoodbye:
-    """A worker ends in order, all its steps answered: its sequences go elsewhere and none of them is to blame."""
+    """Ends a worker in order, all its steps answered: its sequences go elsewhere and none of them is to blame."""
 
     index: int
     epoch: int

@@ -1,6 +1,6 @@
 """Pipelines under the older protocols, and generators of the older protocols as pipelines.
 
-A name says what the class is, then what it is made of: a `TokenGeneratorPipeline` is a pipeline.
+A name says what the class is, then what it wraps: a `TokenGeneratorPipeline` is a pipeline.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EmbeddingsGeneratorPipeline(Pipeline[EmbeddingsGenerationInputs, Embedding
         return self._generator.encode(inputs.batch)
 
     def release(self, request_id: RequestID) -> None:
-        """Nothing is kept."""
+        """Release a request. Nothing is kept, so there is no effect."""
 
 
 class PipelineAudioGenerator:

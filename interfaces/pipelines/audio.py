@@ -1,4 +1,4 @@
-"""Speech: what is asked for, and what comes back. Samples are float32 unless a decoder says otherwise."""
+"""Speech: requests and outputs. Samples are float32 unless a decoder says otherwise."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ class AudioGenerationRequest(EqualByValue, Request):
     """A text to be spoken. RuntimeError when there is neither `input` nor `prompt`."""
 
     model: str
+    # The text, at most 4096 characters.
     input: str | None = None
-    """The text, at most 4096 characters."""
+    # Speech tokens of the voice to speak with.
     audio_prompt_tokens: list[int] = field(default_factory=list)
-    """Speech tokens of the voice to speak with."""
+    # The text of those speech tokens.
     audio_prompt_transcription: str = ""
-    """What that voice says in them."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     _assistant_message_override: str | None = None
+    # A prompt that goes to the model unchanged, instead of one made of the fields above.
     prompt: list[int] | str | None = None
-    """Goes to the model as it is, instead of a prompt made of the fields above."""
     streaming: bool = True
+    # The last speech tokens of a request that this one continues.
     buffer_speech_tokens: NDArray[Any] | None = None
-    """The last speech tokens of a request that this one continues."""
     _: KW_ONLY
+    # Place in a batch; carried, not used.
     index: int | None = None
-    """Place in a batch; carried, not used."""
+    # Name of the adapter; None: `model` names it.
     lora: str | None = None
-    """Name of the adapter; None: `model` names it."""
 
     def __post_init__(self) -> None:
         if self.prompt is None and self.input is None:
@@ -53,20 +53,20 @@ class AudioGenerationMetadata:
     __hash__ = None  # type: ignore[assignment]
 
     sample_rate: int | None = None
+    # Duration in seconds.
     duration: float | None = None
-    """Seconds."""
     chunk_id: int | None = None
     timestamp: str | None = None
     final_chunk: bool | None = None
     model_name: str | None = None
     request_id: str | None = None
     tokens_generated: int | None = None
+    # Processing time in seconds.
     processing_time: float | None = None
-    """Seconds."""
     echo: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """What is known: only None is left out, so that 0, False and "" stay."""
+        """Return the known fields: only None is left out, so that 0, False and "" stay."""
         pairs = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         return {name: value for name, value in pairs if value is not None}
 

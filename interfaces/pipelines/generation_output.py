@@ -1,4 +1,4 @@
-"""What a pipeline made, as content parts: texts, images and video, each with its `type`.
+"""The output of a pipeline as content parts: texts, images and video, each with its `type`.
 
 Knows how pixels become PNG. Does not know HTTP, nor where media are kept.
 """
@@ -34,21 +34,21 @@ class OutputTextContent(_Part):
 
 
 class RefusalContent(_Part):
-    """Why the model will not answer."""
+    """The reason why the model will not answer."""
 
     type: Literal["refusal"] = "refusal"
     refusal: str
 
 
 class ReasoningSummaryContent(_Part):
-    """What the model thought, in short."""
+    """A summary of the model's reasoning."""
 
     type: Literal["reasoning_summary"] = "reasoning_summary"
     summary: str
 
 
 class OutputImageContent(_Part):
-    """An image: where it is, or its bytes in base64."""
+    """An image: its address, or its bytes in base64."""
 
     type: Literal["output_image"] = "output_image"
     image_url: str | None = None
@@ -58,14 +58,14 @@ class OutputImageContent(_Part):
 
     @classmethod
     def from_numpy(cls, array: NDArray[np.uint8], format: str = "png", detail: Detail | None = None) -> Self:
-        """From uint8 pixels `(height, width)` or `(height, width, 1, 3 or 4)`."""
+        """Encode uint8 pixels `(height, width)` or `(height, width, 1, 3 or 4)`."""
         if format != "png":
             raise ValueError(f"format must be 'png', the only one written here, got {format!r}")
         return cls(image_data=base64.b64encode(_png(array)).decode(), format=format, detail=detail)
 
 
 class OutputVideoContent(_Part):
-    """A video: where it is, its bytes in base64, or the raw frames that have yet to be encoded."""
+    """A video: its address, its bytes in base64, or the raw frames that have yet to be encoded."""
 
     type: Literal["output_video"] = "output_video"
     video_url: str | None = None
@@ -88,7 +88,7 @@ class OutputVideoContent(_Part):
 
     @classmethod
     def from_numpy_frames(cls, frames: NDArray[np.uint8], frames_per_second: float | None = None) -> Self:
-        """From uint8 frames `(frames, height, width, channels)`, kept as they are."""
+        """Wrap uint8 frames `(frames, height, width, channels)`, kept as they are."""
         if frames.dtype != np.uint8 or frames.ndim != 4:
             raise ValueError(
                 f"frames must be uint8 (frames, height, width, channels), got {frames.dtype} {frames.shape}"
@@ -97,7 +97,7 @@ class OutputVideoContent(_Part):
 
 
 class OutputAudioContent(_Part):
-    """A sound: where it is, or its bytes in base64."""
+    """A sound: its address, or its bytes in base64."""
 
     type: Literal["output_audio"] = "output_audio"
     audio_url: str | None = None
@@ -119,7 +119,7 @@ OutputContent = Annotated[
 
 
 class TokenDetails(BaseModel):
-    """Of which kinds counted tokens were."""
+    """Counts of tokens by kind."""
 
     cached: int = 0
     text: int = 0
@@ -139,7 +139,7 @@ class Usage(BaseModel):
 
 
 class GenerationOutput(BaseModel):
-    """Everything made for one request."""
+    """All outputs of one request."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -1,6 +1,6 @@
-"""The older faces of a pipeline, one protocol for each task, and the factory of either kind.
+"""The older interfaces of a pipeline, one protocol for each task, and the factory of either kind.
 
-`adapters.py` makes each face of the other.
+`adapters.py` converts between pipelines and generators.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class TokenGenerator(Protocol[_TokenContextT]):
     """Generates tokens for a batch of contexts."""
 
     def next_token(self, inputs: TextGenerationInputs[_TokenContextT]) -> dict[RequestID, TextGenerationOutput]:
-        """Generates `inputs.num_steps` tokens for each request, fewer for those that end before."""
+        """Generate `inputs.num_steps` tokens for each request, fewer for those that end before."""
         ...
 
     def release(self, request_id: RequestID) -> None:
-        """Frees what is kept for a finished request."""
+        """Free the state of a finished request."""
         ...
 
 
@@ -39,7 +39,7 @@ class EmbeddingsGenerator(Protocol[_ContextT]):
     """Embeds a batch of contexts."""
 
     def encode(self, batch: dict[RequestID, _ContextT]) -> dict[RequestID, EmbeddingsOutput]:
-        """The embedding of each request. Nothing is kept between calls."""
+        """Return the embedding of each request. Nothing is kept between calls."""
         ...
 
 
@@ -49,7 +49,7 @@ class AudioGenerator(Protocol[_ContextT]):
 
     @property
     def decoder_sample_rate(self) -> int:
-        """Samples a second of the audio it makes."""
+        """Samples per second of the generated audio."""
         ...
 
     @property
@@ -58,15 +58,15 @@ class AudioGenerator(Protocol[_ContextT]):
         ...
 
     def next_chunk(self, batch: dict[RequestID, _ContextT]) -> dict[RequestID, AudioGenerationResponse]:
-        """The next chunk of each request."""
+        """Return the next chunk of each request."""
         ...
 
     def release(self, context: _ContextT) -> None:
-        """Frees what is kept for a finished context (not for its id, as elsewhere)."""
+        """Free the state of a finished context (not of its id, as elsewhere)."""
         ...
 
 
+# Makes the pipeline; it is called in the process that will run it.
 PipelinesFactory = Callable[
     [], Pipeline[Any, Any] | TokenGenerator[Any] | EmbeddingsGenerator[Any] | AudioGenerator[Any]
 ]
-"""Makes the pipeline; it is called in the process that will run it."""

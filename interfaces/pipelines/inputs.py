@@ -1,4 +1,4 @@
-"""What the pipelines execute: batches of contexts, by task."""
+"""The inputs of pipelines: batches of contexts, by task."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The Responses API (`/v1/responses`): its request and its answer, for text as well as images, video and sound.
 
-Types only. Does not know HTTP, and fetches nothing: an image by URL is data for whoever fetches it under its own rules.
+Types only. Does not know HTTP, and fetches nothing: an image by URL stays a URL, which its reader fetches under its own
+rules.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class InputTextContent(_Model):
 
 
 class InputImageContent(_Model):
-    """`image_url` is an https or data: URL."""
+    """An image of a prompt. `image_url` is an https or data: URL."""
 
     type: Literal["input_image"] = "input_image"
     image_url: str
@@ -144,7 +145,7 @@ class _Strict(_Model):
 
 
 class EngineOptions(_Strict):
-    """`target_endpoint`: the engine that must serve the request."""
+    """Options of the engine. `target_endpoint`: the engine that must serve the request."""
 
     target_endpoint: str | None = None
 
@@ -180,7 +181,7 @@ class VideoOptions(_PixelOptions):
 
 
 class ProviderOptions(_Strict):
-    """What this API has no words for. Unknown keys are refused: a misspelled option must not be lost."""
+    """Options that this API has no words for. Unknown keys are refused: a misspelled option must not be lost."""
 
     max: EngineOptions | None = None
     image: ImageOptions = Field(default_factory=ImageOptions)
@@ -224,7 +225,7 @@ class OpenResponsesRequestBody(_Model):
 
 
 class HttpRequest(Protocol):
-    """As much of an HTTP framework's request as is needed here."""
+    """The members of an HTTP framework's request that are needed here."""
 
     @property
     def state(self) -> Any: ...
@@ -243,7 +244,7 @@ class OpenResponsesRequest(_Model):
 
     @classmethod
     async def from_fastapi_request(cls, request: HttpRequest) -> Self:
-        """From a request whose `state.request_id` is set; ValueError otherwise, or when the body is wrong."""
+        """Read a request whose `state.request_id` is set; ValueError otherwise, or when the body is wrong."""
         request_id = getattr(request.state, "request_id", None)
         if not request_id:
             raise ValueError("request.state.request_id is missing: set it before the body is read")
@@ -271,7 +272,7 @@ class ResponseResource(_Model):
 
     @classmethod
     def from_generation_output(cls, output: GenerationOutput, model: str) -> Self:
-        """ValueError when a video's frames have not been encoded yet."""
+        """Make the answer from a pipeline's output. ValueError when a video's frames have not been encoded yet."""
         for i, part in enumerate(output.output):
             if isinstance(part, OutputVideoContent) and part.frames is not None:
                 raise ValueError(f"output[{i}] holds raw frames: encode them, and give video_data or video_url instead")

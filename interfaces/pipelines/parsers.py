@@ -1,4 +1,4 @@
-"""Parsers of model output: where reasoning begins and ends, and which tools the model calls.
+"""Parsers of model output: the span of reasoning, and the tools that the model calls.
 
 Reasoning is found in token ids, because its markers are tokens; tool calls are found in text. Knows no model's format.
 """
@@ -15,7 +15,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class ReasoningSpan:
-    """Where reasoning lies in a sequence: half-open index pairs, with and without its delimiters.
+    """The span of reasoning in a sequence: half-open index pairs, with and without its delimiters.
 
     AssertionError unless the inner pair lies within the outer one.
     """
@@ -24,17 +24,18 @@ class ReasoningSpan:
     reasoning: tuple[int, int]
 
     def __post_init__(self) -> None:
-        (outer_start, outer_end), (start, end) = self.reasoning_with_delimiters, self.reasoning
+        outer_start, outer_end = self.reasoning_with_delimiters
+        start, end = self.reasoning
         if not outer_start <= start <= end <= outer_end:
             raise AssertionError(f"reasoning {self.reasoning} must lie within {self.reasoning_with_delimiters}")
 
     def extract_content(self, sequence: Sequence[Item]) -> list[Item]:
-        """Everything outside the delimiters."""
+        """Return everything outside the delimiters."""
         start, end = self.reasoning_with_delimiters
         return [*sequence[:start], *sequence[end:]]
 
     def extract_reasoning(self, sequence: Sequence[Item]) -> list[Item]:
-        """Everything between the delimiters."""
+        """Return everything between the delimiters."""
         return list(sequence[slice(*self.reasoning)])
 
 
@@ -53,20 +54,20 @@ class ReasoningParser(ABC):
     @classmethod
     @abstractmethod
     async def from_tokenizer(cls, tokenizer: Any) -> Self:
-        """A parser that knows the ids of its markers. ValueError when the tokenizer lacks them."""
+        """Make a parser that knows the ids of its markers. ValueError when the tokenizer lacks them."""
 
     @classmethod
     async def reasoning_end_token_id(cls, tokenizer: Any) -> int | None:
-        """The id that ends reasoning; None when the marker is not a single token."""
+        """Return the id that ends reasoning; None when the marker is not a single token."""
         return None
 
     @abstractmethod
     def stream(self, delta_token_ids: Sequence[int], is_currently_reasoning: bool = True) -> ParsedReasoningDelta:
-        """The next tokens. When not reasoning yet, only a start marker begins it."""
+        """Parse the next tokens. When not reasoning yet, only a start marker begins it."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets the stream so far."""
+        """Forget the stream so far."""
 
     def will_reason_after_prompt(self, prompt_token_ids: Sequence[int]) -> bool:
         """Whether the prompt leaves the model within reasoning (many chat templates open it)."""
@@ -101,7 +102,7 @@ class ParsedToolCallDelta:
 
 @dataclass
 class ParsedToolResponse:
-    """A whole answer, taken apart."""
+    """A whole answer, split into text and calls."""
 
     content: str | None = None
     tool_calls: list[ParsedToolCall] = field(default_factory=list)
@@ -112,16 +113,16 @@ class ToolParser(Protocol):
     """Finds tool calls in an answer; one object for each request."""
 
     def parse_complete(self, response: str) -> ParsedToolResponse:
-        """A whole answer. ValueError when it cannot be parsed."""
+        """Parse a whole answer. ValueError when it cannot be parsed."""
         ...
 
     def parse_delta(self, delta: str) -> list[ParsedToolCallDelta] | None:
-        """The next text of a stream.
+        """Parse the next text of a stream.
 
-        Pieces to emit; `[]`: the text belongs to a call and must not be shown; None: undecided, keep the text.
+        Returns pieces to emit; `[]`: the text belongs to a call and must not be shown; None: undecided, keep the text.
         """
         ...
 
     def reset(self) -> None:
-        """Forgets the stream so far."""
+        """Forget the stream so far."""
         ...

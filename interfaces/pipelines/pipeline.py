@@ -1,4 +1,4 @@
-"""What runs a batch: a pipeline from inputs to one output a request, and the tokenizer that makes its contexts.
+"""The runner of a batch: a pipeline from inputs to one output a request, and the tokenizer that makes its contexts.
 
 Knows neither models nor devices; `model_worker/pipelines/` implements it.
 """
@@ -12,33 +12,33 @@ from interfaces.base.request_id import RequestID, RequestType
 from interfaces.result.results import PipelineOutput as PipelineOutput
 from interfaces.result.results import PipelineOutputType as PipelineOutputType
 
+# The encoded form of a text: an array of token ids, usually.
 TokenizerEncoded = TypeVar("TokenizerEncoded")
-"""What a tokenizer makes of a text: an array of token ids, usually."""
 
+# The context that a tokenizer makes of a request.
 UnboundContextType = TypeVar("UnboundContextType", covariant=True)
-"""What a tokenizer makes of a request."""
 
 
 class PipelineInputs:
-    """Base of what a pipeline executes."""
+    """Base of the inputs of pipelines."""
 
 
 PipelineInputsType = TypeVar("PipelineInputsType", bound=PipelineInputs)
 
+# Outputs by request.
 PipelineOutputsDict = dict[RequestID, PipelineOutputType]
-"""Outputs by request."""
 
 
 class Pipeline(ABC, Generic[PipelineInputsType, PipelineOutputType]):
-    """Runs batches and keeps, between calls, what its requests need (K/V, rows) until they are released."""
+    """Runs batches and keeps, between calls, the state of its requests (K/V, rows) until they are released."""
 
     @abstractmethod
     def execute(self, inputs: PipelineInputsType) -> PipelineOutputsDict[PipelineOutputType]:
-        """One output for each request of the batch."""
+        """Return one output for each request of the batch."""
 
     @abstractmethod
     def release(self, request_id: RequestID) -> None:
-        """Frees what is kept for a request; to be called once for each that finished, failed or was cancelled."""
+        """Free the state of a request; call it once for each that finished, failed or was cancelled."""
 
 
 @runtime_checkable
@@ -59,13 +59,13 @@ class PipelineTokenizer(Protocol[UnboundContextType, TokenizerEncoded, RequestTy
         ...
 
     async def new_context(self, request: RequestType) -> UnboundContextType:
-        """The state of a request before its first step. ValueError names what is wrong with the request."""
+        """Make the state of a request before its first step. ValueError names what is wrong with the request."""
         ...
 
     async def encode(self, prompt: str, add_special_tokens: bool) -> TokenizerEncoded:
-        """Tokens of a text. ValueError when they are more than the model can take."""
+        """Encode a text. ValueError when its tokens are more than the model can take."""
         ...
 
     async def decode(self, encoded: TokenizerEncoded, **kwargs: Any) -> str:
-        """The text of tokens."""
+        """Decode tokens to a text."""
         ...

@@ -1,4 +1,4 @@
-"""Callbacks on the logits of a step: what a processor is given, and the two forms it may have.
+"""Callbacks on the logits of a step: the inputs of a processor, and its two forms.
 
 A request's own processors travel in `SamplingParams.logits_processors`, within one process only; batch processors
 belong to a pipeline. Both change the logits in place. Knows neither tensors nor sampling.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProcessorInputs:
-    """What a request's processor is given.
+    """The inputs of a request's processor.
 
     `logits` is a float32 tensor `(N, vocab)` on the pipeline's device, to be changed in place. N is above 1 when the
     model returns several positions; the last row is the next token's.
@@ -28,9 +28,9 @@ class ProcessorInputs:
 
 @dataclass
 class BatchProcessorInputs:
-    """What a batch processor is given: float32 logits `(rows, vocab)` of all requests, to be changed in place.
+    """The inputs of a batch processor: float32 logits `(rows, vocab)` of all requests, to be changed in place.
 
-    `logit_offsets`, `(batch + 1, 1)`, says which rows are whose: request i has rows `offsets[i]` to `offsets[i + 1]`.
+    `logit_offsets`, `(batch + 1, 1)`, assigns rows to requests: request i has rows `offsets[i]` to `offsets[i + 1]`.
     None: one row each, in the order of `context_batch`.
     """
 
@@ -39,8 +39,8 @@ class BatchProcessorInputs:
     context_batch: Sequence[TextGenerationContext]
 
 
+# Changes one request's logits; may be an object with state of its own.
 LogitsProcessor = Callable[[ProcessorInputs], None]
-"""Changes one request's logits; may be an object with state of its own."""
 
+# Changes the logits of a whole batch; runs before the requests' own processors.
 BatchLogitsProcessor = Callable[[BatchProcessorInputs], None]
-"""Changes the logits of a whole batch; runs before the requests' own processors."""

@@ -1,4 +1,4 @@
-"""What pipelines make, and the types that they answer with."""
+"""The tasks of pipelines, and the types of their outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from interfaces.result.results import SchedulerResult
 
 
 class PipelineTask(enum.StrEnum):
-    """What a pipeline makes."""
+    """The task of a pipeline."""
 
     TEXT_GENERATION = "text_generation"
     EMBEDDINGS_GENERATION = "embeddings_generation"
@@ -23,7 +23,8 @@ class PipelineTask(enum.StrEnum):
 
     @property
     def output_type(self) -> Any:
-        """The type to decode a scheduler's answers with: results by request id. ValueError for a task without one."""
+        """Return the type to decode a scheduler's answers with: results by request id. ValueError for a task without
+        one."""
         if self not in _OUTPUTS:
             raise ValueError(f"the task {self.value!r} has no output type; those with one: {', '.join(_OUTPUTS)}")
         result: Any = SchedulerResult

@@ -1,1 +1,1 @@
-"""What a request asks for."""
+"""Requests: content, sampling values, constraints."""

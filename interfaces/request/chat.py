@@ -25,13 +25,13 @@ class TextContentPart(_Part):
 
 
 class ImageContentPart(_Part):
-    """Where an image stands in a message; the images of a request are in the same order."""
+    """The place of an image in a message; the images of a request are in the same order."""
 
     type: Literal["image"] = "image"
 
 
 class VideoContentPart(_Part):
-    """Where a video stands in a message; the videos of a request are in the same order."""
+    """The place of a video in a message; the videos of a request are in the same order."""
 
     type: Literal["video"] = "video"
 
@@ -61,7 +61,7 @@ class TextGenerationRequestMessage(BaseModel):
         return [_part(item, i) for i, item in enumerate(content)] if isinstance(content, list) else content
 
     def flatten_content(self) -> dict[str, Any]:
-        """The message as a dict whose content is one text. ValueError when a part is not a text."""
+        """Return the message as a dict whose content is one text. ValueError when a part is not a text."""
         flat: dict[str, Any] = {"role": self.role, "content": self.text}
         for name in ("tool_calls", "tool_call_id", "reasoning_content"):
             value = getattr(self, name)
@@ -71,7 +71,7 @@ class TextGenerationRequestMessage(BaseModel):
 
     @property
     def text(self) -> str:
-        """The text parts, joined by newlines. ValueError when a part is not a text."""
+        """Return the text parts, joined by newlines. ValueError when a part is not a text."""
         if isinstance(self.content, str):
             return self.content
         texts = []
@@ -82,7 +82,7 @@ class TextGenerationRequestMessage(BaseModel):
         return "\n".join(texts)
 
     def count(self, kind: type[MessageContent]) -> int:
-        """How many parts are of this kind."""
+        """Count the parts of a kind."""
         return 0 if isinstance(self.content, str) else sum(isinstance(part, kind) for part in self.content)
 
 
@@ -120,7 +120,7 @@ class TextGenerationResponseFormat:
 
     @classmethod
     def of(cls, given: TextGenerationResponseFormat | Mapping[str, Any]) -> TextGenerationResponseFormat:
-        """`given`, or the format that a mapping with the same keys describes."""
+        """Return `given`, or the format that a mapping with the same keys describes."""
         return given if isinstance(given, TextGenerationResponseFormat) else cls(**given)
 
 

@@ -19,14 +19,14 @@ class LoRAType(enum.Enum):
 
 
 class LoRAOperation(enum.Enum):
-    """What is asked for."""
+    """An operation on an adapter."""
 
     LOAD = "load"
     UNLOAD = "unload"
 
 
 class LoRAStatus(enum.Enum):
-    """How it went."""
+    """The outcome of an operation."""
 
     SUCCESS = "success"
     LOAD_NAME_EXISTS = "load_name_exists"
@@ -49,7 +49,7 @@ class LoRARequest:
 
 @dataclass
 class LoRAResponse:
-    """What came of an operation."""
+    """The answer to an operation."""
 
     status: LoRAStatus
     message: str | list[str]

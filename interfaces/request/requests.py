@@ -1,7 +1,7 @@
-"""What a client wants made, in one form for all dialects: text, embeddings or images. Speech is in `audio.py`.
+"""A client's request, in one form for all dialects: text, embeddings or images. Speech is in `audio.py`.
 
-A dialect maps its body to one of these and knows nothing of what follows; the code that follows knows nothing of the
-dialect. The values here are what was asked: defaults of the model, tokens and limits are added later.
+A dialect maps its body to one of these and does not know the code that follows; that code does not know the dialect.
+The values here are the client's: defaults of the model, tokens and limits are added later.
 """
 
 from __future__ import annotations
@@ -39,128 +39,128 @@ __all__ = [
 class TextGenerationRequest(Request):
     """One prompt, to be answered `n` times. A batch of prompts is a list of these, given to one `generate` call.
 
-    Plain dicts are taken for messages and the response format, and None for lists. ValueError or TypeError for what
-    cannot belong together; whether there is a prompt at all is for the process to judge that has to answer.
+    Plain dicts are taken for messages and the response format, and None for lists. ValueError or TypeError for values
+    that cannot belong together; the process that answers checks that there is a prompt at all.
     """
 
+    # The name in logs; clients may choose it, so it need not be unique.
     request_id: RequestID
-    """Name in logs; clients may choose it, so it need not be unique."""
 
     model_name: str = ""
+    # Text, or token ids; instead of `messages`.
     prompt: str | Sequence[int] | None = None
-    """Text, or token ids; instead of `messages`."""
 
+    # The conversation, for the chat template.
     messages: list[TextGenerationRequestMessage] = field(default_factory=list)
-    """The conversation, for the chat template."""
 
+    # Encoded images, one for each image part of the messages, in order.
     images: list[bytes] = field(default_factory=list)
-    """Encoded images, one for each image part of the messages, in order."""
 
     tools: Sequence[TextGenerationRequestTool | Mapping[str, Any]] | None = None
     response_format: TextGenerationResponseFormat | None = None
+    # The time at which the server received it, in nanoseconds.
     timestamp_ns: int = 0
-    """When the server received it, in nanoseconds."""
 
     request_path: str = "/"
+    # Most probable tokens to report for each generated token; 0: no log probabilities.
     logprobs: int = 0
-    """How many of the most probable tokens to report for each generated token; 0: no log probabilities."""
 
+    # Whether the answer begins with the prompt.
     echo: bool = False
-    """The answer begins with the prompt."""
 
+    # Further stop strings, beside `sampling_params.stop`, which has them all.
     stop: str | list[str] | None = None
-    """Further stop strings, beside `sampling_params.stop`, which has them all."""
 
+    # Further variables of the chat template (`enable_thinking`...).
     chat_template_options: Mapping[str, Any] | None = None
-    """Further variables of the chat template (`enable_thinking`...)."""
 
+    # Final values. They do not count when `sampling` is given.
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
-    """Final values. They do not count when `sampling` is given."""
 
     _: KW_ONLY
     videos: list[bytes] = field(default_factory=list)
+    # Address of the engine that must serve it; None: any.
     target_endpoint: str | None = None
-    """Address of the engine that must serve it; None: any."""
 
     dkv_cache_hint: dict[str, Any] | None = None
+    # The place in a batch; carried, not used.
     index: int | None = None
-    """Place in a batch; carried, not used."""
 
+    # The name of the adapter; None: `model_name` names it.
     lora_name: str | None = None
-    """Name of the adapter; None: `model_name` names it."""
 
+    # The client's values, to be laid over the model's defaults. `sampling.stop` are the stop strings,
+    # `sampling.max_new_tokens` the length that was asked for explicitly.
     sampling: SamplingParamsInput | None = None
-    """What the client said, to be laid over the model's defaults. `sampling.stop` are the stop strings,
-    `sampling.max_new_tokens` the length that was asked for explicitly."""
 
+    # Whether generation_config.json fills what `sampling` leaves open. Its EOS ids apply in any case.
     model_defaults: bool = True
-    """Whether generation_config.json fills what `sampling` leaves open. Its EOS ids apply in any case."""
 
+    # The form that the answer must have; wins over `response_format`.
     constraint: Constraint | None = None
-    """The form that the answer must have; wins over `response_format`."""
 
+    # Names of tools, of which the answer must call one at least. None: the model decides.
     forced_tools: Sequence[str] | None = None
-    """Names of tools, of which the answer must call one at least. None: the model decides."""
 
+    # Whether one answer may have several calls; otherwise it ends with the first.
     parallel_tool_calls: bool = True
-    """Whether one answer may have several calls; otherwise it ends with the first."""
 
+    # A text that introduces the tools to a model whose chat template has no place for them.
     tool_prompt: str | None = None
-    """What introduces the tools to a model whose chat template has no place for them."""
 
+    # The beginning of the answer, as part of the prompt, unless the chat template has written it already.
     opening: str = ""
-    """What the answer begins with, as part of the prompt, unless the chat template has written it already."""
 
+    # Whether reasoning and tool calls are separated from the text.
     parse_answer: bool = False
-    """Reasoning and tool calls are told apart from the text."""
 
+    # With `parse_answer`: whether reasoning is left out of the text.
     separate_reasoning: bool = True
-    """With `parse_answer`: reasoning is no part of the text."""
 
+    # Whether reasoning comes as it is written; otherwise at once, when it is complete.
     stream_reasoning: bool = True
-    """Reasoning comes as it is written; otherwise at once, when it is complete."""
 
+    # Most tokens of reasoning: then it is ended, and the answer begins.
     max_thinking_tokens: int | None = None
-    """Reasoning that has become so long is ended, and the answer begins."""
 
+    # The dialect's length when none was asked for, cut to what fits. None: the model's, else all that fits.
     default_max_new_tokens: int | None = None
-    """The dialect's length when none was asked for, cut to what fits. None: the model's, else all that fits."""
 
+    # Whether a requested length that does not fit is cut to what fits, instead of being refused.
     clamp_max_new_tokens: bool = False
-    """A length asked for that does not fit is cut to what fits, instead of being refused."""
 
     add_generation_prompt: bool = True
+    # Whether the answer continues the last message instead of opening a new one.
     continue_final_message: bool = False
-    """The answer continues the last message instead of opening a new one."""
 
+    # Whether the tokenizer adds its own (BOS...). None: for a text prompt yes, after a chat template no.
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds its own (BOS...). None: for a text prompt yes, after a chat template no."""
 
+    # Keep only the LAST n tokens of the prompt.
     truncate_prompt_to: int | None = None
-    """Keep only the LAST n tokens of the prompt."""
 
     n: int = 1
+    # Whether the answer keeps the stop string or stop token that ended it (special tokens are still skipped).
     keep_stop: bool = False
-    """The answer keeps the stop string or stop token that ended it (special tokens are still skipped)."""
 
+    # Regular expressions (RE2's syntax) that end the answer when they match in it; the match stays.
     stop_patterns: list[str] = field(default_factory=list)
-    """Regular expressions (RE2's syntax) that end the answer when they match in it; what matched stays."""
 
     skip_special_tokens: bool = True
+    # Whether `TextDelta.tokens` is wanted: costs a second detokenization per token.
     token_details: bool = False
-    """`TextDelta.tokens` is wanted: costs a second detokenization per token."""
 
+    # Whether the hidden states of all tokens are wanted.
     hidden_states: bool = False
-    """The hidden states of all tokens are wanted."""
 
+    # Vectors that stand for the embeddings of the prompt's tokens; `prompt` then has as many ids, of no meaning.
     prompt_embeddings: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
-    """Vectors that stand for the embeddings of the prompt's tokens; `prompt` then has as many ids, of no meaning."""
 
+    # Requests share cached prompt prefixes only with requests of the same salt.
     cache_salt: str = ""
-    """Requests share cached prompt prefixes only with requests of the same salt."""
 
+    # `time.monotonic()` when the request's head had arrived.
     received: float = field(default_factory=time.monotonic)
-    """`time.monotonic()` when the request's head had arrived."""
 
     def __post_init__(self) -> None:
         self._convert()
@@ -177,10 +177,10 @@ class TextGenerationRequest(Request):
 
     @property
     def most_calls(self) -> int | None:
-        """How many calls end the answer; None: the model ends it.
+        """The number of calls that end the answer; None: the model ends it.
 
-        Forced ones are as many as there are tools to call: where every continuation is a call, a model may not find
-        an end.
+        Forced calls are as many as there are tools to call: where every continuation is a call, a model may not find an
+        end.
         """
         if not self.parallel_tool_calls:
             return 1
@@ -188,16 +188,16 @@ class TextGenerationRequest(Request):
 
     @cached_property
     def number_of_images(self) -> int:
-        """Image parts in the messages."""
+        """The image parts in the messages."""
         return sum(message.count(ImageContentPart) for message in self.messages)
 
     @cached_property
     def number_of_videos(self) -> int:
-        """Video parts in the messages."""
+        """The video parts in the messages."""
         return sum(message.count(VideoContentPart) for message in self.messages)
 
     def _convert(self) -> None:
-        """Brings the looser forms of fields into the declared ones; repeating it changes nothing."""
+        """Bring the looser forms of fields into the declared ones. Idempotent."""
         put = object.__setattr__
         put(self, "request_id", RequestID(self.request_id))
         put(self, "messages", [_message(message, i) for i, message in enumerate(self.messages or ())])
@@ -232,12 +232,12 @@ class EmbeddingsGenerationRequest(Request):
     model_name: str
     input: str | Sequence[int]
     _: KW_ONLY
+    # Keep this many leading numbers of the embedding, for models that were made for it.
     dimensions: int | None = None
-    """Keep this many leading numbers of the embedding, for models that were made for it."""
 
     normalize: bool = True
+    # Keep only the FIRST n tokens of the input. None: a longer one is refused.
     truncate_to: int | None = None
-    """Keep only the FIRST n tokens of the input. None: a longer one is refused."""
 
     request_path: str = "/"
     timestamp_ns: int = 0
@@ -263,8 +263,8 @@ class PixelGenerationRequest(Request):
     prompt: str
     _: KW_ONLY
     negative_prompt: str | None = None
+    # Encoded images to start from.
     images: list[bytes] = field(default_factory=list)
-    """Encoded images to start from."""
 
     height: int | None = None
     width: int | None = None

@@ -1,4 +1,4 @@
-"""How one request wants its next token chosen.
+"""The sampling values of one request.
 
 Knows the values, their ranges and how a request, the model's generation_config and the class defaults combine. It does
 not know logits: `model_worker/sampling/sampler.py` applies these values, in the order documented there.
@@ -18,12 +18,12 @@ from interfaces.wire.codec import InProcess
 
 _log = logging.getLogger("tokenyard")
 
+# Seeds are unsigned 64-bit, the widest any of the served dialects allows (TGI).
 SEED_LIMIT = 1 << 64
-"""Seeds are unsigned 64-bit, the widest any of the served dialects allows (TGI)."""
 
 
 class LogprobMode:
-    """Which logarithm of probability a row reports for its chosen token (natural log, one float32 a token).
+    """The logarithm of probability that a row reports for its chosen token (natural log, one float32 a token).
 
     NONE: none. TEMPERED: log-softmax after penalties and temperature, before truncation (OpenAI, SGLang; equal to the
     model's own log-softmax when greedy). WARPED: of the distribution that was sampled from, after truncation (TGI).
@@ -34,12 +34,12 @@ class LogprobMode:
     WARPED = 2
 
 
+# Most probable tokens that one position may report.
 MOST_TOP_LOGPROBS = 64
-"""Most probable tokens that one position may report."""
+# Most characters of a stop string: so much of a stream may be held back.
 LONGEST_STOP = 1 << 14
-"""Characters of a stop string: so much of a stream may be held back."""
+# Token ids whose log-probabilities one request may ask for at every position.
 MOST_LOGPROB_IDS = 1024
-"""Token ids whose log-probabilities one request may ask for at every position."""
 
 
 def _random_seed() -> int:
@@ -58,11 +58,11 @@ class SamplingParams:
 
     `top_logprobs` most probable tokens and the tokens `logprob_ids` are reported with each token; either switches
     `logprobs` on. `prompt_logprobs_from` asks the same for the prompt's tokens from that position on, where the values
-    are the model's own log-softmax; None asks for none. `typical_p` 1 keeps every token.
-    `watermark` marks the text so that a test can tell it (Kirchenbauer et al.). `any_temperature` takes temperatures
-    above 2, as SGLang and TGI do. `logit_processor` names a processor that the operator allows, and `custom_params` is
-    what it is given, as JSON text. `allowed_token_ids`, if there are any, are the only ones that the answer may have,
-    and `bad_words` are sequences of tokens that it may not have.
+    are the model's own log-softmax; None asks for none. `typical_p` 1 keeps every token. `watermark` marks the text so
+    that a test can detect it (Kirchenbauer et al.). `any_temperature` takes temperatures above 2, as SGLang and TGI do.
+    `logit_processor` names a processor that the operator allows, and `custom_params` are its parameters, as JSON text.
+    `allowed_token_ids`, if there are any, are the only ones that the answer may have, and `bad_words` are sequences of
+    tokens that it may not have.
     """
 
     top_k: int = -1
@@ -133,7 +133,9 @@ class SamplingParams:
             _require(_within(value, 0.0, 2.0), "temperature", value, "between 0 and 2")
 
     def _check_reports(self) -> None:
-        top, start, count = self.top_logprobs, self.prompt_logprobs_from, len(self.logprob_ids)
+        top = self.top_logprobs
+        start = self.prompt_logprobs_from
+        count = len(self.logprob_ids)
         _require(
             _is_count(top) and top <= MOST_TOP_LOGPROBS,
             "top_logprobs",
@@ -159,7 +161,7 @@ class SamplingParams:
         input_params: SamplingParamsInput,
         sampling_params_defaults: SamplingParamsGenerationConfigDefaults | None = None,
     ) -> Self:
-        """`combine`, under the name the interface documents have for it."""
+        """Combine values as `combine`, under the name that the interface documents have for it."""
         return cls(**_combined(input_params, sampling_params_defaults, None))
 
     @property
@@ -176,14 +178,14 @@ class SamplingParams:
         return bool(self.top_logprobs or self.logprob_ids or self.prompt_logprobs_from is not None)
 
     def log_sampling_info(self) -> None:
-        """Logs every value at INFO."""
+        """Log every value at INFO."""
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         _log.info("sampling: %s", ", ".join(f"{name}={value!r}" for name, value in values))
 
 
 @dataclass
 class SamplingParamsInput:
-    """What a request said, field by field; None means "not given"."""
+    """The values that a request gave, field by field; None means "not given"."""
 
     top_k: int | None = None
     top_p: float | None = None
@@ -231,7 +233,7 @@ class SamplingParamsGenerationConfigDefaults:
 
     @property
     def values_to_update(self) -> dict[str, Any]:
-        """The fields that are set, as a new dict; `eos_token_id` is there as the list `stop_token_ids`."""
+        """Return the fields that are set, as a new dict; `eos_token_id` is there as the list `stop_token_ids`."""
         values = _given(self)
         if "eos_token_id" in values:
             eos = values.pop("eos_token_id")
@@ -244,7 +246,7 @@ def combine(
     defaults: SamplingParamsGenerationConfigDefaults | None = None,
     server: SamplingParamsInput | None = None,
 ) -> SamplingParams:
-    """Lays what the request gave over the operator's `server` values over the model's defaults over the class defaults.
+    """Lay the request's values over the operator's `server` values over the model's defaults over the class defaults.
 
     `do_sample: false` in the model's config means greedy, unless the request or the server gives a temperature. Stop
     ids are joined, never replaced: the model's EOS ids, the server's, the request's. Raises `ValueError` as

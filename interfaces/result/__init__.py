@@ -1,1 +1,1 @@
-"""What comes back."""
+"""Results of requests."""

@@ -1,4 +1,4 @@
-"""What pipelines answer with: tokens, or embeddings. Audio is in `audio.py`, other media in `generation_output.py`."""
+"""The outputs of pipelines: tokens, or embeddings. Audio is in `audio.py`, other media in `generation_output.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from interfaces.wire.equality import EqualByValue
 
 @dataclass(slots=True)
 class TextGenerationOutput:
-    """What was generated for one request since its last output.
+    """The tokens that were generated for one request since its last output.
 
     `tokens` include the EOS or stop token that ended it. `log_probabilities` has one entry a token, or is None when
     none were asked for. `num_cached_tokens` counts the prompt tokens that came from the prefix cache.
@@ -34,7 +34,7 @@ class TextGenerationOutput:
 
     @classmethod
     def merge(cls, outputs: Sequence[Self]) -> Self:
-        """Consecutive outputs of one request as one. ValueError when there are none, or only some have logprobs."""
+        """Merge consecutive outputs of one request. ValueError when there are none, or only some have logprobs."""
         if not outputs:
             raise ValueError("merge needs at least one output")
         lists = [output.log_probabilities for output in outputs if output.log_probabilities is not None]
@@ -61,7 +61,7 @@ class EmbeddingsGenerationOutput(EqualByValue):
 
     @property
     def is_done(self) -> bool:
-        """Always: an embedding takes one step."""
+        """Always True: an embedding takes one step."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""What comes back for a request: an output in an envelope that says whether more will follow."""
+"""The result of a request: an output in an envelope that says whether more will follow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ErrorCode", "GenerationStatus", "RequestError", "SchedulerResult", "
 
 @runtime_checkable
 class PipelineOutput(Protocol):
-    """What a pipeline says of one request."""
+    """A pipeline's output for one request."""
 
     @property
     def is_done(self) -> bool:
@@ -25,9 +25,9 @@ PipelineOutputType = TypeVar("PipelineOutputType", bound=PipelineOutput)
 
 @dataclass(slots=True)
 class SchedulerResult(Generic[PipelineOutputType]):
-    """News of one request: `result` is what its pipeline said since the last news, if anything.
+    """An update of one request: `result` is its pipeline's output since the last update, if any.
 
-    `error` is set when the request failed; the status is then CANCELLED, and no more news follow.
+    `error` is set when the request failed; the status is then CANCELLED, and no more updates follow.
     """
 
     status: SchedulerStatus
@@ -36,7 +36,7 @@ class SchedulerResult(Generic[PipelineOutputType]):
 
     @property
     def is_done(self) -> bool:
-        """Whether this was the last news."""
+        """Whether this was the last update."""
         return self.status is not SchedulerStatus.ACTIVE
 
     @property
@@ -45,27 +45,27 @@ class SchedulerResult(Generic[PipelineOutputType]):
 
     @classmethod
     def active(cls, result: PipelineOutputType) -> Self:
-        """More will follow."""
+        """Wrap an output that more will follow."""
         return cls(SchedulerStatus.ACTIVE, result)
 
     @classmethod
     def complete(cls, result: PipelineOutputType) -> Self:
-        """The last output."""
+        """Wrap the last output."""
         return cls(SchedulerStatus.COMPLETE, result)
 
     @classmethod
     def create(cls, result: PipelineOutputType) -> Self:
-        """Active or complete, as the output says."""
+        """Wrap an output, active or complete as the output says."""
         return cls(SchedulerStatus.COMPLETE if result.is_done else SchedulerStatus.ACTIVE, result)
 
     @classmethod
     def cancelled(cls) -> Self:
-        """Nobody waits any more."""
+        """Make the update of a request that was cancelled: its client does not wait any more."""
         return cls(SchedulerStatus.CANCELLED, None)
 
     @classmethod
     def failed(cls, error: RequestError) -> Self:
-        """The request ended with an error of its own."""
+        """Make the update of a request that ended with an error of its own."""
         return cls(SchedulerStatus.CANCELLED, None, error)
 
 

@@ -1,1 +1,1 @@
-"""How values cross a process boundary: msgpack, read strictly."""
+"""The conversion of values at a process boundary: msgpack, read strictly."""

@@ -65,14 +65,14 @@ __all__ = [
     "msgpack_numpy_encoder",
 ]
 
+# First element of every message; a peer of another version is refused, because fields are positional.
 PROTOCOL_VERSION = 12
-"""First element of every message; a peer of another version is refused, because fields are positional."""
 
+# Bytes from which an array travels through shared memory, where that is on.
 SHARED_MEMORY_THRESHOLD = 24_000_000
-"""Bytes from which an array travels through shared memory, where that is on."""
 
+# A message up to this size cannot make the unpacker reserve much memory, whatever it claims to contain.
 _SURELY_SMALL = 4096
-"""A message up to this size cannot make the unpacker reserve much memory, whatever it claims to contain."""
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ _plain_of: dict[type[Any], Callable[[Any], Any]] = {}
 
 
 def message(tag: int) -> Callable[[type[T]], type[T]]:
-    """Registers a dataclass as a message with a number that never changes meaning within a protocol version."""
+    """Register a dataclass as a message with a number that never changes meaning within a protocol version."""
 
     def register(cls: type[T]) -> type[T]:
         if tag in _by_tag:
@@ -96,7 +96,7 @@ def message(tag: int) -> Callable[[type[T]], type[T]]:
 
 
 def encode(value: Any) -> bytes:
-    """Bytes of a registered message. Raises TypeError for objects that have no place on the wire."""
+    """Return the bytes of a registered message. Raises TypeError for objects that have no place on the wire."""
     tag = _tag_of.get(type(value))
     if tag is None:
         raise TypeError(f"{type(value).__name__} is not a message: decorate it with @message")
@@ -104,7 +104,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview, *, ipc_peer: bool = False) -> Any:
-    """The message in `data`, of the class its tag names. Arrays are read-only views of it. Raises WireError.
+    """Return the message in `data`, of the class its tag names. Arrays are read-only views of it. Raises WireError.
 
     `ipc_peer` says that the bytes come from a process of this host and user: then arrays may be named that are in
     shared memory. They are not mapped here.
@@ -175,12 +175,12 @@ class MsgpackNumpyDecoder:
 def msgpack_numpy_encoder(
     use_shared_memory: bool = False, shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD
 ) -> MsgpackNumpyEncoder:
-    """A callable that turns an object into bytes. TypeError for objects that have no place on the wire."""
+    """Make a callable that turns an object into bytes. TypeError for objects that have no place on the wire."""
     return MsgpackNumpyEncoder(use_shared_memory, shared_memory_threshold)
 
 
 def msgpack_numpy_decoder(type_: Any, copy: bool = True, *, ipc_peer: bool = False) -> MsgpackNumpyDecoder:
-    """A callable that turns bytes into an object of type `type_`. TypeError for a type that cannot be on the wire.
+    """Make a callable that turns bytes into an object of type `type_`. TypeError for a type that cannot be on the wire.
 
     `copy` makes arrays writable and independent; without it they are read-only views. `ipc_peer` says that the bytes
     come from a process of this host and user, whose segments of shared memory may be opened.
@@ -208,7 +208,7 @@ def _positional_plain(value: Any) -> Any:
 
 
 def _positional_form(cls: type[Any]) -> Callable[[Any], Any]:
-    """Makes one level of a value of that class into what msgpack or this module knows."""
+    """Make a function that turns one level of a value of that class into types that msgpack or this module knows."""
     if issubclass(cls, np.ndarray):
         return message_form
     if not dataclasses.is_dataclass(cls) or cls is SharedMemoryArray:
@@ -221,7 +221,7 @@ def _positional_form(cls: type[Any]) -> Callable[[Any], Any]:
 
 
 def _other(value: Any) -> Any:
-    """One level of an object that is neither array nor dataclass, in terms of what msgpack or this module knows."""
+    """Turn one level of an object, neither array nor dataclass, into types that msgpack or this module knows."""
     if isinstance(value, SharedMemoryArray):
         return shared_form(value)
     if isinstance(value, BaseModel):
@@ -262,7 +262,7 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
 
 
 class _Packers(threading.local):
-    """Packers that are used again: making one costs more than packing a step."""
+    """Reusable packers: making one costs more than packing a step."""
 
     def __init__(self) -> None:
         self.message = msgpack.Packer(default=_positional_plain)
@@ -288,10 +288,10 @@ def _unpack(data: bytes | memoryview) -> Any:
 
 
 def _check_lengths(data: bytes | memoryview) -> None:
-    """Walks over the bytes without building anything; raises when they end before what they claim to contain.
+    """Walk over the bytes without building anything; raise when they end before what they claim to contain.
 
-    The unpacker reserves room for each list it is told of, so nested lists of claimed lengths could take a thousand
-    times the message's size.
+    The unpacker reserves room for each list by its claimed length, so nested lists of claimed lengths could take a
+    thousand times the message's size.
     """
     walker = msgpack.Unpacker(max_buffer_size=len(data), read_size=1, strict_map_key=False)
     walker.feed(data)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from interfaces.wire.shared_memory import Shareable, SharedMemoryArray, SharedMemoryError
 
+# Checks a value that msgpack gave and builds the declared value from it. Raises WireError.
 Reader = Callable[[Any], Any]
-"""Checks a value that msgpack gave and builds what it stands for. Raises WireError."""
 
 
 class WireError(ValueError):
@@ -36,7 +36,7 @@ class WireError(ValueError):
         return f"{self.path}: {self.problem}" if self.path else self.problem
 
     def within(self, segment: str) -> WireError:
-        """The same error, seen from one level further out."""
+        """Return this error as seen from one level further out."""
         return WireError(self.problem, segment + self.path)
 
 
@@ -83,12 +83,13 @@ class Stateful(Protocol):
 
 
 def kind_of(value: object) -> str:
-    """What a value is, for error messages."""
+    """Name the kind of a value, for error messages."""
     return "nil" if value is None else type(value).__name__
 
 
 def check_dtype(dtype: np.dtype[Any]) -> None:
-    """TypeError for arrays whose elements are not plain numbers: pointers and records have no place on the wire."""
+    """Raise TypeError for arrays whose elements are not plain numbers: pointers and records have no place on the
+    wire."""
     if dtype.kind not in "iufbc":
         raise TypeError(f"arrays of dtype {dtype} have no place on the wire: only numbers do")
 
@@ -97,7 +98,7 @@ _spelled: dict[np.dtype[Any], str] = {}
 
 
 def message_form(array: NDArray[Any]) -> dict[bytes, Any]:
-    """msgpack-numpy's spelling."""
+    """Return msgpack-numpy's spelling of an array."""
     spelled = _spelled.get(array.dtype)
     if spelled is None:
         check_dtype(array.dtype)
@@ -128,7 +129,7 @@ def is_array_form(form: object) -> bool:
 
 
 def read_array(form: Any, copy: bool, ipc_peer: bool) -> NDArray[Any]:
-    """The array that `form` spells: writable and owned with `copy`, else a read-only view."""
+    """Return the array that `form` spells: writable and owned with `copy`, else a read-only view."""
     if type(form) is not dict:
         raise WireError(f"expected an array, got {kind_of(form)}")
     if "__shm__" in form:
@@ -143,19 +144,22 @@ def read_array(form: Any, copy: bool, ipc_peer: bool) -> NDArray[Any]:
 
 
 def read_shareable(form: Any, ipc_peer: bool) -> Shareable:
-    """What `form` spells, without a look into shared memory: who wants the numbers of a segment maps it."""
+    """Return the array or segment that `form` spells, without opening shared memory: a reader of the numbers maps
+    it."""
     if type(form) is dict and "__shm__" in form:
         return read_placeholder(form, ipc_peer)
     return read_array(form, copy=False, ipc_peer=ipc_peer)
 
 
 def read_placeholder(form: Any, ipc_peer: bool) -> SharedMemoryArray:
-    """The segment that `form` names, unopened."""
+    """Return the segment that `form` names, unopened."""
     if type(form) is not dict or form.get("__shm__") is not True:
         raise WireError(f"expected an array in shared memory, got {kind_of(form)}")
     if not ipc_peer:
         raise WireError("an array in shared memory is accepted from peers on this host only")
-    name, shape, kind = form.get("name"), form.get("shape"), form.get("dtype")
+    name = form.get("name")
+    shape = form.get("shape")
+    kind = form.get("dtype")
     if not isinstance(name, str):
         raise WireError("malformed array: the segment has no name")
     dtype = _dtype(kind)
@@ -166,12 +170,12 @@ def read_placeholder(form: Any, ipc_peer: bool) -> SharedMemoryArray:
 
 
 def wire_dtype(element: np.dtype[Any]) -> np.dtype[Any]:
-    """Of a column's numbers on the wire: least significant byte first."""
+    """Return the dtype of a column's numbers on the wire: least significant byte first."""
     return np.dtype(element.str.replace(">", "<"))
 
 
 def column_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
-    """Reads one-dimensional arrays of one element type."""
+    """Make a reader of one-dimensional arrays of one element type."""
 
     def read(form: Any) -> NDArray[Any]:
         array = read_array(form, copy, ipc_peer)
@@ -183,8 +187,9 @@ def column_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
 
 
 def bare_column_reader(element: np.dtype[Any]) -> Reader:
-    """Reads the bytes of numbers: a read-only view."""
-    dtype, size = wire_dtype(element), element.itemsize
+    """Make a reader of the bytes of numbers: it returns a read-only view."""
+    dtype = wire_dtype(element)
+    size = element.itemsize
 
     def read(data: Any) -> NDArray[Any]:
         if type(data) is not bytes or len(data) % size:
@@ -227,7 +232,8 @@ def bytes_of(array: NDArray[Any]) -> Any:
 def _from_bytes(data: Any, shape: Any, kind: Any, flag: Any) -> NDArray[Any]:
     if flag is not True or type(data) is not bytes:
         raise WireError("malformed array")
-    dtype, sizes = _dtype(kind), _shape(shape)
+    dtype = _dtype(kind)
+    sizes = _shape(shape)
     try:
         return np.frombuffer(data, dtype).reshape(sizes)
     except (ValueError, OverflowError) as error:

@@ -10,7 +10,7 @@ from interfaces.wire.forms import Reader, WireError, kind_of
 
 
 class _NoType:
-    """The type of no value."""
+    """The type hint of None."""
 
 
 _exact_types: WeakKeyDictionary[Reader, type] = WeakKeyDictionary()
@@ -18,12 +18,12 @@ _of_values: WeakKeyDictionary[Reader, Reader] = WeakKeyDictionary()
 
 
 def exact_type(reader: Reader) -> type:
-    """The type whose values `reader` gives back as they are, so that it need not be called for them."""
+    """Return the type whose values `reader` gives back as they are, so that it need not be called for them."""
     return _exact_types.get(reader, _NoType)
 
 
 def within(segment: str, reader: Reader, value: Any) -> Any:
-    """What `reader` makes of the value; `segment` is where it stands, for the error."""
+    """Read a value with `reader`; `segment` is its place, for the error."""
     try:
         return reader(value)
     except WireError as error:
@@ -45,7 +45,7 @@ def nothing(value: Any) -> None:
 
 
 def scalar(cls: type) -> Reader:
-    """A number, a text or bytes; a float may have been written as an integer."""
+    """Make a reader of a number, a text or bytes; a float may have been written as an integer."""
 
     def read(value: Any) -> Any:
         if type(value) is cls:
@@ -59,7 +59,7 @@ def scalar(cls: type) -> Reader:
 
 
 def or_none(reader: Reader) -> Reader:
-    """The same, or None."""
+    """Make a reader that also takes None."""
 
     def read(value: Any) -> Any:
         return None if value is None else reader(value)
@@ -70,12 +70,12 @@ def or_none(reader: Reader) -> Reader:
 
 
 def of_values(reader: Reader) -> Reader | None:
-    """Where `reader` takes None as it is: what it makes of all else."""
+    """Return the reader of all values but None, where `reader` takes None as it is."""
     return _of_values.get(reader)
 
 
 def text(cls: type[str]) -> Reader:
-    """A class of its own for some texts."""
+    """Make a reader of a str subclass."""
 
     def read(value: Any) -> Any:
         if type(value) is not str:
@@ -86,7 +86,7 @@ def text(cls: type[str]) -> Reader:
 
 
 def enumeration(cls: type[enum.Enum]) -> Reader:
-    """A member by its value."""
+    """Make a reader of an enumeration's members, by value."""
 
     def read(value: Any) -> Any:
         try:
@@ -98,7 +98,7 @@ def enumeration(cls: type[enum.Enum]) -> Reader:
 
 
 def literal(allowed: tuple[Any, ...]) -> Reader:
-    """One of the values, of the very type: True is not 1."""
+    """Make a reader of one of these values, of the very type: True is not 1."""
 
     def read(value: Any) -> Any:
         for item in allowed:

@@ -1,8 +1,8 @@
 """From a declared type to the code that checks and builds its values from what msgpack gives.
 
 Two forms. Positional: a dataclass is the list of its fields' values (messages). Named: it is a map by field name, as
-`msgpack_numpy_encoder` writes it. Pydantic objects are tagged maps in both. What is declared decides everything: a
-peer can name no class. Knows types; knows no bytes.
+`msgpack_numpy_encoder` writes it. Pydantic objects are tagged maps in both. The declaration alone decides: a peer can
+name no class. Knows types; knows no bytes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from interfaces.wire.leaf_readers import (
 from interfaces.wire.record_readers import BUILD_ERRORS, check_names, named, positional, wire_fields
 from interfaces.wire.shared_memory import SharedMemoryArray
 
+# Levels of untyped data below which arrays are looked for.
 _DEEPEST = 64
-"""Levels of untyped data below which arrays are looked for."""
 
 _LISTS = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
 _MAPS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
@@ -59,7 +59,7 @@ _SETS = (set, frozenset, collections.abc.Set)
 
 
 def wire_name(cls: type[BaseModel]) -> str:
-    """What names a pydantic class on the wire."""
+    """Return the name of a pydantic class on the wire."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -72,8 +72,9 @@ class Readers:
     ipc_peer: bool
 
     def reader(self, hint: Any) -> Reader:
-        """TypeError when a declared type has no place on the wire."""
-        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        """Make the reader of a declared type. TypeError when the type has no place on the wire."""
+        origin = typing.get_origin(hint)
+        arguments = typing.get_args(hint)
         if origin is typing.Annotated:
             return self._annotated(arguments)
         if isinstance(hint, TypeVar):
@@ -168,7 +169,7 @@ class Readers:
         return read
 
     def _shareable(self, arguments: tuple[Any, ...]) -> Reader:
-        """A message is passed on as it came; what is decoded to be used has its arrays mapped."""
+        """Make a reader of a shareable array: a message keeps its segment, a decoded object has its arrays mapped."""
         optional = type(None) in arguments
 
         def read(value: Any) -> Any:
@@ -181,11 +182,11 @@ class Readers:
         return read
 
     def _one_of(self, classes: list[type[Any]], optional: bool) -> Reader:
-        """Dataclasses as lists of their fields are told apart by how many those are."""
+        """Make a reader of one of several dataclasses: as lists of their fields they differ in the number of fields."""
         readers = {len(wire_fields(cls)): self.reader(cls) for cls in classes}
         names = ", ".join(cls.__name__ for cls in classes)
         if len(readers) < len(classes):
-            raise TypeError(f"of {names} two have the same number of fields: on the wire nothing tells them apart")
+            raise TypeError(f"of {names} two have the same number of fields: on the wire nothing distinguishes them")
 
         def read(value: Any) -> Any:
             if value is None and optional:
@@ -241,7 +242,8 @@ class Readers:
         return read
 
     def _map(self, key: Any, element: Any) -> Reader:
-        read_key, read_element = self.reader(key), self.reader(element)
+        read_key = self.reader(key)
+        read_element = self.reader(element)
 
         def read(value: Any) -> Any:
             if type(value) is not dict:
@@ -315,7 +317,7 @@ class Readers:
         return read
 
     def _restored(self, value: Any, depth: int) -> Any:
-        """`value` with its arrays: pydantic takes them as they are."""
+        """Return `value` with its arrays: pydantic takes them as they are."""
         if depth > _DEEPEST:
             raise WireError(f"nested deeper than {_DEEPEST} levels")
         if is_array_form(value):

@@ -9,14 +9,15 @@ from typing import Any
 from interfaces.wire.forms import Reader, WireError, kind_of
 from interfaces.wire.leaf_readers import exact_type, of_values, within
 
+# Errors that a constructor may raise for values that have the right types.
 BUILD_ERRORS = (ValueError, TypeError, AssertionError, OverflowError, RuntimeError)
-"""What a constructor may say of values that have the right types."""
 
 _wire_fields: dict[type[Any], tuple[dataclasses.Field[Any], ...]] = {}
 
 
 def wire_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
-    """Fields that travel, in wire order: those the constructor takes, unless marked `metadata={"wire": False}`."""
+    """Return the fields that travel, in wire order: those the constructor takes, unless marked `metadata={"wire":
+    False}`."""
     found = _wire_fields.get(cls)
     if found is None:
         found = tuple(f for f in dataclasses.fields(cls) if f.init and f.metadata.get("wire", True))
@@ -25,8 +26,10 @@ def wire_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
-    """Of a list of the fields' values. Each field is a line of code, as dataclasses make their constructors: every
-    message is read here, and a loop over the fields takes twice as long.
+    """Make a reader of a list of the fields' values.
+
+    Each field is a line of code, as dataclasses make their constructors: every message is read here, and a loop over
+    the fields takes twice as long.
     """
     fields = wire_fields(cls)
     items = [f"item{i}" for i in range(len(fields))]
@@ -52,7 +55,7 @@ def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
     ]
 
     def where(value: list[Any], error: WireError) -> WireError:
-        """The error of the first field that is wrong, with its name; the constructor's own, if all are right."""
+        """Return the error of the first field that is wrong, with its name; the constructor's own, if all are right."""
         for (name, reader), item in zip(readers.items(), value, strict=True):
             try:
                 within(f".{name}", reader, item)
@@ -70,7 +73,7 @@ def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
 
 
 def named(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
-    """Of a map by field name; what has a default may be missing."""
+    """Make a reader of a map by field name; fields with a default may be missing."""
     missing = dataclasses.MISSING
     required = [f.name for f in wire_fields(cls) if f.default is missing and f.default_factory is missing]
     tagged = getattr(cls, "__tagged__", False)
@@ -91,7 +94,7 @@ def named(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
 
 
 def check_names(value: Any, known: Mapping[str, Any], required: Iterable[str], what: str) -> None:
-    """Raises WireError unless the value is a map of known names with all that are required."""
+    """Raise WireError unless the value is a map of known names with all that are required."""
     if type(value) is not dict:
         raise WireError(f"expected a {what}, got {kind_of(value)}")
     for name in value:

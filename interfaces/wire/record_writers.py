@@ -1,6 +1,6 @@
 """Writers of dataclasses in messages: as the list of their fields' values, which msgpack can pack, or asks about again.
 
-What is declared as a column is the bytes of its numbers and no more: both sides know of what type they are.
+A declared column is the bytes of its numbers and no more: both sides know its type.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ _made: dict[type[Any], Callable[[Any], list[Any]]] = {}
 
 
 def values_of(cls: type[Any]) -> Callable[[Any], list[Any]]:
-    """What gives the values of an object's fields, in wire order. It raises TypeError for arrays of another kind.
+    """Make the function that lists an object's field values, in wire order. It raises TypeError for arrays of another
+    kind.
 
-    Made as code, field by field, as `record_readers.positional` is.
+    It is generated as code, field by field, as `record_readers.positional` is.
     """
     made = _made.get(cls)
     if made is None:
-        hints, known, values = typing.get_type_hints(cls, include_extras=True), {}, []
+        hints = typing.get_type_hints(cls, include_extras=True)
+        known = {}
+        values = []
         for i, field in enumerate(wire_fields(cls)):
             writer = _writer(hints[field.name])
             known[f"write{i}"] = writer
@@ -34,7 +37,7 @@ def values_of(cls: type[Any]) -> Callable[[Any], list[Any]]:
 
 
 def _writer(hint: Any) -> Callable[[Any], Any] | None:
-    """For a column, or one that may be missing."""
+    """Make the writer of a column, or of one that may be missing; None for other types."""
     for choice in (hint, *typing.get_args(hint)):
         for mark in getattr(choice, "__metadata__", ()):
             if isinstance(mark, Column):
@@ -45,8 +48,9 @@ def _writer(hint: Any) -> Callable[[Any], Any] | None:
 
 
 def _array_writer(element: np.dtype[Any], row: tuple[int, ...]) -> Callable[[Any], Any]:
-    """Of arrays of so many rows as there are."""
-    dtype, dimensions = wire_dtype(element), 1 + len(row)
+    """Make the writer of arrays with any number of rows of this shape."""
+    dtype = wire_dtype(element)
+    dimensions = 1 + len(row)
 
     def write(array: Any) -> Any:
         # Most are columns, of numbers of this machine's order.

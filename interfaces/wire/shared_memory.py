@@ -2,7 +2,7 @@
 
 A segment is a file of /dev/shm. It belongs to the process that made it: readers map it and never remove it, so that a
 restarted reader can read it again, and the owner removes it when the request that needs it has ended. The name of a
-segment says who owns it: PID namespace, process, start time. So whatever dies, a sweep by anybody finds what is left.
+segment names its owner: PID namespace, process, start time. So a sweep by any process finds the segments of dead ones.
 
 multiprocessing.shared_memory is not used: its resource tracker removes segments of others when a process dies, and a
 full /dev/shm kills its writer with SIGBUS. Written through write(2), the same is an error that can be handled.
@@ -36,12 +36,12 @@ log = logging.getLogger("tokenyard")
 
 PREFIX = "tokenyard-"
 DIRECTORY = Path("/dev/shm")
+# Bytes from which an array of a message is put into a segment: below, packing it twice costs less than the segment
+# (measured: `python -m benchmarks.wire`).
 MESSAGE_THRESHOLD = 262_144
-"""Bytes from which an array of a message is put into a segment: below, packing it twice costs less than the segment
-(measured: `python -m benchmarks.wire`)."""
+# Environment variables, the first that is set counts: the share of free shared memory one array may take; 0 turns
+# shared memory off.
 WATERMARK_VARIABLES = ("TOKENYARD_SHM_WATERMARK", "MODULAR_MAX_SHM_WATERMARK")
-"""Environment variables, the first that is set counts: the share of free shared memory one array may take; 0 turns
-shared memory off."""
 
 _WATERMARK = 0.9
 _SECONDS_BETWEEN_WARNINGS = 30.0
@@ -54,7 +54,8 @@ class SharedMemoryError(ValueError):
 
 @dataclass(frozen=True)
 class SharedMemoryArray:
-    """Stands for an array in a segment; `dtype` is numpy's type string ("<f4"). ValueError for names that are not ours.
+    """A placeholder for an array in a segment; `dtype` is numpy's type string ("<f4"). ValueError for names not of
+    ours.
 
     Decoding makes an array of it again where an array is declared, and leaves it as it is where a SharedMemoryArray is
     declared: a process that only passes it on need not map it.
@@ -74,7 +75,7 @@ class SharedMemoryArray:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def open(self, writable: bool = False) -> NDArray[Any]:
-        """The array: a view of the segment that stays valid after its removal. Raises SharedMemoryError.
+        """Open the array: a view of the segment that stays valid after its removal. Raises SharedMemoryError.
 
         With `writable` changes stay private to this array.
         """
@@ -95,21 +96,21 @@ class SharedMemoryArray:
         return np.frombuffer(mapped, self.dtype).reshape(self.shape)
 
     def unlink(self) -> None:
-        """Removes the segment; who has opened it keeps it. Idempotent."""
+        """Remove the segment; a process that has opened it keeps it. Idempotent."""
         _unlink(self.name)
 
 
+# An array of a message: itself, or its placeholder until `mapped`. A process that only passes it on never maps.
 Shareable: TypeAlias = NDArray[Any] | SharedMemoryArray
-"""An array of a message: itself, or what stands for it until `mapped`. A process that only passes it on never maps."""
 
 
 def mapped(array: Shareable) -> NDArray[Any]:
-    """The array, wherever it is. Raises SharedMemoryError when its owner has removed it."""
+    """Return the array, wherever it is. Raises SharedMemoryError when its owner has removed it."""
     return array.open() if isinstance(array, SharedMemoryArray) else array
 
 
 class Segments:
-    """The book of an owner: what it has put into shared memory and not released yet, and how many hold each.
+    """The book of an owner: its segments that are not released yet, and the number of holders of each.
 
     All of it is released when the book goes, and when the process ends in order; after a kill by `sweep_segments`.
     """
@@ -123,19 +124,22 @@ class Segments:
         return len(self._holders)
 
     def share(self, array: NDArray[Any]) -> SharedMemoryArray | None:
-        """Copies `array` into a new segment. None when there is no room, or it is empty: then it travels inline."""
+        """Copy `array` into a new segment. None when there is no room, or it is empty: then it travels inline."""
         segment = self._create(array)
         if segment is not None:
             self._new.append(segment)
         return segment
 
     def take(self) -> list[SharedMemoryArray]:
-        """What was shared since the last call: to be released when the request it belongs to has ended."""
-        new, self._new = self._new, []
+        """Return the segments shared since the last call: to be released when the request that they belong to has
+        ended."""
+        new = self._new
+        self._new = []
         return new
 
     def hold(self, array: Shareable) -> Shareable:
-        """What stands for `array` in a message: a segment when it is large and there is room, else the array itself.
+        """Return the stand-in for `array` in a message: a segment when it is large and there is room, else the array
+        itself.
 
         A segment of this book has one more holder now, and goes with the last: each calls `release` once.
         """
@@ -148,7 +152,8 @@ class Segments:
         return self._create(array) or array
 
     def give_back(self, array: Shareable) -> Shareable:
-        """The opposite of `hold`: the last holder of a segment gets its array, which outlives it."""
+        """Give a stand-in back, the opposite of `hold`: the last holder of a segment gets its array, which outlives
+        it."""
         if not isinstance(array, SharedMemoryArray):
             return array
         last = self._holders.get(array.name) == 1
@@ -158,7 +163,7 @@ class Segments:
             self.release([array])
 
     def release(self, segments: Iterable[SharedMemoryArray]) -> None:
-        """One holder less for each; those without any are removed. Segments of others are left alone."""
+        """Release one holder of each segment; those without any are removed. Segments of others are left alone."""
         for segment in segments:
             holders = self._holders.get(segment.name, 0)
             if holders > 1:
@@ -189,7 +194,8 @@ class Segments:
 
 
 def sweep_segments() -> int:
-    """Removes the segments whose owners are dead; how many. Any process of the user may call it at any time."""
+    """Remove the segments whose owners are dead, and return their number. Any process of the user may call it at any
+    time."""
     removed = 0
     namespace = _pid_namespace()
     with contextlib.suppress(FileNotFoundError), os.scandir(DIRECTORY) as entries:
@@ -229,7 +235,7 @@ def _release_all(holders: dict[str, int], owner: int) -> None:
 
 
 def _room() -> float:
-    """Bytes that one array may take."""
+    """Return the bytes that one array may take."""
     watermark = _watermark()
     if watermark <= 0 or sys.platform != "linux":
         return 0.0
@@ -289,7 +295,8 @@ def _own_start(pid: int) -> int:
 
 
 def _started(pid: int) -> int | None:
-    """Start of a living process in clock ticks since boot; None when there is none (a zombie lives no more)."""
+    """Return the start of a living process in clock ticks since boot; None when there is none (a zombie lives no
+    more)."""
     try:
         # The name in brackets may contain anything, so the fields are counted from its end.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
