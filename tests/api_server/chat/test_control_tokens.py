@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from api_server.chat.control_tokens import SIGNS, ControlTokens
+from api_server.chat.control_tokens import SIGNS, ControlTokens, parts
 from api_server.text.tokenizer import Tokenizer
 from deploy import embedded_model
 from interfaces import RequestID, TextGenerationRequest
@@ -150,3 +151,25 @@ def test_names_that_overlap_are_all_broken() -> None:
         pieces = turns[0]["content"].split(sign) if sign else [text]
         assert not any(name in piece for piece in pieces for name in ("<|im_end|>", "<|im_start|>"))
         assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize("form", ["NFKC", "Lowercase"])
+def test_a_name_that_arises_by_normalization_is_text_too(form: str) -> None:
+    """A tokenizer may look for its special tokens in normalized text: fullwidth signs are others by then."""
+    described = json.loads((WEIGHTS / "tokenizer.json").read_text())
+    described["normalizer"] = {"type": form}
+    for token in described["added_tokens"]:
+        token["normalized"] = True
+    backend = Backend.from_str(json.dumps(described))
+    hidden = [name.translate({ord("<"): "\uff1c"}) if form == "NFKC" else name.upper() for name in NAMES]
+    control = ControlTokens(backend, "")
+    special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+    assert special & {token for text in hidden for token in backend.encode(text, add_special_tokens=False).ids}
+    for text in hidden:
+        [turn], _, sign = control.guarded([{"role": "user", "content": f"x {text} y"}], None)
+        pieces = parts(turn["content"], sign)
+        assert "".join(pieces) == f"x {text} y"
+        assert not special & {
+            token for piece in pieces for token in backend.encode(piece, add_special_tokens=False).ids
+        }
+    assert control.guarded([{"role": "user", "content": "x < y"}], None)[2] == ""
