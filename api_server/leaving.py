@@ -41,10 +41,7 @@ class Leaving:
     def __init__(
         self, web: uvicorn.Server, application: Application, engine: EngineClient, delay: float, drain: float
     ) -> None:
-        """Sets the times.
-
-        After the order to stop, requests are served for `delay` seconds more, then have `drain` to end.
-        """
+        """Serves requests for `delay` seconds after the order to stop; they then have `drain` seconds to end."""
         self._web = web
         self._application = application
         self._engine = engine
@@ -82,18 +79,21 @@ class Leaving:
         began = time.monotonic()
         self._engine.end_all_in(drain)
         await self._while_clients_come(began, began + min(OPEN_SECONDS, drain))
-        await self._close_door()
+        await self._stop_accepting()
         await self._until_quiet(QUIET_SECONDS, max(began, self._application.asked_at), began + drain)
         self._web.should_exit = True
 
     async def _retire(self) -> None:
-        await self._close_door()
+        await self._stop_accepting()
         await asyncio.sleep(QUIET_SECONDS)  # clients on slow lines have their TLS handshake, too
         await self._until_quiet(max(QUIET_SECONDS, self._drain), time.monotonic(), float("inf"))
         self._web.should_exit = True
 
     async def _while_clients_come(self, began: float, deadline: float) -> None:
-        """Waits until no new request has come for a while, or no connection is left. Probes do not count."""
+        """Waits until no request has come for a while. Probes do not count.
+
+        Ends at once when no connection is left and no request has come since the order.
+        """
         state = self._web.server_state
         application = self._application
         while time.monotonic() < min(deadline, max(began, application.asked_at) + QUIET_SECONDS):
@@ -101,22 +101,22 @@ class Leaving:
             if not state.connections and application.asked_at < began:
                 return
 
-    async def _close_door(self) -> None:
+    async def _stop_accepting(self) -> None:
         """Stops accepting in this process; other processes with the socket go on."""
         while not self._web.started:  # noqa: ASYNC110 (uvicorn has no event for it)
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
         doors = [door.dup() for server in self._web.servers for door in server.sockets]
         for server in self._web.servers:
             server.close()
-        for connection in (connection for door in doors for connection in _take_in(door)):
+        for connection in (connection for door in doors for connection in _accept_waiting(door)):
             self._application.asked_at = time.monotonic()
-            self._arriving.add(asyncio.create_task(self._welcome(connection)))
+            self._arriving.add(asyncio.create_task(self._set_up(connection)))
         if self._arriving:
             await asyncio.wait(self._arriving, timeout=QUIET_SECONDS)
         if self._web.config.ssl is not None:
             await asyncio.sleep(_HANDSHAKE_SECONDS)
 
-    async def _welcome(self, connection: socket.socket) -> None:
+    async def _set_up(self, connection: socket.socket) -> None:
         """Sets up an accepted connection, as uvicorn does."""
         web = self._web
         with contextlib.suppress(OSError):  # the client has gone, or cannot agree on TLS
@@ -137,7 +137,7 @@ class Leaving:
                 return
 
 
-def _take_in(door: socket.socket) -> list[socket.socket]:
+def _accept_waiting(door: socket.socket) -> list[socket.socket]:
     """The connections in the listen queue. The kernel breaks them when the socket is closed."""
     arrived: list[socket.socket] = []
     with door, contextlib.suppress(OSError):

@@ -73,7 +73,7 @@ def _beginnings(names: set[str]) -> re.Pattern[str]:
 
 
 def _options(names: set[str]) -> str:
-    """Regex alternatives of a name; a name of one character cannot be broken and has none."""
+    """Regex alternatives of the names; a name of one character cannot be broken and is left out."""
     return "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if len(name) > 1)
 
 

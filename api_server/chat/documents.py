@@ -152,7 +152,7 @@ async def _text(fetcher: UrlFetcher | None, document: Document) -> str:
 
 
 def _shown(document: Document, name: str, text: str) -> str:
-    """The text that the model sees. A name is cut to one line."""
+    """The text that the model sees. Names are one line of bounded length."""
     lines = [f"Document: {_line(name, LONGEST_NAME) or 'unnamed'}"]
     if document.context:
         lines.append(f"Context: {document.context.strip()}")

@@ -24,7 +24,7 @@ def allow_pages(app: ASGIApp, origins: str, public_paths: frozenset[str], has_ke
     """Adds the headers that the setting `cors_origins` asks for. Preflights end here: they never have a key.
 
     By default a server with keys is open to pages from everywhere, because a page needs a key like any other caller.
-    Without keys it is open to pages of this host only.
+    Answers that need no key are open to pages of this host only.
     """
     if origins == "none":
         return app

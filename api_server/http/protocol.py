@@ -72,9 +72,9 @@ class HttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._phase = _NOTHING
-        self._unpaid = 0
+        self._overhead = 0
         """Bytes since the last piece of a body: a head, sizes and extensions of chunks, trailers."""
-        self._deaf = False
+        self._reading_ended = False
         """True when nothing more is read from this client."""
         self._heard = self.loop.time()
         self._body_began = self._heard
@@ -89,7 +89,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unread = Unread(transport, self.loop.time())
         self._clock = self.loop.call_later(REQUEST_SECONDS, self._look_at_clock)
         if descriptors.are_short(len(self.connections)):
-            self._deaf = True
+            self._reading_ended = True
             self._answer(Refused(503, "this server has as many connections as it can hold; come again in a moment"))
             transport.close()
 
@@ -104,13 +104,13 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._phase >= _BODY:
             self._heard = self.loop.time()
-        while data and not self._deaf:
-            room = MAX_HEAD_BYTES - self._unpaid
+        while data and not self._reading_ended:
+            room = MAX_HEAD_BYTES - self._overhead
             piece = data[:room]
             data = data[room:]
-            self._unpaid += len(piece)
+            self._overhead += len(piece)
             data = self._feed(piece) + data
-            if self._unpaid >= MAX_HEAD_BYTES:
+            if self._overhead >= MAX_HEAD_BYTES:
                 self._refuse(self._too_large())
 
     def _feed(self, piece: bytes) -> bytes:
@@ -128,7 +128,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _decline_upgrade(self, rest: bytes) -> bytes:
         """Declines an upgrade: the parser has skipped the body, so a new one gets the body's framing."""
-        self._unpaid -= len(rest)
+        self._overhead -= len(rest)
         framing = [h for h in self.scope["headers"] if h[0] in (b"content-length", b"transfer-encoding")]
         head = [b"POST / HTTP/%s\r\n" % self.scope["http_version"].encode(), *(b"%s: %s\r\n" % h for h in framing)]
         self.parser = httptools.HttpRequestParser(self)
@@ -162,14 +162,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._body_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        self._unpaid = 0
+        self._overhead = 0
         self._body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # `_decline_upgrade` reads its body
-        self._unpaid = 0
+        self._overhead = 0
         self._phase = _COMPLETE
         super().on_message_complete()
 
@@ -188,9 +188,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, refused: Refused) -> None:
         """Stops reading. The answer is sent if the client can match it to a request."""
-        if self._deaf:
+        if self._reading_ended:
             return
-        self._deaf = True
+        self._reading_ended = True
         log.info("refused a request from %s: %s", self.client[0] if self.client else "?", refused.reason)
         pending = self.cycle is not None and not self.cycle.response_complete
         if self._phase == _BODY:
@@ -225,7 +225,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _time_to_read(self, now: float) -> float:
         """Checks the reading deadline and ends an overdue request. Returns the seconds until the next check."""
-        if self._phase == _COMPLETE or self._deaf:
+        if self._phase == _COMPLETE or self._reading_ended:
             return REQUEST_SECONDS
         left = self._heard + REQUEST_SECONDS - now
         if self._phase == _BODY:

@@ -155,7 +155,7 @@ def call_object(scanner: Scanner, calls: Calls, certain: bool = True) -> Reading
 
 
 def arguments(scanner: Scanner, calls: Calls) -> Reading[None]:
-    """Reads the last call's arguments: an object as it comes; another value when it is whole."""
+    """Reads the last call's arguments: an object as it comes; another value whole, as an object if possible."""
     if (yield from peek(scanner, ("{",))):
         yield from value(scanner, calls.arguments)
     else:

@@ -288,7 +288,7 @@ async def _read_body(receive: Receive, held: Held) -> bytearray:
 
 
 def _taken(body: bytearray, chunk: bytes, held: Held) -> RequestFailed | None:
-    """Takes a chunk of the body. Returns the reason to keep no more of it, or None."""
+    """Adds a chunk to the body. Returns the reason to keep no more of the body, or None."""
     if len(body) + len(chunk) > MAX_BODY_BYTES:
         body.clear()
         return RequestFailed(ErrorKind.BODY_TOO_LARGE, f"the request body is larger than {MAX_BODY_BYTES} bytes")

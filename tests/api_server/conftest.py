@@ -263,11 +263,11 @@ class SchedulerDouble:
         prefixes = tuple(order.request_ids if order.action == Action.ABORT else ())
         chosen = [k for k, r in self.running.items() if r.submit.context.request_id.startswith(prefixes)]
         for key in chosen:
-            send_to(router, key[0], self._news([key[1]], [-1], [Finish.CANCELLED]))
+            send_to(router, key[0], self._update([key[1]], [-1], [Finish.CANCELLED]))
             del self.running[key]
         send_to(router, replica, OrderAnswer(self.incarnation, order.number, self.refuse_order, len(chosen)))
 
-    def _news(self, handles: list[int], tokens: list[int], finished: list[int]) -> Results:
+    def _update(self, handles: list[int], tokens: list[int], finished: list[int]) -> Results:
         return Results(
             self.incarnation, np.array(handles, np.int32), np.array(tokens, np.int32), np.array(finished, np.int8)
         )

@@ -95,7 +95,7 @@ async def request(call: Call, given: Conversation) -> Asked:
         return await call.apart(lambda: _request(call, given, messages))
 
     async def count(messages: Messages) -> int:
-        """Makes the counter of tokens, which counts each conversation once."""
+        """Counts the tokens of a conversation, and remembers the result."""
         known = next((tokens for same, tokens in counted if same is messages), None)
         if known is not None:
             return known

@@ -49,7 +49,7 @@ class StreamedIds:
         return {"token_ids": ids}
 
     def first(self, choice: Choice) -> dict[str, list[int]]:
-        """The fields of the first chunk of `choice`: the prompt's ids, unless an earlier choice has sent them."""
+        """The fields of the first chunk of `choice`: the prompt's ids. Empty in later chunks."""
         if choice.index in self._sent:
             return {}
         self._sent[choice.index] = 0

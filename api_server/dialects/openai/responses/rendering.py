@@ -18,7 +18,7 @@ _NAMES = {"max_new_tokens": "max_output_tokens", "min_new_tokens": "min_tokens",
 
 
 def named(error: RequestFailed) -> RequestFailed:
-    """The error with this endpoint's names of fields. A refused field is left as it is: `prompt` is one of them."""
+    """The error with this endpoint's names of fields. A refused field keeps its name: `prompt` is one here, too."""
     return error if error.kind is ErrorKind.UNSUPPORTED else error.renamed(_NAMES)
 
 
