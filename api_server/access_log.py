@@ -36,8 +36,8 @@ class Entry:
     status: int = 0
     complete: bool = False
     error: RequestFailed | None = None
+    # The choices of each generation; they grow until the request ends.
     choices: list[Sequence[Choice]] = field(default_factory=list)
-    """The choices of each generation; they grow until the request ends."""
 
     def send(self, send: Send) -> Callable[[Message], Awaitable[None]]:
         """Wraps `send` to record the status and the size."""

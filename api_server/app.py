@@ -88,10 +88,10 @@ class Application:
     def __init__(self, server: ServerState, routes: Sequence[BaseRoute], metrics: Metrics) -> None:
         self.server = server
         self.metrics = metrics
+        # True when each answer ends its connection, because this process will be gone.
         self.leaving = False
-        """True when each answer ends its connection, because this process will be gone."""
+        # Time of the last request other than a probe, while leaving; on time.monotonic's clock.
         self.asked_at = float("-inf")
-        """Time of the last request other than a probe, while leaving; on time.monotonic's clock."""
         self.routes = list(routes)
         self._router = Router(self.routes, redirect_slashes=False)
         origins = server.settings.cors_origins

@@ -15,36 +15,36 @@ from interfaces import ErrorCode, RequestError
 class ErrorKind(enum.StrEnum):
     """The kind of a failure, from the client's point of view."""
 
+    # The body is not a JSON object.
     BAD_JSON = "bad_json"
-    """The body is not a JSON object."""
+    # The request's header says that the body is not JSON.
     BAD_MEDIA_TYPE = "bad_media_type"
-    """The request's header says that the body is not JSON."""
     BODY_TOO_LARGE = "body_too_large"
+    # A value is missing, of the wrong type or out of range; `field` names it.
     INVALID = "invalid"
-    """A value is missing, of the wrong type or out of range; `field` names it."""
+    # A known field asks for something that this server cannot do; `field` names it.
     UNSUPPORTED = "unsupported"
-    """A known field asks for something that this server cannot do; `field` names it."""
+    # Prompt (plus answer) exceed the context; `numbers` has prompt_tokens, max_new_tokens (if given) and limit.
     TOO_LONG = "too_long"
-    """Prompt (plus answer) exceed the context; `numbers` has prompt_tokens, max_new_tokens (if given) and limit."""
+    # The chat template is missing or refuses the messages.
     TEMPLATE = "template"
-    """The chat template is missing or refuses the messages."""
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    # No key, or one that opens nothing.
     UNAUTHORIZED = "unauthorized"
-    """No key, or one that opens nothing."""
+    # No caller with these rights may do this.
     FORBIDDEN = "forbidden"
-    """No caller with these rights may do this."""
+    # Queues are full: the client should come back after `retry_after` seconds.
     OVERLOADED = "overloaded"
-    """Queues are full: the client should come back after `retry_after` seconds."""
+    # The server cannot serve now (starting, restarting, draining).
     UNAVAILABLE = "unavailable"
-    """The server cannot serve now (starting, restarting, draining)."""
+    # The time limit that the request itself named has passed.
     TIMEOUT = "timeout"
-    """The time limit that the request itself named has passed."""
+    # The model failed on this request.
     GENERATION_FAILED = "generation_failed"
-    """The model failed on this request."""
+    # A bug of ours; the log has the traceback under the request id.
     INTERNAL = "internal"
-    """A bug of ours; the log has the traceback under the request id."""
 
 
 # Longest message in characters; a quoted value of the client's may have millions.
@@ -75,8 +75,8 @@ class RequestFailed(Exception):
         self.field = field
         self.retry_after = retry_after
         self.numbers = dict(numbers or {})
+        # True when observers already know how its answers ended: as cancelled, say.
         self.counted = counted
-        """True when observers already know how its answers ended: as cancelled, say."""
 
     def renamed(self, names: Mapping[str, str]) -> RequestFailed:
         """This failure with a dialect's names for the fields."""

@@ -44,19 +44,19 @@ class ServerState:
     settings: Settings
     tokenizer: Tokenizer
     engine: EngineClient
+    # Receive the events of every generation (metrics).
     observers: list[Observer] = field(default_factory=list)
-    """Receive the events of every generation (metrics)."""
     formats: AnswerFormats = field(init=False)
+    # Unix time shown as the model's creation time.
     created: int = field(default_factory=lambda: int(time.time()))
-    """Unix time shown as the model's creation time."""
+    # The supervisor's file of silent processes; None without a supervisor.
     processes_file: Path | None = None
-    """The supervisor's file of silent processes; None without a supervisor."""
     bodies: Bodies = field(default_factory=Bodies)
+    # Counts refusals and estimates Retry-After.
     retry_after: RetryAfterEstimator = field(default_factory=RetryAfterEstimator)
-    """Counts refusals and estimates Retry-After."""
     keys: AccessKeys = field(init=False)
+    # None where the operator has opened no host.
     url_fetcher: UrlFetcher | None = field(init=False)
-    """None where the operator has opened no host."""
 
     def __post_init__(self) -> None:
         self.keys = AccessKeys.of(self.settings)

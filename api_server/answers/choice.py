@@ -74,32 +74,32 @@ class Choice:
 
     index: int
     request: TextGenerationRequest
+    # Position of `request` in the batch.
     request_index: int
-    """Position of `request` in the batch."""
+    # The prompt as text (after the chat template, before truncation); None when it came as token ids.
     prompt_text: str | None
-    """The prompt as text (after the chat template, before truncation); None when it came as token ids."""
     context: TextContext
+    # True when nothing is generated and only the log-probabilities of the prompt are wanted.
     only_scores: bool = False
-    """True when nothing is generated and only the log-probabilities of the prompt are wanted."""
 
+    # Generated tokens so far, with the stop token, up to the end of a stop string; more may have arrived.
     completion_tokens: int = 0
-    """Generated tokens so far, with the stop token, up to the end of a stop string; more may have arrived."""
+    # Details of the completion tokens, when `token_details` was asked for.
     tokens: list[TokenDelta] = field(default_factory=list)
-    """Details of the completion tokens, when `token_details` was asked for."""
     pieces: list[str] = field(default_factory=list)
+    # Reasoning, text and calls in order, when `parse_answer` was asked for.
     answer: ParsedAnswer = field(default_factory=ParsedAnswer)
-    """Reasoning, text and calls in order, when `parse_answer` was asked for."""
+    # Reasoning tokens among the `completion_tokens`; 0 unless the format is known and the answer is parsed.
     reasoning_tokens: int = 0
-    """Reasoning tokens among the `completion_tokens`; 0 unless the format is known and the answer is parsed."""
+    # Hidden states by the index of their token, prompt first, when they were asked for.
     hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
-    """Hidden states by the index of their token, prompt first, when they were asked for."""
     cached_tokens: int = 0
     logprob_sum: float = 0.0
     finish: Finish | None = None
 
     submitted: float = 0.0
+    # Seconds that the request waited for a worker; None if it never got one.
     queued: float | None = None
-    """Seconds that the request waited for a worker; None if it never got one."""
     first_token: float | None = None
     last_token: float | None = None
 

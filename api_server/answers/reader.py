@@ -21,12 +21,12 @@ class AnswerReader:
     def __init__(
         self, parser: AnswerParser, finder: MarkedReasoning | None, thinking: bool, request: TextGenerationRequest
     ) -> None:
+        # All pieces so far.
         self.answer = ParsedAnswer()
-        """All pieces so far."""
+        # Tokens of reasoning, its markers included.
         self.reasoning_tokens = 0
-        """Tokens of reasoning, its markers included."""
+        # Stop strings and patterns for the answer's visible text.
         self.stops: Stops | None = None
-        """Stop strings and patterns for the answer's visible text."""
         self._parser = parser
         self._finder = finder
         self._thinking = thinking

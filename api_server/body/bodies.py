@@ -32,8 +32,8 @@ class Bodies:
     """The bodies of all open requests. One per process."""
 
     def __init__(self) -> None:
+        # Weight of all bodies of open requests.
         self.held = 0
-        """Weight of all bodies of open requests."""
         # One thread: bodies that are read at the same time would only take turns, and hold more memory.
         self._pool = ThreadPoolExecutor(1, "bodies")
 

@@ -47,8 +47,8 @@ class Document:
     field: str
     form: Literal["text", "base64", "url"]
     value: str
+    # The declared media type, with parameters.
     media_type: str = ""
-    """The declared media type, with parameters."""
     name: str = ""
     context: str = ""
 

@@ -42,10 +42,10 @@ _HEADERS = {"Accept": "text/*, application/json, */*;q=0.1", "Accept-Encoding": 
 class Limits:
     """Limits of one fetch, and of all fetches of one process (`at_once`)."""
 
+    # Time from the call to the last byte, waiting for others and redirects included.
     seconds: float = 10.0
-    """Time from the call to the last byte, waiting for others and redirects included."""
+    # Most bytes, on the wire and again after decompression.
     bytes: int = MOST_BYTES
-    """Most bytes, on the wire and again after decompression."""
     redirects: int = 4
     at_once: int = 8
 
@@ -53,10 +53,10 @@ class Limits:
 @dataclass(frozen=True)
 class Fetched:
     body: bytes
+    # The server's content type; empty when the server names none.
     content_type: str
-    """The server's content type; empty when the server names none."""
+    # The last part of the final URL's path; empty when that is a folder.
     name: str
-    """The last part of the final URL's path; empty when that is a folder."""
 
 
 async def system_addresses(host: str, port: int) -> Sequence[str]:

@@ -79,8 +79,8 @@ class EngineClient:
     def __init__(self, endpoint: str, replica: str) -> None:
         self.replica = f"{replica}-{secrets.token_hex(6)}"
         self.status: Status | None = None
+        # True while this server is being stopped: it is not ready, and still serves what arrives.
         self.draining = False
-        """True while this server is being stopped: it is not ready, and still serves what arrives."""
         self._ended = ""
         self._endpoint = endpoint
         self._context: zmq.Context[Any] = zmq.Context()

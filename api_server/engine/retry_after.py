@@ -26,11 +26,11 @@ class RetryAfterEstimator:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        # A heap of the times at which refused requests are expected again.
         self._returning: list[float] = []
-        """A heap of the times at which refused requests are expected again."""
         self._began = self._last = clock()
+        # Answers of the last seconds, decayed: older ones count for less and less.
         self._ended = 0.0
-        """Answers of the last seconds, decayed: older ones count for less and less."""
 
     def record_refusal(self) -> int:
         """Records a refusal; returns its Retry-After in seconds."""

@@ -107,25 +107,25 @@ class Submission:
         self._terms = terms
         self._submitted = time.monotonic()
         self._context = context
+        # Tokens that are not in the context yet. Adding all at once costs as much as adding one.
         self._gathered: list[int] = []
-        """Tokens that are not in the context yet. Adding all at once costs as much as adding one."""
         self.inbox = inbox
+        # Seconds that the request waited in the scheduler. None while it waits, or if it never ran.
         self.queued: float | None = None
-        """Seconds that the request waited in the scheduler. None while it waits, or if it never ran."""
+        # Hidden states that have arrived, by the index of their token; a restarted scheduler sends them again.
         self.hidden: dict[int, NDArray[np.float32]] = {}
-        """Hidden states that have arrived, by the index of their token; a restarted scheduler sends them again."""
         self._wants_logprobs = context.log_probabilities > 0
         self._reports: dict[int, LogProbabilities] = {}
         self._announced = False
+        # Tokens that have arrived since the last read; None before the first.
         self._unread: int | None = None
-        """Tokens that have arrived since the last read; None before the first."""
         self._error: RequestError | None = None
+        # True when the request was in the scheduler's queue before, or on its way there.
         self.again = False
-        """True when the request was in the scheduler's queue before, or on its way there."""
+        # Losses in a row, the time of the last one, and the context's length at that time.
         self._losses = 0
         self._lost_at = 0.0
         self._lost_length = 0
-        """Losses in a row, the time of the last one, and the context's length at that time."""
 
     @property
     def context(self) -> TextContext:

@@ -37,8 +37,8 @@ class Prepared:
     request: TextGenerationRequest
     prompt: Prompt
     sampling: SamplingParams
+    # The compiled grammar; it begins after the tokens `grammar_begins_after`.
     grammar: str | None = None
-    """The compiled grammar; it begins after the tokens `grammar_begins_after`."""
     grammar_begins_after: list[int] = field(default_factory=list)
 
     @property

@@ -72,17 +72,17 @@ class HttpProtocol(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._phase = _NOTHING
+        # Bytes since the last piece of a body: a head, sizes and extensions of chunks, trailers.
         self._overhead = 0
-        """Bytes since the last piece of a body: a head, sizes and extensions of chunks, trailers."""
+        # True when nothing more is read from this client.
         self._reading_ended = False
-        """True when nothing more is read from this client."""
         self._heard = self.loop.time()
         self._body_began = self._heard
         self._body_bytes = 0
         self._unread: Unread  # from `connection_made` on
         self._clock: asyncio.TimerHandle | None = None
+        # The request whose answer is sent or awaited; further ones wait in `pipeline`.
         self._answering: RequestResponseCycle | None = None
-        """The request whose answer is sent or awaited; further ones wait in `pipeline`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -66,16 +66,16 @@ class MarkedReasoning(ReasoningParser):
     """
 
     markers: ClassVar[Markers]
+    # True when reasoning may begin anywhere; otherwise it begins only where the answer begins.
     repeats: ClassVar[bool] = False
-    """True when reasoning may begin anywhere; otherwise it begins only where the answer begins."""
 
     def __init__(self, piece: Callable[[int], str], added: Collection[int] = ()) -> None:
         self._piece = piece
         self._added = added
         self._longest = max(map(len, (*self.markers.starts, *self.markers.ends)))
         self._tail = ""
+        # True once something other than reasoning has been written.
         self.has_passed = False
-        """True once something other than reasoning has been written."""
 
     @classmethod
     async def from_tokenizer(cls, tokenizer: Any) -> Self:

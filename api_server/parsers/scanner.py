@@ -48,8 +48,8 @@ class Scanner:
         self.text = ""
         self.ended = False
         self.cut = False
+        # White space that `passage` has dropped before the last marker.
         self.dropped = ""
-        """White space that `passage` has dropped before the last marker."""
         self._recorded: list[str] | None = None
 
     def take(self, count: int) -> str:

@@ -39,13 +39,13 @@ class Vocabulary:
     def __init__(self, backend: Any) -> None:
         self.backend = backend
         added = backend.get_added_tokens_decoder()
+        # Tokens that no text is cut into, special ones and others.
         self.added = frozenset(added)
-        """Tokens that no text is cut into, special ones and others."""
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._bytes: dict[int, bytes] = {}
+        # Text of the byte-level tokens met so far whose bytes are whole characters.
         self.whole: dict[int, str] = {}
-        """Text of the byte-level tokens met so far whose bytes are whole characters."""
         self._pieces: dict[int, str] = {}
 
     def detokenizer(self, context: Sequence[int], skip_special_tokens: bool, kept: Collection[int] = ()) -> Detokenizer:

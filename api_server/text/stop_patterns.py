@@ -72,8 +72,8 @@ class StopPatterns:
         self._patterns = list(patterns)
         self._programs = compiled(patterns)
         self._tail = ""
+        # 1 once the tail has lost its beginning, so that `^` does not match there.
         self._start = 0
-        """1 once the tail has lost its beginning, so that `^` does not match there."""
         self.matched: str | None = None
 
     def add(self, piece: str) -> None:

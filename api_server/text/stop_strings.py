@@ -15,8 +15,8 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
         self._stops = [stop for stop in stops if stop]
         self._keep = keep
+        # Longest end of the text so far that a stop string could begin with.
         self._held = ""
-        """Longest end of the text so far that a stop string could begin with."""
         self.matched: str | None = None
 
     def add(self, piece: str) -> str:

@@ -45,8 +45,8 @@ class Prompt:
 
     text: str | None
     tokens: NDArray[np.int32]
+    # Parts of the text that were tokenized one by one, if there are several (control_tokens.py).
     parts: tuple[str, ...] = ()
-    """Parts of the text that were tokenized one by one, if there are several (control_tokens.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Tokenizer:
         self.eos_token_ids = _eos_ids(tokenizer, generation_config)
         self.defaults = _defaults(generation_config, self.eos_token_ids)
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        # One more than the highest id.
         self.vocab_size = max(vocabulary.values()) + 1
-        """One more than the highest id."""
         self._longest_token = max(map(len, vocabulary))
         self._control = None if control_tokens else ControlTokens(self._backend, self.chat_template)
 

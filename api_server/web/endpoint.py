@@ -45,15 +45,15 @@ class Call:
     server: ServerState
     scope: Scope
     body: bytes | bytearray
+    # The client's x-request-id, or a fresh one; also in the response's header.
     request_id: str
-    """The client's x-request-id, or a fresh one; also in the response's header."""
     received: float = field(default_factory=time.monotonic)
+    # True when the body may carry scheduling options (`scheduling.py`).
     generates: bool = False
-    """True when the body may carry scheduling options (`scheduling.py`)."""
+    # Bytes of the body.
     size: int = 0
-    """Bytes of the body."""
+    # True when the body is small enough to be read on the event loop.
     light: bool = True
-    """True when the body is small enough to be read on the event loop."""
 
     @property
     def path(self) -> str:
@@ -154,21 +154,21 @@ class Document:
     summary: str
     tag: str
     body: type[BaseModel] | None = None
+    # The model of the answer; None for plain text or an empty answer.
     answer: type[BaseModel] | None = None
-    """The model of the answer; None for plain text or an empty answer."""
+    # One event of the answer when it is streamed.
     frame: type[BaseModel] | None = None
-    """One event of the answer when it is streamed."""
+    # The answer is a list of `answer`.
     listed: bool = False
-    """The answer is a list of `answer`."""
+    # A body that works unchanged.
     example: Mapping[str, Any] | None = None
-    """A body that works unchanged."""
+    # Error statuses of this endpoint, with the models of their bodies.
     errors: Mapping[int, type[BaseModel]] = field(default_factory=dict)
-    """Error statuses of this endpoint, with the models of their bodies."""
     description: str = ""
+    # Documents of other dialects on the same path.
     also: Sequence[Document] = ()
-    """Documents of other dialects on the same path."""
+    # True when text is generated although no answer can be streamed (a streamed answer implies it).
     generates: bool = False
-    """True when text is generated although no answer can be streamed (a streamed answer implies it)."""
 
 
 def endpoint(

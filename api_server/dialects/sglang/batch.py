@@ -36,8 +36,8 @@ class Item:
     """One prompt of the body with the values that hold for it."""
 
     rid: str
+    # A text, token ids, or vectors that stand for the embeddings of tokens.
     prompt: str | list[int] | NDArray[np.float32]
-    """A text, token ids, or vectors that stand for the embeddings of tokens."""
     sampling: SamplingParameters
     return_logprob: bool
     logprob_start_len: int

@@ -22,8 +22,8 @@ class Events:
         self._form = form
         self._generation = generation
         self._next = 0
+        # Blocks that the client has; the last one is the open item.
         self._sent = ParsedAnswer()
-        """Blocks that the client has; the last one is the open item."""
 
     async def frames(self) -> AsyncIterator[bytes]:
         form = self._form
