@@ -44,7 +44,7 @@ class ServerState:
     settings: Settings
     tokenizer: Tokenizer
     engine: EngineClient
-    # Receive the events of every generation (metrics).
+    # Observers of every generation (metrics).
     observers: list[Observer] = field(default_factory=list)
     formats: AnswerFormats = field(init=False)
     # Unix time shown as the model's creation time.
