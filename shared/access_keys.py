@@ -44,7 +44,7 @@ class AccessKeys:
         return cls(tuple(users), tuple(_listed(settings.admin_api_key, "admin_api_key")))
 
     def caller(self, given: str | None) -> Caller | None:
-        """Who presents the key `given`; None when it opens nothing. Takes as long for every wrong key."""
+        """Find the caller with the key `given`; None when it opens nothing. Takes as long for every wrong key."""
         digest = "" if given is None else digest_of(given)
         admin = _found(self.admins, digest)
         user = _found(self.users, digest)

@@ -1,4 +1,4 @@
-"""Where the processes of one server meet: files and ipc sockets inside one private run directory."""
+"""The meeting points of one server's processes: files and ipc sockets inside one private run directory."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ WORD_BITS = 32
 
 # The library looks at no more tokens than these when it leaves off the end of a forced text, which the next may change.
 _TOKENS_LEFT_OFF = 4
-# Of forced texts it is kept how they are read, if they have at most so many bytes.
+# Longest forced text, in bytes, whose reading is cached.
 _TEXTS_KEPT = 4096
 _LONGEST_KEPT = 256
 
@@ -36,7 +36,7 @@ class GrammarError(ValueError):
 
 
 class Reading(IntEnum):
-    """How a tokenizer reads a text."""
+    """A tokenizer's reading of a text."""
 
     SAME = auto()
     ANOTHER = auto()

@@ -1,4 +1,4 @@
-"""Where numba keeps compiled kernels between starts.
+"""The folders in which numba keeps compiled kernels between starts.
 
 numba notices a change of the file in which a cached function stands, but not of functions that it calls from other
 files: a kernel compiled before such a change would silently go on with the old code. So the kernels of each state of

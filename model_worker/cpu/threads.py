@@ -67,7 +67,8 @@ def _add(typing: Any, counter: Any, at: Any, amount: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = _place(context, builder, signature, args)
-        # Stronger than "acq_rel": who falls asleep and who wakes sleepers each write one number and read the other's.
+        # Stronger than "acq_rel": a thread that falls asleep and one that wakes sleepers each write one number and read
+        # the other's.
         return builder.atomic_rmw("add", data, args[2], "seq_cst")
 
     return types.int64(counter, types.int64, types.int64), codegen

@@ -138,7 +138,7 @@ class Masks:
         self._fill(row, joined, started)
 
     def _go_on(self, row: int, tokens: list[int]) -> None:
-        # A row that failed is gone here a step before the worker hears of it.
+        # A row that failed is gone here a step before the worker reads its error.
         found = self._rows.get(row)
         if found is not None:
             started = time.process_time()

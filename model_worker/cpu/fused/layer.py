@@ -14,7 +14,8 @@ from numba import njit
 from numpy.typing import NDArray
 
 from model_worker.cpu.fused.rotary_and_kv import pieces_of, rotate_and_write_kv
-from model_worker.cpu.gemm.products import add_product, gated, halves_of, prepare
+from model_worker.cpu.gemm.products import add_product, gated, halves_of
+from model_worker.cpu.gemm.weight_kind import prepare
 from model_worker.cpu.simd.elements import INSIDE, MATH, element
 
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741 - the field's names

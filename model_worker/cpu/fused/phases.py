@@ -36,8 +36,9 @@ from model_worker.cpu.fused.layer import (
     normalise,
     pieces_in,
 )
-from model_worker.cpu.gemm.products import HALVES, HEAD_PANELS, PANEL, argmax_product, kind_at, prepare
+from model_worker.cpu.gemm.products import HALVES, HEAD_PANELS, PANEL, argmax_product
 from model_worker.cpu.gemm.screened_head import choose, screen
+from model_worker.cpu.gemm.weight_kind import kind_at, prepare
 from model_worker.cpu.simd.argmax import reduce_argmax
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
 from model_worker.cpu.simd.elements import INSIDE, borrowed, hold, widened
@@ -323,7 +324,7 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, kind: Any, screen_
             phase += 1
             if phase % a_turn == 0 and not claim_turn(counter):
                 phase = OVER
-            # What is over at once is not worth telling the others of.
+            # A short phase is not worth waking the other cores.
             alone = phase < end and _is_short(phase % a_turn, layers, tokens, sizes)
             if not alone:
                 begin(counter, phase)

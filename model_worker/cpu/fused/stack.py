@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model_worker.batch import ForwardBatch
 from model_worker.cpu.fused.attention import Attention, Cache
-from model_worker.cpu.fused.attention_plan import plan_for, units_with
+from model_worker.cpu.fused.attention_plan import plan_for, slots_of, units_with, zeros_after
 from model_worker.cpu.fused.layer import Buffers
 from model_worker.cpu.fused.pattern import DecoderWeights, UnsupportedPattern
 from model_worker.cpu.fused.phases import (
@@ -32,8 +32,9 @@ from model_worker.cpu.fused.phases import (
     run_stack,
 )
 from model_worker.cpu.gemm.packed_linear import PackedLinear
-from model_worker.cpu.gemm.products import PANEL, Kind, int8_kind_for, kind_for, may_be_bf12
+from model_worker.cpu.gemm.products import PANEL
 from model_worker.cpu.gemm.screened_head import SCREENED_ROWS, WORTH_SCREENING, Screen
+from model_worker.cpu.gemm.weight_kind import Kind, int8_kind_for, kind_for, may_be_bf12
 from model_worker.cpu.huge_pages import PagesAhead, keep_in_huge_pages
 from model_worker.cpu.simd.argmax import ArgmaxBuffers
 from model_worker.cpu.simd.bf12 import Bf12Panels, bf12_panels
@@ -337,9 +338,9 @@ class FusedStack:
             )
             self._caches[cache] = known, PagesAhead([*k, *v])
         known, ahead = self._caches[cache]
-        blocks, offsets = _slots(batch, passes)
+        blocks, offsets = slots_of(batch, passes)
         ahead.use(int(blocks.max()))
-        return known._replace(blocks=blocks, offsets=offsets, unused=_unused(batch, offsets))
+        return known._replace(blocks=blocks, offsets=offsets, unused=zeros_after(batch, offsets))
 
     def _attention(self, batch: ForwardBatch, last_tokens: NDArray[np.int64] | None) -> Attention:
         """Make the attention of a batch. `last_tokens` are those that attend in the last layer; None: all."""
@@ -390,26 +391,3 @@ def _every_token(batch: ForwardBatch) -> bool:
 
 def _every(batch: ForwardBatch) -> NDArray[np.int64]:
     return np.arange(len(batch.logit_positions))
-
-
-def _slots(batch: ForwardBatch, passes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the blocks of the tokens of some passes, and their places in them: [passes, T] each."""
-    blocks, offsets = np.divmod(batch.slots.numpy()[None], batch.block_size)
-    if passes == 1:
-        return blocks, offsets
-    places = batch.kv_len.numpy()[None].astype(np.int64) + np.arange(-1, passes - 1)[:, None]
-    index, offsets = np.divmod(places, batch.block_size)
-    blocks = np.take_along_axis(batch.block_tables.numpy().T, index, axis=0)
-    return np.ascontiguousarray(blocks, np.int64), offsets
-
-
-def _unused(batch: ForwardBatch, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each token how many zeros must follow it in its group: see Cache."""
-    if batch.max_query == 1:
-        return np.where(offsets % GROUP == 0, GROUP - 1, 0)
-    last = batch.query_start.numpy()[1:].astype(np.int64) - 1
-    queries = np.diff(batch.query_start.numpy())
-    within = offsets[0, last] % GROUP
-    unused = np.zeros_like(offsets)
-    unused[0, last] = np.where(within < queries, GROUP - 1 - within, 0)
-    return unused

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model_worker.cpu.gemm.products import int8_kind_for, kind_for, run_product
+from model_worker.cpu.gemm.products import run_product
+from model_worker.cpu.gemm.weight_kind import int8_kind_for, kind_for
 from model_worker.cpu.simd.dot_bf16 import operand_dtype
 from model_worker.cpu.threads import thread_pool
 

@@ -7,15 +7,14 @@ meaning of operands. Indices are not checked.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numba.extending
 import numpy as np
-from numba import njit, types
-from numpy.typing import NDArray
+from numba import njit
 
+from model_worker.cpu.gemm.weight_kind import kind_at, prepare
 from model_worker.cpu.simd.argmax import take_argmax
-from model_worker.cpu.simd.bf12 import COMPACT_STEP_BYTES, HAS_BF12, HEADER_BYTES, bf12_panel_bytes
+from model_worker.cpu.simd.bf12 import BF12_STEP_BYTES, HEADER_BYTES, bf12_panel_bytes
 from model_worker.cpu.simd.dot_bf12 import multiply_bf12_half_panel, multiply_bf12_panel
 from model_worker.cpu.simd.dot_bf16 import (
     PIECE_ROWS,
@@ -29,10 +28,8 @@ from model_worker.cpu.simd.dot_bf16 import (
 )
 from model_worker.cpu.simd.dot_int8 import int8_rows, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.cpu.simd.elements import INSIDE, MATH, element, exp
-from model_worker.cpu.simd.fixed_point import Digits, digits_of, room_for, split, width_of
+from model_worker.cpu.simd.fixed_point import digits_of, width_of
 from model_worker.cpu.threads import arrived_last, begin, take, wait
-
-overload: Any = numba.extending.overload
 
 PANEL = 64
 HALF = 32
@@ -43,66 +40,6 @@ SCALE_BYTES = PANEL * LANE_BYTES
 HALVES = 2
 # Panels of lm_head, the longest product, whose pieces they are, that a core takes at a time: some tens of microseconds.
 HEAD_PANELS = 8
-
-
-class Kind(NamedTuple):
-    """The kind of a product's weights."""
-
-    like: NDArray[Any]  # any array of the model's element type: uint16 stands for bfloat16
-    digits: Digits | None  # None: panels are words of elements; for int8 panels, room for the operand
-    bf12: bool | None = None  # whether words may be in bf12; None: they never are
-
-
-def kind_for(element: Any) -> Kind:
-    """Return the kind of panels of words of this element type."""
-    return Kind(np.empty(1, element), None)
-
-
-def may_be_bf12(kind: Kind) -> bool:
-    """Whether there is a bf12 form of these panels, and instructions for it."""
-    return HAS_BF12 and kind.digits is None and kind.like.dtype == np.uint16
-
-
-def int8_kind_for(element: Any, cores: int, rows: int, elements: int) -> Kind:
-    """Return the kind of int8 panels in a model of this element type.
-
-    Operands have at most `rows` rows and `elements` elements.
-    """
-    like = np.empty(1, element)
-    return Kind(like, room_for(cores, rows, elements, like))
-
-
-def kind_at(kind: Kind, core: int) -> Any:
-    """Return the kind with a core's own digits; for compiled callers, whose types must not leave open if there are
-    any."""
-    return kind if kind.digits is None else kind._replace(digits=Digits(*(array[core] for array in kind.digits)))
-
-
-@overload(kind_at)
-def _kind_at(kind: Any, core: int) -> Any:
-    def none(kind: Any, core: int) -> Any:
-        return kind
-
-    def one(kind: Any, core: int) -> Any:
-        digits = kind.digits
-        own = Digits(digits.values[core], digits.starts[core], digits.factors[core])
-        return Kind(kind.like, own, kind.bf12)
-
-    return none if kind.types[1] is types.none else one
-
-
-@njit(nogil=True, cache=True, **INSIDE)
-def _prepare(operand: Any, like: Any, digits: Any) -> None:
-    if digits is None:
-        return
-    split(operand, like, digits)
-
-
-@njit(nogil=True, cache=True, **INSIDE)
-def prepare(fresh: bool, operand: Any, kind: Any) -> None:
-    """Prepare a core for its first piece of a product: operands of bytes are split into fixed-point digits."""
-    if fresh:
-        _prepare(operand, kind.like, kind.digits)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -202,7 +139,7 @@ def _prefetching(
     """
     steps = _steps(operand, kind.like, kind.digits)
     groups = _loops(many, whole, kind.like, kind.digits)
-    header, step_bytes = (HEADER_BYTES, COMPACT_STEP_BYTES) if _is_bf12(kind.bf12) else (0, STEP_BYTES)
+    header, step_bytes = (HEADER_BYTES, BF12_STEP_BYTES) if _is_bf12(kind.bf12) else (0, STEP_BYTES)
     size = header + steps * step_bytes
     if pieces < SHARING_PIECES and groups == 1:
         ahead = min(PREFETCH_BYTES // step_bytes, steps)

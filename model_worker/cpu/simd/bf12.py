@@ -29,7 +29,7 @@ HAS_BF12: bool = HAS_BF16_DOT and FEATURES.get("avx512vbmi", False)
 WINDOW = 15
 # Bytes of a group. A step has three: signs and mantissas of half a panel's outputs; those of the other half; the codes.
 GROUP_BYTES = 64
-COMPACT_STEP_BYTES = 3 * GROUP_BYTES
+BF12_STEP_BYTES = 3 * GROUP_BYTES
 # Bytes of a panel's header: sixteen upper and sixteen lower bytes of a bfloat16 by its code, then the addresses of the
 # numbers of its exceptions and of their words.
 HEADER_BYTES = 64
@@ -49,7 +49,7 @@ _EXPONENTS = (1 << _EXPONENT_BITS) - 1
 class Bf12Panels(NamedTuple):
     """The bf12 panels of one matrix, and their exceptions, which they find by address."""
 
-    panels: NDArray[np.uint8]  # [panel, HEADER_BYTES + steps * COMPACT_STEP_BYTES]
+    panels: NDArray[np.uint8]  # [panel, HEADER_BYTES + steps * BF12_STEP_BYTES]
     numbers: NDArray[np.int32]  # of a panel's exceptional steps, rising, then how many steps it has; panel by panel
     words: NDArray[np.uint32]  # [exceptions, PANEL]
 
@@ -61,7 +61,7 @@ class Bf12Panels(NamedTuple):
 @njit(nogil=True, cache=True)
 def bf12_panel_bytes(steps: int) -> int:
     """Return the bytes of a panel with `steps` steps."""
-    return HEADER_BYTES + steps * COMPACT_STEP_BYTES
+    return HEADER_BYTES + steps * BF12_STEP_BYTES
 
 
 def bf12_panels(matrices: Sequence[NDArray[np.uint32]], most_bytes: float = math.inf) -> list[Bf12Panels]:
@@ -170,7 +170,7 @@ def _write(words: Any, firsts: Any, panels: Any, numbers: Any, kept: Any) -> Non
             to[UPPER_BYTES + code] = exponent >> 1
             to[LOWER_BYTES + code] = (exponent & 1) << _MANTISSA_BITS
         for step in range(steps):
-            at = HEADER_BYTES + step * COMPACT_STEP_BYTES
+            at = HEADER_BYTES + step * BF12_STEP_BYTES
             outside = False
             for i in range(2 * _PANEL):
                 # Bytes lie so that interleaving lower and upper ones, lane by lane, brings them into their order.

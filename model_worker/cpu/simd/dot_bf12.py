@@ -14,7 +14,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
 from model_worker.cpu.simd.bf12 import (
-    COMPACT_STEP_BYTES,
+    BF12_STEP_BYTES,
     GROUP_BYTES,
     HEADER_BYTES,
     LOWER_BYTES,
@@ -102,7 +102,7 @@ class _Panel:
 
     def step(self, builder: Any, at: Any) -> list[Any]:
         """Return the vectors of a step that is no exception."""
-        line = builder.gep(self._steps, [builder.mul(at, _number(COMPACT_STEP_BYTES))])
+        line = builder.gep(self._steps, [builder.mul(at, _number(BF12_STEP_BYTES))])
 
         def load(offset: Any) -> Any:
             return builder.load(builder.bitcast(builder.gep(line, [offset]), _BYTES.as_pointer()), align=1)
@@ -182,7 +182,7 @@ def _emit(builder: Any, operand: Any, rows: int, panel: _Panel, prefetching: Any
     asked = builder.phi(INDEX)
     sums = [builder.phi(FLOATS) for _ in nothing]
     lines = builder.inttoptr(asked, _BYTE.as_pointer())
-    for line in range(COMPACT_STEP_BYTES // _LINE_BYTES * panel.vectors // (2 * _GROUP_VECTORS) or 1):
+    for line in range(BF12_STEP_BYTES // _LINE_BYTES * panel.vectors // (2 * _GROUP_VECTORS) or 1):
         prefetch(builder, builder.gep(lines, [_number(line * _LINE_BYTES)]))
     totals = _multiply(builder, operand, rows, at, panel.step(builder, at), sums)
     following = builder.add(at, one)

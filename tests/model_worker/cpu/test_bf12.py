@@ -20,9 +20,10 @@ from torch import Tensor
 from model_worker.cpu.fused import stack
 from model_worker.cpu.fused.stack import FusedStack
 from model_worker.cpu.gemm.packed_linear import PackedLinear, _panels
-from model_worker.cpu.gemm.products import PANEL, Kind, add_product, prepare
+from model_worker.cpu.gemm.products import PANEL, add_product
+from model_worker.cpu.gemm.weight_kind import Kind, prepare
 from model_worker.cpu.simd.bf12 import (
-    COMPACT_STEP_BYTES,
+    BF12_STEP_BYTES,
     GROUP_BYTES,
     HAS_BF12,
     HEADER_BYTES,
@@ -83,7 +84,7 @@ def _said(compact: Bf12Panels, steps: int) -> NDArray[np.uint32]:
                     exceptions.index(step)
                 ]
                 continue
-            line = memory[HEADER_BYTES + step * COMPACT_STEP_BYTES :][:COMPACT_STEP_BYTES]
+            line = memory[HEADER_BYTES + step * BF12_STEP_BYTES :][:BF12_STEP_BYTES]
             values = np.empty(2 * PANEL, np.uint32)
             for place in range(GROUP_BYTES):
                 lane, within = divmod(place, 16)

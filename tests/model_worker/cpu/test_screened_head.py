@@ -16,8 +16,9 @@ from torch import Tensor
 from model_worker.cpu.fused.stack import FusedStack
 from model_worker.cpu.gemm.int8_linear import quantize
 from model_worker.cpu.gemm.packed_linear import PackedLinear
-from model_worker.cpu.gemm.products import PANEL, Kind, argmax_product
+from model_worker.cpu.gemm.products import PANEL, argmax_product
 from model_worker.cpu.gemm.screened_head import SCREENED_ROWS, Screen, choose, screen
+from model_worker.cpu.gemm.weight_kind import Kind
 from model_worker.cpu.simd.argmax import ArgmaxBuffers, reduce_argmax
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS, operand_dtype
 from model_worker.cpu.simd.fixed_point import room_for, width_of
