@@ -358,7 +358,9 @@ class FusedStack:
         return Buffers(*(array[:tokens] for array in self._room))
 
     def _make_room(self, tokens: int) -> tuple[Buffers, Kind]:
-        layer, (hidden, heads, inner), operand = self._layout, self._widths, operand_dtype(self._element)
+        layer = self._layout
+        hidden, heads, inner = self._widths
+        operand = operand_dtype(self._element)
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
         kind = kind_for(self._element)
         widest = width_of(max(self._widths))

@@ -107,7 +107,8 @@ def _bytes_of(words: NDArray[np.uint32], windows: _Windows) -> int:
 
 
 def _in_bf12(words: NDArray[np.uint32], windows: _Windows, panels: NDArray[np.uint8]) -> Bf12Panels:
-    count, (firsts, found) = len(words), windows
+    count = len(words)
+    firsts, found = windows
     numbers = np.empty(int(found.sum()) + count, np.int32)
     kept = np.empty((int(found.sum()), _PANEL), np.uint32)
     _write(words, firsts, panels, numbers, kept)
