@@ -10,7 +10,8 @@ import httpx
 
 OPERATORS_ROUTES = ("/flush_cache", "/abort_request", "/pause_generation", "/continue_generation")
 SECONDS = 60.0
-TOKENS = 300
+# So many that they take much longer than the first one, also on a busy machine.
+TOKENS = 1200
 PADDING = "x" * 40_000
 """More than the 16 KB that HAProxy and nginx hold in memory unless they are told otherwise."""
 
@@ -40,7 +41,7 @@ def assert_streams_token_by_token(url: str) -> None:
     assert json.loads(events[0].removeprefix("data: "))["choices"]
     assert len(events) > TOKENS / 4
     assert len(pieces) > len(events) / 5, f"{len(events)} events came in {len(pieces)} pieces"
-    assert first < whole / 2, f"the first event came after {first:.2f} s of {whole:.2f} s"
+    assert first < whole * 3 / 4, f"the first event came after {first:.2f} s of {whole:.2f} s"
 
 
 def assert_operators_routes_are_closed(url: str) -> None:
