@@ -145,7 +145,8 @@ def _mounts(controller: str, root: Path) -> dict[tuple[str, PurePosixPath], Pure
     on_top: dict[str, tuple[str, PurePosixPath]] = {}
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
-        fields, (kind, *_, options) = before.split(), [*after.split(), "", ""][:3]
+        fields = before.split()
+        kind, *_, options = [*after.split(), "", ""][:3]
         if len(fields) < 5 or kind not in ("cgroup", "cgroup2"):
             continue
         if kind == "cgroup2" or controller in options.split(","):
