@@ -84,22 +84,23 @@ def visible_cores() -> int:
 def _memory_left(level: _Level) -> Room | None:
     """Return the memory that the group may still take.
 
-    Pages of files that were not used lately count as free: they go when memory is wanted, and would else make the
-    amount depend on which files were read before.
+    Pages of files count as free, as in the kernel's MemAvailable: they go when memory is wanted. Otherwise the amount
+    would depend on which files were read before, and how often.
     """
     if level.version == 2:
         # Beyond memory.high no process is killed, but all are slowed down: it is a limit, too.
         limits = [level.number("memory.max"), level.number("memory.high")]
         used = level.number("memory.current")
-        unused_files = level.field("memory.stat", "inactive_file")
+        files = ("inactive_file", "active_file")
     else:
         limits = [level.number("memory.limit_in_bytes")]
         used = level.number("memory.usage_in_bytes")
-        unused_files = level.field("memory.stat", "total_inactive_file")
+        files = ("total_inactive_file", "total_active_file")
     limit = min((limit for limit in limits if limit is not None), default=None)
     if limit is None or used is None:
         return None
-    return Room(max(0, limit - max(0, used - unused_files)), level.path)
+    reclaimable = sum(level.field("memory.stat", name) for name in files)
+    return Room(max(0, limit - max(0, used - reclaimable)), level.path)
 
 
 def _quota(level: _Level) -> Room | None:

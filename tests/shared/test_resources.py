@@ -97,16 +97,16 @@ def test_version_2_slows_down_before_it_kills(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_files_that_were_read_once_do_not_count(tree: Tree, version: int) -> None:
+def test_pages_of_files_do_not_count(tree: Tree, version: int) -> None:
     if version == 2:
         tree.we_are_in("0::/a")
         tree.mount("/sys/fs/cgroup")
-        statistics = f"anon 5\ninactive_file {GIB}\nactive_file {GIB}"
+        statistics = f"anon 5\ninactive_file {GIB // 2}\nactive_file {GIB // 2}"
         tree.group("/sys/fs/cgroup/a", memory__max=4 * GIB, memory__current=3 * GIB, memory__stat=statistics)
     else:
         tree.we_are_in("4:memory:/a")
         tree.mount("/sys/fs/cgroup/memory", controllers="memory")
-        statistics = f"inactive_file 7\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}"
+        statistics = f"inactive_file 7\ntotal_inactive_file {GIB // 2}\ntotal_active_file {GIB // 2}"
         files: dict[str, Any] = {"memory__limit_in_bytes": 4 * GIB, "memory__usage_in_bytes": 3 * GIB}
         tree.group("/sys/fs/cgroup/memory/a", **files, memory__stat=statistics)
     assert tree.memory[0] == 2 * GIB
