@@ -129,7 +129,8 @@ class Crowd:
 
 
 def test_a_rolling_restart_loses_no_request(tmp_path: Path) -> None:
-    """With the settings that a server has by default."""
+    """With the settings that a server has by default. One that no client has asked since its SIGTERM ends at once, and
+    HAProxy's checks may notice that later: it repeats requests that no server has accepted."""
     servers = {name: Server(None, [], tmp_path / f"{name}.log") for name in ("yard1", "yard2")}
     with ThreadPoolExecutor(8) as threads:
         try:
@@ -143,7 +144,6 @@ def test_a_rolling_restart_loses_no_request(tmp_path: Path) -> None:
                         before = crowd.answers
                         server.__exit__()
                         assert server.process.returncode == 0, server.log.read_text()
-                        assert proxy.states()[name].startswith("DOWN"), "the checks have not noticed that it drains"
                         server.__enter__()
                         proxy.wait_until(name, "UP")
                         assert crowd.answers > before

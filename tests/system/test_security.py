@@ -129,7 +129,9 @@ def test_status_and_why_tell_what_happens(locked: Server) -> None:
         assert event in told, told
     assert "no request 'nobody'" in inquire("why", "nobody", "--run-dir", directory)
     locked.child("model_worker").kill()
-    locked.wait_for("it is back", 60, lambda: "worker 0: cpu, epoch 1" in inquire("status", "--run-dir", directory))
+    locked.wait_for(
+        "it is back", 60, lambda: "worker 0: cpu (fused stack), epoch 1" in inquire("status", "--run-dir", directory)
+    )
     told = inquire("status", "--run-dir", directory)
     for fact in ("api_server:0", "scheduler", "model_worker:0", "0 run, 0 wait", "SIGKILL", "died"):
         assert fact in told, told
