@@ -1,6 +1,6 @@
 """The model worker process: weights, KV tensors, forward and sampling of one device. The only process with torch.
 
-Whoever imports any of it, the worker itself, a benchmark or a test, gets compiled kernels of these very sources: see
+An import of any of it, by the worker itself, a benchmark or a test, finds compiled kernels of these very sources: see
 shared/kernel_cache.py. numba reads the variable when it is imported.
 """
 

@@ -26,8 +26,8 @@ from shared.sockets import connect_dealer, same_host
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 1.0
+# After this time without a rest, the engine's work at rest is done all the same: later a request would wait for it.
 RESTLESS_SECONDS = 10.0
-"""After which what the engine does at rest is done all the same: later somebody would wait for it."""
 LAST_WORDS_MS = 1000
 PATIENCE_MS = 2
 
@@ -65,7 +65,7 @@ class Loop:
 
     def run(self) -> None:
         next_hello = 0.0
-        # Not at once: somebody may have waited for this worker's first answer.
+        # Not at once: a request may have waited for this worker's first answer.
         began, rested = time.monotonic(), False
         try:
             while not self._stopping:

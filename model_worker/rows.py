@@ -49,7 +49,7 @@ class PackedStep:
     `tokens` i32[T] of all rows one after the other; `ntok`, `kv_len` i32[S] (K/V length after the step);
     `block_tables` i32[S, B]; `sampling` i32[L]: indices into the step's rows that sample; `positions` i64[L]: index
     the new token will have in its sequence; `prompts`: parts of prompts to report; `hidden`: tokens whose hidden
-    states are told; `embeddings`: packed tokens i64[K] with the vectors f32[K, hidden] that stand for theirs.
+    states are reported; `embeddings`: packed tokens i64[K] with the vectors f32[K, hidden] that stand for theirs.
     """
 
     rows: NDArray[np.int32]
@@ -91,7 +91,7 @@ class WorkerRows:
         self._reported: dict[int, tuple[int, int]] = {}
         """Rows whose prompt is to be reported: first position, and the prompt's length."""
         self._hidden: dict[int, int] = {}
-        """Rows whose hidden states are told, and from which position on."""
+        """Rows whose hidden states are reported, and the first position of each."""
         self._embeddings: dict[int, NDArray[np.float32]] = {}
         """Rows with vectors for their first tokens, until these are computed."""
 
@@ -170,7 +170,7 @@ class WorkerRows:
             self._forget_prompt(row)
 
     def left_out(self, rows: NDArray[np.int32], number: int, steps: int) -> None:
-        """The last of the steps that `begun_steps` told of are not done."""
+        """Rolls back the last `steps` of the steps that `begun_steps` counted."""
         self._add(rows[self._unread[rows] == number], -steps)
 
     def _add(self, rows: NDArray[np.int32], steps: int) -> None:

@@ -127,9 +127,9 @@ class ModelRunner:
             return self._logits(batch) if self._stack is None else self._stack.forward(batch, self.cache)
 
     def pick(self, batch: ForwardBatch, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Tensor]:
-        """As `forward`, but of the L rows the token of the largest logit (-1: not finite), and the logits of `wanted`.
+        """The token of the largest logit of each of the L rows (-1: not finite), and the logits of the rows `wanted`.
 
-        The stack finds the largest while it multiplies, and logits that nobody wants never come to memory.
+        The stack finds the largest while it multiplies, and the other logits never come to memory.
         """
         if self._stack is None:
             logits = self.forward(batch)

@@ -245,7 +245,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         return batch, joins, None
 
     def _follow(self, context: TextContext) -> list[Join]:
-        """Makes row and context agree on what is computed; a join if the engine must be told."""
+        """Makes row and context agree on what is computed; a join if the engine does not know it."""
         row, tokens = self._rows.get(context.request_id), context.tokens
         if row is None:
             row = self._rows[context.request_id] = _Row(self._free_rows.popleft())
@@ -300,7 +300,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             row: (token, logprob)
             for row, token, logprob in zip(result.rows.tolist(), result.tokens.tolist(), logprobs, strict=True)
         }
-        told = {} if result.reports is None else {owner: report for owner, _, report in result.reports.entries()}
+        reported = {} if result.reports is None else {owner: report for owner, _, report in result.reports.entries()}
         failures = []
         for context in batch:
             row = self._rows[context.request_id]
@@ -315,7 +315,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
                 continue
             token, logprob = sampled[row.index]
             entry = LogProbabilities([logprob], [{token: logprob}]) if _wants_logprobs(context) else None
-            context.update(token, told.get(row.index, entry))
+            context.update(token, reported.get(row.index, entry))
             row.tokens = np.append(row.tokens, token)
             if not context.is_done and len(context.tokens) >= self.max_length:
                 context.status = GenerationStatus.MAXIMUM_LENGTH
