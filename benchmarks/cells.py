@@ -126,7 +126,7 @@ def _of_intrusion(run: Run, undisturbed: Run | None) -> dict[str, float]:
 
 
 def _ignore(timeline: Timeline) -> None:
-    """Progress of a comparison is told cell by cell."""
+    """Discard a timeline: a comparison reports its progress by cell."""
 
 
 def failed(cells: Sequence[Cell]) -> int:

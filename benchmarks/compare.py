@@ -135,8 +135,8 @@ class Session:
         idle = (sum(other.cpu_s() for other in others) - before) / (time.monotonic() - began)
         await contender.step_back()
         trouble = f", {cell.failures}" if cell.failures else ""
-        told = f"{work.name}, round {round_}, {contender.name}: {cell.figures[RATE]:.1f} tok/s{trouble}"
-        print(told, file=sys.stderr, flush=True)
+        line = f"{work.name}, round {round_}, {contender.name}: {cell.figures[RATE]:.1f} tok/s{trouble}"
+        print(line, file=sys.stderr, flush=True)
         return replace(cell, idle_cpu_share=idle)
 
 

@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`starts` tells of each server and model what was started and how long its first answer took."""
+    """The cells of one session. `starts` has the command and the seconds to the first answer, by server and model."""
 
     time_limit: float
     threads: int

@@ -122,7 +122,7 @@ class Installed(Entrant):
 
 
 class AtUrl(Entrant):
-    """A server that somebody else started, with whichever model it has; it is not stopped while it waits."""
+    """A server that runs already, with its own model. It is not stopped while it waits."""
 
     def __init__(self, url: str) -> None:
         self.name = url.rstrip("/")

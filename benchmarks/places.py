@@ -14,5 +14,5 @@ def default_cache() -> Path:
 
 
 def standard_model_in(cache: Path, size: str) -> Path:
-    """Its name is what servers call it, where they are not told another."""
+    """The folder of a standard model. Servers serve it under the folder's name unless they get another."""
     return standard_model(cache.absolute() / "models" / f"llama-{size}", size)

@@ -1,4 +1,4 @@
-"""CPU time of a server's processes by role, told apart by the module in the command line; and their standing still.
+"""CPU time of a server's processes by role, which the module in the command line names; and their standing still.
 
 Knows processes of this machine, as the tree below one of them: the supervisor, or whatever started a peer. Without its
 pid (a server elsewhere) there is nothing to measure.

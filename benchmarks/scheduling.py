@@ -5,7 +5,7 @@ worker walk over memory before each answer, as a model's weights do, so that the
 CPU times are the kernel's, by thread: the loop, and ZeroMQ's input and output; the least of several stretches, because
 whatever else runs on the machine adds to them. "Busy" is a worker that takes no time, and gives the results of a step
 and of all its repetitions at once, so that the process has something to do; "one by one" gives a result when the
-replica has the news of the last, so that the process sleeps and wakes for each, as it does beside a model that takes
+replica has the results of the last, so that the process sleeps and wakes for each, as it does beside a model that takes
 its time.
 """
 
@@ -146,8 +146,8 @@ class Stage:
         while len(answered) < self._rows:
             self._answer(one_by_one=False)
             while self._replica.poll(0):
-                news = self._receive(self._replica)
-                answered |= set(news.handles.tolist()) if isinstance(news, Results) else set()
+                update = self._receive(self._replica)
+                answered |= set(update.handles.tolist()) if isinstance(update, Results) else set()
 
     def _until(self, steps: int, one_by_one: bool) -> None:
         while self._steps < steps:

@@ -71,7 +71,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """`seconds` to the first token; CPU seconds until then by role; `phases` as the supervisor told them."""
+    """`seconds` to the first token; CPU seconds until then by role; `phases` from the supervisor's log."""
 
     seconds: float
     cpu: dict[str, float]
@@ -109,7 +109,7 @@ def _first_token(url: str, model: str, deadline: float, process: subprocess.Pope
             if error.code != 503:
                 raise server.ServerError(f"{error.code} {error.read().decode(errors='replace')}") from None
         except OSError:
-            pass  # nobody listens yet
+            pass  # no process listens yet
         time.sleep(POLL_S)
     raise server.ServerError(f"no token after {LIMIT_S:g} s{server.end_of(log)}")
 

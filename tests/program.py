@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ import psutil
 STOP_SECONDS = 20.0
 
 
-class Running:
+class Running(ABC):
     """From `begin` to `end`, which leaves nothing of it running. A subclass knows when it is ready."""
 
     process: subprocess.Popen[bytes]
 
+    @abstractmethod
     def is_ready(self) -> bool:
         """Whether it answers; an OSError says that it does not yet."""
-        raise NotImplementedError
 
     def begin(self, command: Sequence[str], output: Path, seconds: float, **options: Any) -> None:
         """Starts it and waits until it is ready. What it prints goes to `output`; `options` are subprocess's."""

@@ -10,7 +10,7 @@ from benchmarks.peers.peer import OFFLINE, SERVED_NAME, Peer, Start
 from benchmarks.standard_work import Needs
 
 WEIGHTS = "model.safetensors"
-# By default it takes nine tenths of the machine's memory for its KV cache, and the kernel kills somebody.
+# By default it takes nine tenths of the machine's memory for its KV cache, and the kernel kills a process.
 MEMORY_SHARE = "0.15"
 TELEMETRY = "1.35.0"
 

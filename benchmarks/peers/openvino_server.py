@@ -29,11 +29,11 @@ YIELD_S = 0.0003
 
 @dataclass
 class Stream:
-    """`news` holds lists of tokens; None ends it. `abandoned`: its client has gone."""
+    """One request. `updates` holds lists of new tokens, and None at the end; `abandoned`: its client has left."""
 
     prompt: list[int]
     config: openvino_genai.GenerationConfig
-    news: asyncio.Queue[list[int] | None]
+    updates: asyncio.Queue[list[int] | None]
     abandoned: bool = False
 
 
@@ -66,9 +66,9 @@ class Engine:
                 if stream.abandoned:
                     handle.cancel()
             self._pipeline.step()
-            news = [(stream, _new_tokens(handle), _ended(handle)) for handle, stream in running]
-            running = [entry for entry, (_, _, ended) in zip(running, news, strict=True) if not ended]
-            loop.call_soon_threadsafe(_deliver, news)
+            updates = [(stream, _new_tokens(handle), _ended(handle)) for handle, stream in running]
+            running = [entry for entry, (_, _, ended) in zip(running, updates, strict=True) if not ended]
+            loop.call_soon_threadsafe(_deliver, updates)
             time.sleep(YIELD_S)
 
     def _begin(self, stream: Stream) -> tuple[Any, Stream]:
@@ -88,12 +88,12 @@ def _ended(handle: Any) -> bool:
     return bool(handle.get_status() != openvino_genai.GenerationStatus.RUNNING)
 
 
-def _deliver(news: list[tuple[Stream, list[int], bool]]) -> None:
-    for stream, tokens, ended in news:
+def _deliver(updates: list[tuple[Stream, list[int], bool]]) -> None:
+    for stream, tokens, ended in updates:
         if tokens:
-            stream.news.put_nowait(tokens)
+            stream.updates.put_nowait(tokens)
         if ended:
-            stream.news.put_nowait(None)
+            stream.updates.put_nowait(None)
 
 
 def application(engine: Engine) -> web.Application:
@@ -107,7 +107,7 @@ def application(engine: Engine) -> web.Application:
         await response.prepare(request)
         generated = 0
         try:
-            while (tokens := await stream.news.get()) is not None:
+            while (tokens := await stream.updates.get()) is not None:
                 generated += len(tokens)
                 for token in tokens:
                     await response.write(_event(choices=[{"index": 0, "text": engine.tokenizer.decode([token])}]))

@@ -37,7 +37,7 @@ class Start:
 
 
 class Peer(abc.ABC):
-    """One server of somebody else. `home` is its folder; a new version gets a new one."""
+    """One server of another project. `home` is its folder; a new version gets a new one."""
 
     name: ClassVar[str]
     version: ClassVar[str]
