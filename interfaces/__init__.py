@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from interfaces.context.grammar_state import GrammarState as GrammarState
     from interfaces.context.images import ImageMetadata as ImageMetadata
     from interfaces.context.media import *
+    from interfaces.context.pooling import PoolingContext as PoolingContext
+    from interfaces.context.pooling import PoolingTask as PoolingTask
     from interfaces.context.protocols import *
     from interfaces.context.stopping import EOSTracker as EOSTracker
     from interfaces.context.text import TextContext as TextContext
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from interfaces.pipelines.open_responses import *
     from interfaces.pipelines.parsers import *
     from interfaces.pipelines.pipeline import *
+    from interfaces.pipelines.pooling import PoolingModel as PoolingModel
     from interfaces.pipelines.processors import *
     from interfaces.pipelines.task import PipelineTask as PipelineTask
     from interfaces.request.chat import *
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from interfaces.request.requests import *
     from interfaces.request.sampling import *
     from interfaces.result.outputs import *
+    from interfaces.result.pooled_values import PooledValues as PooledValues
     from interfaces.result.results import *
     from interfaces.wire.codec import *
     from interfaces.wire.shared_memory import Segments as Segments
@@ -62,10 +66,12 @@ request.requests: EmbeddingsGenerationRequest PixelGenerationRequest TextGenerat
 request.sampling: LogprobMode MOST_LOGPROB_IDS MOST_TOP_LOGPROBS SEED_LIMIT SamplingParams
     SamplingParamsGenerationConfigDefaults SamplingParamsInput combine
 result.outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
+result.pooled_values: PooledValues
 result.results: ErrorCode RequestError SchedulerResult
 context.grammar_state: GrammarEnforcementSnapshot GrammarState
 context.images: ImageMetadata
 context.media: PixelContext SpeechContext
+context.pooling: PoolingContext PoolingTask
 context.protocols: AudioGenerationContext AudioGenerationContextType AudioGeneratorContext BaseContext BaseContextType
     EmbeddingsContext EmbeddingsGenerationContextType EmbeddingsGeneratorContext InputContext PixelGenerationContext
     PixelGenerationContextType SpecDecodingState TextGenerationContext TextGenerationContextType VLMContextType
@@ -74,9 +80,9 @@ context.stopping: EOSTracker
 context.text: TextContext
 context.tokens: Range TokenBuffer TokenSlice
 context.vision: TextAndVisionContext
-messages: Action Cancel Detach EPOCHS_OF_A_SUPERVISOR Finish Goodbye Hello Inquiry InquiryAnswer Join Order
-    OrderAnswer REGISTRATION_SIZE Results Retire RowGrammar SessionAction SessionAnswer SessionOrder Status Step
-    StepResult Submit Terms Unknown WorkerGoodbye WorkerHello WorkerStatus
+messages: Action Batch BatchResult Cancel Detach EPOCHS_OF_A_SUPERVISOR Finish GENERATE Goodbye Hello Inquiry
+    InquiryAnswer Join Order OrderAnswer REGISTRATION_SIZE Results Retire RowGrammar SessionAction SessionAnswer
+    SessionOrder Status Step StepResult Submit Terms Unknown Vectors WorkerGoodbye WorkerHello WorkerStatus
 messages.forced_tokens: ForcedTokens
 messages.hidden_states: HiddenStates
 messages.logprob_reports: LogprobReports
@@ -92,6 +98,7 @@ pipelines.parsers: ParsedReasoningDelta ParsedToolCall ParsedToolCallDelta Parse
     ReasoningSpan ToolParser
 pipelines.pipeline: Pipeline PipelineInputs PipelineInputsType PipelineOutput PipelineOutputType PipelineOutputsDict
     PipelineTokenizer TokenizerEncoded UnboundContextType
+pipelines.pooling: PoolingModel
 pipelines.processors: BatchLogitsProcessor BatchProcessorInputs LogitsProcessor ProcessorInputs
 pipelines.task: PipelineTask
 """

@@ -10,7 +10,18 @@ import logging
 import time
 from collections.abc import Callable
 
-from interfaces import ErrorCode, Finish, RequestError, Results, Status, Step, StepResult, Submit, WorkerHello
+from interfaces import (
+    ErrorCode,
+    Finish,
+    PoolingContext,
+    RequestError,
+    Results,
+    Status,
+    Step,
+    StepResult,
+    Submit,
+    WorkerHello,
+)
 from scheduler import operator_commands, placement, results
 from scheduler.batch import build_step
 from scheduler.limits import Limits
@@ -57,8 +68,12 @@ class Scheduler:
         """Take a request in, or refuse it with a reason."""
         replica = self.replicas.register(identity)
         self.cancel(identity, [submit.handle])
+        if isinstance(submit.context, PoolingContext):
+            text = f"no model worker here does {submit.context.task}"
+            self.outbox.fail(replica.number, submit.handle, RequestError(ErrorCode.INVALID, text))
+            return
         stream = self.streams.find(submit)
-        if stream is not None and stream.has_all(submit.context):
+        if stream is not None and stream.has_all(submit.text):
             self._reattach(stream, identity, submit)
             return
         if stream is not None and stream.finished == Finish.ACTIVE:
@@ -245,14 +260,14 @@ class Scheduler:
 
     def _refusal(self, submit: Submit) -> RequestError | None:
         open_of_tenant = self.requests.open_of(submit.terms.tenant)
-        full = self.limits.refusal(self.waiting, submit.context, open_of_tenant)
+        full = self.limits.refusal(self.waiting, submit.text, open_of_tenant)
         if full is not None and not submit.again:
             return RequestError(ErrorCode.OVERLOADED, full)
         # Requests also wait while a worker restarts. Whether they fit is checked when it is there.
         workers = self.workers.values()
         if not workers:
             return None
-        return placement.misfit(submit.context, submit.terms.deterministic, workers, self.limits.max_model_len)
+        return placement.misfit(submit.text, submit.terms.deterministic, workers, self.limits.max_model_len)
 
     def _place(self, sequence: Sequence) -> bool:
         return placement.place(self.requests, self.limits, sequence)
@@ -286,4 +301,4 @@ class Scheduler:
         stream.orphaned_at = None
         if stream.finished == Finish.ACTIVE:
             replica.sequences[submit.handle] = sequence
-        stream.replay(self.outbox, replica.number, submit.handle, submit.context)
+        stream.replay(self.outbox, replica.number, submit.handle, submit.text)

@@ -73,7 +73,7 @@ class Stream:
     def continues(self, submit: Submit) -> bool:
         """Whether this stream answers the request of `submit`."""
         mine = self.sequence.context
-        theirs = submit.context
+        theirs = submit.text
         return np.array_equal(mine.tokens.prompt, theirs.tokens.prompt) and (
             mine.sampling_params == theirs.sampling_params
         )

@@ -59,7 +59,7 @@ class Sequence:
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int, clock: Callable[[], float] = time.monotonic) -> Sequence:
-        context = submit.context
+        context = submit.text
         return cls(
             replica, submit.handle, order, context, clock(), submit.terms, next_report=context.next_prompt_report
         )

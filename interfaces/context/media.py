@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ class SpeechContext(TextContext):
     `decoded_length` counts the generated tokens that are audio already.
     """
 
+    wire_tag: ClassVar[str] = "speech"
+
     audio_prompt_tokens: I64 = field(default_factory=_no_tokens)
     buffer_speech_tokens: I64 | None = None
     streaming: bool = True
@@ -37,6 +40,8 @@ class SpeechContext(TextContext):
 @dataclass(kw_only=True, eq=False)
 class PixelContext(EqualByValue):
     """A `PixelGenerationContext`: the input of a diffusion model. `latents` begin as noise."""
+
+    wire_tag: ClassVar[str] = "pixels"
 
     tokens: TokenBuffer
     request_id: RequestID = field(default_factory=RequestID)

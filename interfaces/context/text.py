@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -56,6 +56,8 @@ class TextContext(IndexFace, EqualByValue):
     `max_length` bounds prompt and answer together; None leaves it to the model. ValueError when the values contradict
     each other, also after a journey over the wire.
     """
+
+    wire_tag: ClassVar[str] = "text"
 
     tokens: TokenBuffer
     max_length: int | None

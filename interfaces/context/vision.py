@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ class TextAndVisionContext(TextContext):
     Each image begins and ends with a vision token. Without a chunk the position is behind all tokens, so it can be
     inside an image only where `tokens` itself was chunked there.
     """
+
+    wire_tag: ClassVar[str] = "vision"
 
     vision_token_ids: list[int]
     images: list[ImageMetadata] = field(default_factory=list)

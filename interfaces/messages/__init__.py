@@ -1,9 +1,10 @@
 """Every message that crosses a process boundary.
 
 API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `Inquiry` one way,
-`Results`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`, `InquiryAnswer` the other.
+`Results`, `Vectors`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`, `InquiryAnswer` the other.
 
-Scheduler <-> worker: `Step`, `Retire` one way, `WorkerHello`, `StepResult`, `WorkerGoodbye` the other.
+Scheduler <-> worker: `Step`, `Batch`, `Retire` one way, `WorkerHello`, `StepResult`, `BatchResult`, `WorkerGoodbye`
+the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
@@ -33,10 +34,14 @@ from interfaces.messages.api import (
     Submit,
     Terms,
     Unknown,
+    Vectors,
     WorkerStatus,
 )
 from interfaces.messages.worker import (
     EPOCHS_OF_A_SUPERVISOR,
+    GENERATE,
+    Batch,
+    BatchResult,
     Join,
     Retire,
     RowGrammar,
@@ -48,8 +53,11 @@ from interfaces.messages.worker import (
 
 __all__ = [
     "EPOCHS_OF_A_SUPERVISOR",
+    "GENERATE",
     "REGISTRATION_SIZE",
     "Action",
+    "Batch",
+    "BatchResult",
     "Cancel",
     "Detach",
     "Finish",
@@ -73,6 +81,7 @@ __all__ = [
     "Submit",
     "Terms",
     "Unknown",
+    "Vectors",
     "WorkerGoodbye",
     "WorkerHello",
     "WorkerStatus",
@@ -87,6 +96,7 @@ Message = (
     | Order
     | Inquiry
     | Results
+    | Vectors
     | Unknown
     | Status
     | OrderAnswer
@@ -96,6 +106,8 @@ Message = (
     | WorkerHello
     | Step
     | StepResult
+    | Batch
+    | BatchResult
     | Retire
     | WorkerGoodbye
 )

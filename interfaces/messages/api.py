@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from interfaces.context.media import SpeechContext
+from interfaces.context.pooling import PoolingContext
 from interfaces.context.text import TextContext
 from interfaces.context.vision import TextAndVisionContext
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
+from interfaces.result.pooled_values import PooledValues
 from interfaces.result.results import RequestError
 from interfaces.wire.codec import F32, I8, I32, message
 
@@ -67,18 +69,29 @@ class Submit:
 
     `context.eos_tracker` has the EOS ids that apply. Stop strings are found in the API process, which then cancels the
     request. Large arrays in it may stand in shared memory: they are the replica's until the request ends.
+
+    A `PoolingContext` is a one-shot request: its answers are `Vectors`, and `Results` only when it fails or is ended.
     """
 
     handle: int
-    context: TextContext | TextAndVisionContext | SpeechContext
+    context: TextContext | TextAndVisionContext | SpeechContext | PoolingContext
     terms: Terms = field(default_factory=Terms)
     again: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.handle <= _LARGEST_INT32:
             raise ValueError(f"handle must fit 31 bits, got {self.handle}")
+        if isinstance(self.context, PoolingContext):
+            return
         if any(not 0 <= token <= _LARGEST_INT32 for token in self.context.eos_token_ids):
             raise ValueError("eos_token_ids must be token ids: 31 bits")
+
+    @property
+    def text(self) -> TextContext:
+        """The context of a request that generates. TypeError for a one-shot request."""
+        if isinstance(self.context, PoolingContext):
+            raise TypeError(f"request {self.context.request_id} is a one-shot request: it generates no text")
+        return self.context
 
 
 @message(3)
@@ -121,8 +134,8 @@ class Results:
     microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
     request that was placed and got none. `reports` and `hidden` come with or before their tokens.
 
-    `number` counts the messages to this replica. One that does not follow the last, and is not the first after a
-    registration (`REGISTRATION_SIZE`), shows that some were lost between them.
+    `number` counts the `Results` and `Vectors` to this replica. One that does not follow the last, and is not the first
+    after a registration (`REGISTRATION_SIZE`), shows that some were lost between them.
     """
 
     incarnation: int
@@ -135,6 +148,23 @@ class Results:
     queued: dict[int, int] = field(default_factory=dict)
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
+    number: int = 0
+
+
+@message(15)
+@dataclass(slots=True)
+class Vectors:
+    """Values of texts of a one-shot request: those from index `first` on, by the indices of its `Submit`.
+
+    The request has ended when the values of all its texts have come. `queued_us` is the time from its arrival to its
+    first batch, in microseconds. `number` counts as that of `Results`, together with it.
+    """
+
+    incarnation: int
+    handle: int
+    first: int
+    values: PooledValues
+    queued_us: int = 0
     number: int = 0
 
 
@@ -157,7 +187,7 @@ class WorkerStatus:
     """The state of one worker as the scheduler sees it.
 
     `blocks_cached` are free but still hold a reusable prefix; `drafted` and `accepted` are the worker's own counts, a
-    second old at most. `backend` describes in words what runs the model.
+    second old at most. `backend` describes in words what runs the model. `steps` counts batches of texts, too.
     """
 
     device: str
@@ -172,6 +202,7 @@ class WorkerStatus:
     drafted: int = 0
     accepted: int = 0
     backend: str = ""
+    tasks: list[str] = field(default_factory=list)
 
 
 @message(6)
@@ -195,6 +226,12 @@ class Status:
     counters: dict[str, int]
     # Width of the model's embeddings; 0 without workers.
     hidden_size: int = 0
+    # What some worker can do: GENERATE, and values of `PoolingTask`.
+    tasks: list[str] = field(default_factory=list)
+    # Width of the vectors of a text; 0 where no worker makes any.
+    vector_width: int = 0
+    # Names of the labels of a classifier, in the order of their numbers.
+    labels: list[str] = field(default_factory=list)
 
 
 class Action:

@@ -8,15 +8,20 @@ import numpy as np
 
 from interfaces.context.grammar_state import GrammarState
 from interfaces.context.images import ImageMetadata
+from interfaces.context.pooling import PoolingContext
 from interfaces.context.text import TextContext
 from interfaces.messages.forced_tokens import ForcedTokens
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
 from interfaces.request.sampling import SamplingParams
+from interfaces.result.pooled_values import PooledValues
 from interfaces.wire.codec import F32, I32, F32Matrix, I32x3, message
 
 _NO_ROWS = np.empty(0, np.int32)
 _NO_BLOCKS = np.empty((0, 3), np.int32)
+
+# The task of a worker that generates tokens. The others are values of `PoolingTask`.
+GENERATE = "generate"
 
 # A supervisor numbers the starts of a worker from a multiple of this on, which is its own: 0 on the scheduler's
 # machine, a random one elsewhere.
@@ -32,7 +37,8 @@ class WorkerHello:
     the model and the KV memory allow for one sequence, in tokens. `compiling`: its answers will be computed by other
     kernels soon, which may differ from the present ones in the last bits. `drafted` and `accepted` count its draft
     tokens, and those accepted, since it started. `backend` describes in words what runs the model (once nothing is
-    compiling any more).
+    compiling any more). `tasks` are GENERATE or values of `PoolingTask`; a worker that only pools has no blocks and no
+    rows, its `hidden_size` is the width of its vectors, and `labels` names those of a classifier.
     """
 
     device: str
@@ -52,6 +58,8 @@ class WorkerHello:
     drafted: int = 0
     accepted: int = 0
     backend: str = ""
+    tasks: list[str] = field(default_factory=lambda: [GENERATE])
+    labels: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,40 @@ class StepResult:
     hidden: HiddenStates | None = None
     forced: ForcedTokens | None = None
     last: bool = False
+
+
+@message(21)
+@dataclass(slots=True)
+class Batch:
+    """Texts that one worker computes between two steps: parts of one or more one-shot requests.
+
+    Parts with equal options may be computed together. A worker answers batches and steps in the order in which they
+    came. Batches have numbers of their own.
+    """
+
+    incarnation: int
+    epoch: int
+    number: int
+    parts: list[PoolingContext]
+
+
+@message(22)
+@dataclass(slots=True)
+class BatchResult:
+    """The result of a Batch: the values of each of its parts, None for a part that alone failed.
+
+    `errors` maps the index of such a part to the reason. `device_us` is the time of the batch in microseconds. Large
+    values stand in shared memory: the segment is removed by the replica that reads them, and some time later by the
+    worker that made it.
+    """
+
+    incarnation: int
+    epoch: int
+    index: int
+    number: int
+    parts: list[PooledValues | None]
+    errors: dict[int, str]
+    device_us: int
 
 
 @message(19)

@@ -1,8 +1,9 @@
 """The one codec of the system: declared types to msgpack bytes and back, strictly.
 
 Messages between our processes: a dataclass decorated with `@message(tag)` is one msgpack array `[version, tag, field,
-...]`, and nested dataclasses are arrays too. Columns are the bytes of their numbers, other numpy arrays have
-msgpack-numpy's form. `encode` and `decode` do these.
+...]`, and nested dataclasses are arrays too. Where a field may hold one of several, each begins with its class's
+`wire_tag`. Columns are the bytes of their numbers, other numpy arrays have msgpack-numpy's form. `encode` and `decode`
+do these.
 
 Everything else (contexts, outputs, results by request id): `msgpack_numpy_encoder` and `msgpack_numpy_decoder(type)`,
 where dataclasses are maps by field name and large arrays may travel through shared memory.
@@ -66,7 +67,7 @@ __all__ = [
 ]
 
 # First element of every message; a peer of another version is refused, because fields are positional.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 # Bytes from which an array travels through shared memory, where that is on.
 SHARED_MEMORY_THRESHOLD = 24_000_000

@@ -47,7 +47,7 @@ from interfaces.wire.leaf_readers import (
     text,
     within,
 )
-from interfaces.wire.record_readers import BUILD_ERRORS, check_names, named, positional, wire_fields
+from interfaces.wire.record_readers import BUILD_ERRORS, check_names, named, positional, wire_fields, wire_tag
 from interfaces.wire.shared_memory import SharedMemoryArray
 
 # Levels of untyped data below which arrays are looked for.
@@ -182,18 +182,19 @@ class Readers:
         return read
 
     def _one_of(self, classes: list[type[Any]], optional: bool) -> Reader:
-        """Make a reader of one of several dataclasses: as lists of their fields they differ in the number of fields."""
-        readers = {len(wire_fields(cls)): self.reader(cls) for cls in classes}
+        """Make a reader of one of several dataclasses: the first element of each one's list is its tag."""
+        readers = {wire_tag(cls): self.reader(cls) for cls in classes}
         names = ", ".join(cls.__name__ for cls in classes)
-        if len(readers) < len(classes):
-            raise TypeError(f"of {names} two have the same number of fields: on the wire nothing distinguishes them")
+        if len(readers) < len(classes) or None in readers:
+            raise TypeError(f"{names} need a wire_tag each, all different: on the wire nothing else distinguishes them")
 
         def read(value: Any) -> Any:
             if value is None and optional:
                 return None
-            reader = readers.get(len(value)) if type(value) is list else None
+            tag = value[0] if type(value) is list and value else None
+            reader = readers.get(tag) if type(tag) is str else None
             if reader is None:
-                raise WireError(f"expected the fields of one of {names}")
+                raise WireError(f"expected the tag and the fields of one of {names}")
             return reader(value)
 
         return read

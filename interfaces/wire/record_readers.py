@@ -25,21 +25,30 @@ def wire_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
     return found
 
 
+def wire_tag(cls: type[Any]) -> str | None:
+    """Return the tag before a class's fields in a message, by which it is told from others; None where it has none."""
+    tag: str | None = getattr(cls, "wire_tag", None)
+    return tag
+
+
 def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
-    """Make a reader of a list of the fields' values.
+    """Make a reader of a list of the fields' values, after the class's tag if it has one.
 
     Each field is a line of code, as dataclasses make their constructors: every message is read here, and a loop over
     the fields takes twice as long.
     """
     fields = wire_fields(cls)
     items = [f"item{i}" for i in range(len(fields))]
+    tag = wire_tag(cls)
+    places = items if tag is None else ["tag", *items]
     named_ones = any(field.kw_only for field in fields)
     given = [f"{field.name}={item}" if named_ones else item for field, item in zip(fields, items, strict=True)]
     code = [
         "def read(value):",
-        f"    if type(value) is not list or len(value) != {len(items)}:",
-        f"        raise WireError('expected an array of {len(items)} fields')",
-        f"    [{', '.join(items)}] = value",
+        f"    if type(value) is not list or len(value) != {len(places)}:",
+        f"        raise WireError('expected an array of {len(places)} fields')",
+        f"    [{', '.join(places)}] = value",
+        *([] if tag is None else [f"    if tag != {tag!r}:", "        raise WireError('expected another tag')"]),
         "    try:",
     ]
     for item, field in zip(items, fields, strict=True):
@@ -56,7 +65,8 @@ def positional(cls: type[Any], readers: Mapping[str, Reader]) -> Reader:
 
     def where(value: list[Any], error: WireError) -> WireError:
         """Return the error of the first field that is wrong, with its name; the constructor's own, if all are right."""
-        for (name, reader), item in zip(readers.items(), value, strict=True):
+        given = value if tag is None else value[1:]
+        for (name, reader), item in zip(readers.items(), given, strict=True):
             try:
                 within(f".{name}", reader, item)
             except WireError as found:

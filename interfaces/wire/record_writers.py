@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from interfaces.wire.forms import Column, Triples, bytes_of, wire_dtype
-from interfaces.wire.record_readers import wire_fields
+from interfaces.wire.record_readers import wire_fields, wire_tag
 
 _made: dict[type[Any], Callable[[Any], list[Any]]] = {}
 
 
 def values_of(cls: type[Any]) -> Callable[[Any], list[Any]]:
-    """Make the function that lists an object's field values, in wire order. It raises TypeError for arrays of another
-    kind.
+    """Make the function that lists an object's field values, in wire order, after its class's tag if it has one. It
+    raises TypeError for arrays of another kind.
 
     It is generated as code, field by field, as `record_readers.positional` is.
     """
@@ -27,7 +27,8 @@ def values_of(cls: type[Any]) -> Callable[[Any], list[Any]]:
     if made is None:
         hints = typing.get_type_hints(cls, include_extras=True)
         known = {}
-        values = []
+        tag = wire_tag(cls)
+        values = [] if tag is None else [repr(tag)]
         for i, field in enumerate(wire_fields(cls)):
             writer = _writer(hints[field.name])
             known[f"write{i}"] = writer

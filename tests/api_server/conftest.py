@@ -253,7 +253,7 @@ class SchedulerDouble:
                 send_to(router, replica, self._refusal(message, self.refuse))
                 return
             key = (replica, message.handle)
-            self.running[key] = Running(replica, message, self.answer(message), message.context.tokens.generated_length)
+            self.running[key] = Running(replica, message, self.answer(message), message.text.tokens.generated_length)
 
     def _obey(self, router: zmq.Socket[bytes], replica: bytes, order: Order) -> None:
         """Aborts as the scheduler does; a request counts as placed when it has a token."""
@@ -304,14 +304,14 @@ class SchedulerDouble:
                     del self.running[replica, handle]
 
     def _logprobs(self, tokens: list[int], keys: list[tuple[bytes, int]]) -> np.ndarray[Any, Any] | None:
-        wanted = any(self.running[key].submit.context.sampling_params.logprobs for key in keys)
+        wanted = any(self.running[key].submit.text.sampling_params.logprobs for key in keys)
         return np.array([logprob_of(token) for token in tokens], np.float32) if wanted else None
 
     def _reports(self, tokens: list[int], keys: list[tuple[bytes, int]]) -> LogprobReports | None:
         """Of the prompt with its first token, and of the token; `report_of` says what."""
         entries: list[tuple[int, int, int, SamplingParams]] = []
         for token, key in zip(tokens, keys, strict=True):
-            context, done = self.running[key].submit.context, self.running[key].done
+            context, done = self.running[key].submit.text, self.running[key].done
             prompt = context.tokens.prompt.tolist()
             if done == context.tokens.generated_length + 1:
                 entries += [
@@ -337,7 +337,7 @@ class SchedulerDouble:
         """With the first token those of the prompt, then each token's before; every number says whose it is."""
         entries: list[tuple[int, int]] = []
         for key in keys:
-            context, done = self.running[key].submit.context, self.running[key].done
+            context, done = self.running[key].submit.text, self.running[key].done
             if context.hidden_states:
                 last = context.prompt_length + done - 2
                 entries += [(key[1], i) for i in range(0 if done == 1 else last, last + 1)]
@@ -348,7 +348,7 @@ class SchedulerDouble:
         return HiddenStates(owners.copy(), positions.copy(), values)
 
     def _next(self, running: Running) -> tuple[int, int]:
-        sampling = running.submit.context.sampling_params
+        sampling = running.submit.text.sampling_params
         token = running.tokens[running.done % len(running.tokens)]
         running.done += 1
         if token in (sampling.stop_token_ids or ()) and running.done > sampling.min_new_tokens:

@@ -219,7 +219,7 @@ async def test_a_replica_that_was_dropped_submits_again_and_goes_on_where_it_was
         running.down()
         again = [decode(data) for data in running.client.sent]
         [submit] = [message for message in again if isinstance(message, Submit)]
-        assert submit.context.tokens.generated.tolist() == had != []
+        assert submit.text.tokens.generated.tolist() == had != []
         running.settle()
         assert running.outcome(0) == (expected(0), GenerationStatus.MAXIMUM_LENGTH)
 

@@ -148,7 +148,7 @@ def test_a_budget_ends_reasoning(live: LiveServer, tokenizer: Tokenizer, budget:
     assert message["content"] == "Yes."
     assert message.get("reasoning", "") == tokenizer._backend.decode(ids[len(opened) : len(opened) + kept])
     first, second = live.double.submits
-    assert second.context.tokens.generated.tolist() == [*ids[: len(opened) + kept], *closing]
+    assert second.text.tokens.generated.tolist() == [*ids[: len(opened) + kept], *closing]
     assert first.handle in live.double.cancelled
     if logprobs:
         told = [entry["logprob"] for entry in whole["choices"][0]["logprobs"]["content"]]

@@ -112,7 +112,7 @@ def test_the_model_reads_a_document_as_text(
 def test_tokens_are_counted_with_their_documents(live: LiveServer, tokenizer: Tokenizer) -> None:
     part = file(filename="a", file_data=b64(TEXT))
     assert post(live, CHAT, part).status_code == 200
-    prompt = live.double.submits[-1].context.tokens.prompt.tolist()
+    prompt = live.double.submits[-1].text.tokens.prompt.tolist()
     for path in ("/chat_tokenize", "/tokenize", "/invocations"):
         answered = httpx.post(live.url + path, json=body(CHAT, part)).json()
         if path == "/chat_tokenize":
@@ -122,7 +122,7 @@ def test_tokens_are_counted_with_their_documents(live: LiveServer, tokenizer: To
         else:
             assert answered["usage"]["prompt_tokens"] == len(prompt)
     assert "predictions" in httpx.post(live.url + "/vertex", json={"instances": [body(CHAT, part)]}).json()
-    assert live.double.submits[-1].context.tokens.prompt.tolist() == prompt
+    assert live.double.submits[-1].text.tokens.prompt.tolist() == prompt
     same = document({"type": "text", "data": TEXT}, title="a")
     counted = httpx.post(live.url + MESSAGES + "/count_tokens", json=body(MESSAGES, same)).json()
     assert counted["input_tokens"] == len(prompt)

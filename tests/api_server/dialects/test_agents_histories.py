@@ -170,7 +170,7 @@ def test_what_asks_for_nothing_passes(live: LiveServer, body: dict[str, Any]) ->
 def test_whole_floats_are_integers_in_every_dialect(live: LiveServer, path: str, body: dict[str, Any]) -> None:
     response = post(live, path, body)
     assert response.status_code == 200, response.text
-    assert live.double.submits[-1].context.sampling_params.max_new_tokens == 3
+    assert live.double.submits[-1].text.sampling_params.max_new_tokens == 3
 
 
 NULLS = {

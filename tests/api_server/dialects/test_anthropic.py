@@ -50,7 +50,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def prompt_of(live: LiveServer, tokenizer: Tokenizer) -> str:
-    ids = live.double.submits[-1].context.tokens.prompt.tolist()
+    ids = live.double.submits[-1].text.tokens.prompt.tolist()
     return str(tokenizer._backend.decode(ids, skip_special_tokens=False))
 
 
@@ -60,7 +60,7 @@ def test_message(client: anthropic.Anthropic, live: LiveServer, tokenizer: Token
     assert (message.type, message.role, message.model) == ("message", "assistant", "tiny-chat")
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     prompt = encode(tokenizer, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert live.double.submits[0].context.tokens.prompt.tolist() == prompt
+    assert live.double.submits[0].text.tokens.prompt.tolist() == prompt
     assert message.usage.input_tokens == len(prompt)
     assert message.usage.output_tokens == len(encode(tokenizer, "Hello, world!")) + 1
     assert message._request_id
@@ -117,7 +117,7 @@ def test_reasons(live: LiveServer, tokenizer: Tokenizer, stream: bool) -> None:
     assert ending(max_tokens=5) == ("max_tokens", None, 5)
     reason, sequence, count = ending(max_tokens=10**6)
     assert (reason, sequence) == ("model_context_window_exceeded", None)
-    assert count == 256 - len(live.double.submits[-1].context.tokens.prompt)
+    assert count == 256 - len(live.double.submits[-1].text.tokens.prompt)
     assert ending(stop_sequences=["y", "xxx"]) == ("stop_sequence", "xxx", 3)
 
 
@@ -126,10 +126,10 @@ def test_values_reach_the_scheduler(client: anthropic.Anthropic, live: LiveServe
         model="", max_tokens=9, messages=USER, stop_sequences=["zz"], metadata={"user_id": "u"},
         extra_body={"temperature": 0.3, "top_p": 0.8, "top_k": 7},
     )  # fmt: skip
-    got = live.double.submits[0].context.sampling_params
+    got = live.double.submits[0].text.sampling_params
     assert (got.temperature, got.top_p, got.top_k, got.stop, got.max_new_tokens) == (0.3, 0.8, 7, ["zz"], 9)
     post(live, "/v1/messages", asked())
-    assert live.double.submits[1].context.sampling_params.top_k == 20  # generation_config.json
+    assert live.double.submits[1].text.sampling_params.top_k == 20  # generation_config.json
 
 
 def test_prompts(live: LiveServer, tokenizer: Tokenizer) -> None:

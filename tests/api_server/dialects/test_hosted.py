@@ -25,7 +25,7 @@ def echo(live: LiveServer) -> None:
     end = live.state.tokenizer.eos_token_ids[0]
 
     def answer(submit: Submit) -> list[int]:
-        return [*submit.context.tokens.prompt.tolist(), end]
+        return [*submit.text.tokens.prompt.tolist(), end]
 
     live.double.answer = answer
 
@@ -44,7 +44,7 @@ def test_chat_tokenize_shows_the_prompt_of_chat_completions(live: LiveServer) ->
     answer = ChatTokenizeResponse.model_validate(post(live, "/chat_tokenize", body).json())
     assert answer.templated_text == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     post(live, "/v1/chat/completions", body)
-    prompt = live.double.submits[-1].context.tokens.prompt.tolist()
+    prompt = live.double.submits[-1].text.tokens.prompt.tolist()
     assert [token.id for token in answer.tokenize_response] == prompt
     for token in answer.tokenize_response:
         assert token.text == answer.templated_text[token.start : token.stop]

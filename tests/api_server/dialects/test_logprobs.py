@@ -242,7 +242,7 @@ def test_tgi_best_of(case: Case, live: LiveServer) -> None:
     assert [token["id"] for token in loser["tokens"]] == answers[0]
     assert loser.keys() == {"generated_text", *answer["details"]}
     assert loser["seed"] != answer["details"]["seed"]
-    assert len({submit.context.sampling_params.seed for submit in live.double.submits}) == 2
+    assert len({submit.text.sampling_params.seed for submit in live.double.submits}) == 2
     plain = post(live, "/generate", {"inputs": PROMPT, "parameters": {"best_of": 2, "top_p": 0.5}})
     assert plain == {"generated_text": answer["generated_text"]}
 
@@ -267,5 +267,5 @@ def test_openai_best_of(case: Case, live: LiveServer) -> None:
 
 def test_tgi_typical_p_samples_and_watermark_is_passed_on(case: Case, live: LiveServer) -> None:
     post(live, "/generate", {"inputs": PROMPT, "parameters": {"typical_p": 0.4, "watermark": True}})
-    sampling = live.double.submits[-1].context.sampling_params
+    sampling = live.double.submits[-1].text.sampling_params
     assert (sampling.typical_p, sampling.temperature, sampling.watermark) == (0.4, 1.0, True)

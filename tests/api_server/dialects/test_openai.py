@@ -53,7 +53,7 @@ def test_chat(client: openai.OpenAI, live: LiveServer, tokenizer: Tokenizer) -> 
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Hello, world!", "stop")
     prompt = encode(tokenizer, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    assert live.double.submits[0].context.tokens.prompt.tolist() == prompt
+    assert live.double.submits[0].text.tokens.prompt.tolist() == prompt
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.completion_tokens == len(encode(tokenizer, "Hello, world!")) + 1
@@ -107,14 +107,14 @@ def test_n_answers_with_seeds_that_follow_from_one(client: openai.OpenAI, live: 
     double = live.double
     answer = client.chat.completions.create(model="", messages=USER, n=3, seed=-7)
     again = client.chat.completions.create(model="", messages=USER, n=3, seed=-7)
-    seeds = [submit.context.sampling_params.seed for submit in double.submits]
+    seeds = [submit.text.sampling_params.seed for submit in double.submits]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert seeds[0] == 2**64 - 7
     assert len(set(seeds[:3])) == 3
     assert seeds[:3] == seeds[3:]
     assert answer.usage is not None
     assert again.usage == answer.usage
-    assert answer.usage.prompt_tokens == len(double.submits[0].context.tokens.prompt)
+    assert answer.usage.prompt_tokens == len(double.submits[0].text.tokens.prompt)
     stream = client.chat.completions.create(model="", messages=USER, n=3, stream=True)
     texts = ["", "", ""]
     for chunk in stream:
@@ -176,9 +176,7 @@ def test_completion_prompts(client: openai.OpenAI, live: LiveServer, tokenizer: 
     ):
         live.double.submits.clear()
         answer = client.completions.create(model="", prompt=prompt, n=2, echo=True)
-        assert [s.context.tokens.prompt.tolist() for s in live.double.submits] == [
-            p for p in expected for _ in range(2)
-        ]
+        assert [s.text.tokens.prompt.tolist() for s in live.double.submits] == [p for p in expected for _ in range(2)]
         assert [choice.index for choice in answer.choices] == list(range(2 * len(expected)))
         assert answer.choices[0].text == "the foxHello, world!"
         assert answer.usage is not None
@@ -200,17 +198,17 @@ def test_sampling_values_reach_the_scheduler(client: openai.OpenAI, live: LiveSe
         logit_bias={"7": 3}, stop=["zz"], max_tokens=9, extra_body=extra | {"cache_salt": "pepper"},
     )  # fmt: skip
     submit = live.double.submits[0]
-    got = submit.context.sampling_params
+    got = submit.text.sampling_params
     assert (got.temperature, got.top_p, got.seed, got.presence_penalty) == (0.3, 0.8, 5, 0.5)
     assert (got.frequency_penalty, got.logit_bias, got.max_new_tokens) == (-0.5, {7: 3.0}, 9)
     assert (got.top_k, got.min_p, got.repetition_penalty, got.min_new_tokens) == (7, 0.1, 1.2, 2)
     assert set(got.stop_token_ids or ()) == {*tokenizer.eos_token_ids, 9}
-    assert (got.stop, submit.context.cache_salt) == (["zz"], "pepper")
+    assert (got.stop, submit.text.cache_salt) == (["zz"], "pepper")
 
 
 def test_values_beyond_the_model_are_cut_to_it(live: LiveServer) -> None:
     post(live, "/v1/completions", {"prompt": "x", "top_k": 2**40, "min_tokens": 2**40})
-    sampling = live.double.submits[0].context.sampling_params
+    sampling = live.double.submits[0].text.sampling_params
     assert (sampling.top_k, sampling.min_new_tokens, sampling.max_new_tokens) == (-1, 16, 16)
 
 
@@ -218,10 +216,10 @@ def test_defaults_of_the_model_and_ignore_eos(live: LiveServer, tokenizer: Token
     post(live, "/v1/completions", {"prompt": "x"})
     answer = post(live, "/v1/completions", {"prompt": "x", "ignore_eos": True, "max_tokens": 12}).json()
     plain, ignoring = live.double.submits
-    assert plain.context.sampling_params.top_k == ignoring.context.sampling_params.top_k == 20  # generation_config.json
-    assert plain.context.sampling_params.temperature == 1.0
-    assert set(plain.context.sampling_params.stop_token_ids or ()) == {0, tokenizer.eos_token_ids[0]}
-    assert ignoring.context.sampling_params.stop_token_ids == []
+    assert plain.text.sampling_params.top_k == ignoring.text.sampling_params.top_k == 20  # generation_config.json
+    assert plain.text.sampling_params.temperature == 1.0
+    assert set(plain.text.sampling_params.stop_token_ids or ()) == {0, tokenizer.eos_token_ids[0]}
+    assert ignoring.text.sampling_params.stop_token_ids == []
     assert answer["usage"]["completion_tokens"] == 12
 
 
@@ -232,7 +230,7 @@ def test_template_options_and_tools(live: LiveServer, tokenizer: Tokenizer) -> N
         answer = post(live, "/v1/chat/completions", chat(**more))
         assert answer.status_code == 200, answer.text
         return str(
-            tokenizer._backend.decode(live.double.submits[-1].context.tokens.prompt.tolist(), skip_special_tokens=False)
+            tokenizer._backend.decode(live.double.submits[-1].text.tokens.prompt.tolist(), skip_special_tokens=False)
         )
 
     assert "<tools>" in prompt(tools=[tool])
@@ -376,9 +374,9 @@ def test_prompt_too_long_names_the_numbers(client: openai.OpenAI, live: LiveServ
     for number in ("250", "20", "256", "6"):
         assert number in caught.value.message
     client.completions.create(model="", prompt=[5] * 250)  # the default length is cut to what fits
-    assert live.double.submits[-1].context.sampling_params.max_new_tokens == 6
+    assert live.double.submits[-1].text.sampling_params.max_new_tokens == 6
     client.completions.create(model="", prompt=[5] * 500 + [7], extra_body={"truncate_prompt_tokens": 3})
-    assert live.double.submits[-1].context.tokens.prompt.tolist() == [5, 5, 7]
+    assert live.double.submits[-1].text.tokens.prompt.tolist() == [5, 5, 7]
 
 
 @pytest.mark.parametrize(
@@ -431,7 +429,7 @@ async def test_a_scheduler_restart_is_a_pause(async_client: openai.AsyncOpenAI, 
             await asyncio.to_thread(double.restart)
     assert text == whole.choices[0].text
     assert len(double.submits) == 3
-    assert len(double.submits[-1].context.tokens.generated)
+    assert len(double.submits[-1].text.tokens.generated)
 
 
 def odd_value(depth: int = 0) -> Any:

@@ -112,7 +112,7 @@ def test_restrictions_reach_the_scheduler(live: LiveServer) -> None:
     tokenizer = live.state.tokenizer
     for path, body in (("/v1/completions", PLAIN), ("/v1/chat/completions", CHAT)):
         assert post(live, path, **body, bad_words=["world", " world"], allowed_token_ids=[5, 7]).status_code == 200
-        sampling = live.double.submits[-1].context.sampling_params
+        sampling = live.double.submits[-1].text.sampling_params
         assert sampling.allowed_token_ids == [5, 7]
         assert sampling.bad_words == [encode(tokenizer, form) for form in ("world", " world")]
         refused: list[dict[str, Any]] = [
@@ -131,7 +131,7 @@ def test_sglangs_fields(live: LiveServer) -> None:
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         assert (text.startswith("Hello, w"), choice["finish_reason"]) == (True, "stop")
         assert text != "Hello, world!"
-        context = live.double.submits[-1].context
+        context = live.double.submits[-1].text
         assert (context.request_id, context.cache_salt) == ("mine", "k\0")
         kept = post(live, path, **body, stop=",", no_stop_trim=True, max_tokens=50).json()["choices"][0]
         assert (kept["text"] if "text" in kept else kept["message"]["content"]) == "Hello,"

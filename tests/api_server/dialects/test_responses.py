@@ -49,7 +49,7 @@ def test_answer(client: openai.OpenAI, live: LiveServer, tokenizer: Tokenizer) -
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert answer.usage is not None
-    assert answer.usage.input_tokens == len(live.double.submits[0].context.tokens.prompt)
+    assert answer.usage.input_tokens == len(live.double.submits[0].text.tokens.prompt)
     assert answer.usage.output_tokens == len(encode(tokenizer, "Hello, world!")) + 1
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert answer.usage.input_tokens_details.cached_tokens == cached
@@ -125,7 +125,7 @@ def test_an_answer_can_be_sent_back(client: openai.OpenAI, live: LiveServer, tok
 def test_sampling_values_reach_the_scheduler(client: openai.OpenAI, live: LiveServer) -> None:
     extra = {"seed": 5, "top_k": 7, "stop": "zz", "presence_penalty": 0.5}
     client.responses.create(model="", input="x", temperature=0.3, top_p=0.8, max_output_tokens=9, extra_body=extra)
-    got = live.double.submits[0].context.sampling_params
+    got = live.double.submits[0].text.sampling_params
     assert (got.temperature, got.top_p, got.max_new_tokens) == (0.3, 0.8, 9)
     assert (got.seed, got.top_k, got.stop, got.presence_penalty) == (5, 7, ["zz"], 0.5)
 

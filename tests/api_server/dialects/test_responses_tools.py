@@ -301,7 +301,7 @@ def test_the_oldest_turns_go_if_asked(live: LiveServer, tokenizer: Tokenizer, cl
     assert "be brief" in prompt
     assert "the last one" in prompt
     assert ("question 0" in prompt, "question 11" in prompt) == (False, True)
-    assert len(live.double.submits[-1].context.tokens.prompt) <= 236
+    assert len(live.double.submits[-1].text.tokens.prompt) <= 236
     endless = {"input": "fox " * 3000, "truncation": "auto"}
     assert post(live, PATH, endless).json()["error"]["code"] == "context_length_exceeded"
 

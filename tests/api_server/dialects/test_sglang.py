@@ -41,7 +41,7 @@ def sample(live: LiveServer, **values: Any) -> httpx.Response:
 
 
 def last_sampling(live: LiveServer) -> SamplingParams:
-    return live.double.submits[-1].context.sampling_params
+    return live.double.submits[-1].text.sampling_params
 
 
 def frames(response: httpx.Response) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def frames(response: httpx.Response) -> list[dict[str, Any]]:
 
 def echo(live: LiveServer) -> Callable[[Submit], list[int]]:
     """Answers each prompt with itself."""
-    return lambda submit: [*submit.context.tokens.prompt.tolist(), live.state.tokenizer.eos_token_ids[0]]
+    return lambda submit: [*submit.text.tokens.prompt.tolist(), live.state.tokenizer.eos_token_ids[0]]
 
 
 def test_single_answer(live: LiveServer) -> None:
@@ -100,17 +100,17 @@ def test_values_of_a_batch_come_once_or_as_lists(live: LiveServer) -> None:
     answers = post(live, body).json()
     assert [answer["meta_info"]["id"] for answer in answers] == ["x", "y"]
     assert ["output_token_logprobs" in answer["meta_info"] for answer in answers] == [False, True]
-    first, second = (submit.context.sampling_params for submit in live.double.submits[-2:])
+    first, second = (submit.text.sampling_params for submit in live.double.submits[-2:])
     assert (first.max_new_tokens, first.temperature, second.max_new_tokens, second.top_k) == (3, 0.5, 128, 4)
     post(live, {"text": ["a", "b"], "sampling_params": {"max_new_tokens": 7}})
-    assert [submit.context.sampling_params.max_new_tokens for submit in live.double.submits[-2:]] == [7, 7]
+    assert [submit.text.sampling_params.max_new_tokens for submit in live.double.submits[-2:]] == [7, 7]
 
 
 def test_several_answers_to_one_prompt(live: LiveServer) -> None:
     answers = post(live, {"text": ["a", "b"], "sampling_params": {"n": 3, "sampling_seed": 5}}).json()
     assert len(answers) == 6
     assert len({answer["meta_info"]["id"] for answer in answers}) == 6
-    seeds = [submit.context.sampling_params.seed for submit in live.double.submits]
+    seeds = [submit.text.sampling_params.seed for submit in live.double.submits]
     assert len(set(seeds[:3])) == 3
     assert seeds[:3] == seeds[3:]
     assert seeds[0] == 5
@@ -203,7 +203,7 @@ def test_defaults(live: LiveServer) -> None:
     sample(live, temperature=1e-7)
     assert last_sampling(live).temperature == 0
     sample(live, max_new_tokens=None)
-    assert last_sampling(live).max_new_tokens == 256 - len(live.double.submits[-1].context.tokens.prompt)
+    assert last_sampling(live).max_new_tokens == 256 - len(live.double.submits[-1].text.tokens.prompt)
 
 
 def test_default_length_is_cut_to_what_fits_and_zero_is_possible(live: LiveServer) -> None:
@@ -470,7 +470,7 @@ def test_secrets_are_not_shown() -> None:
 
 def test_salts_reach_the_scheduler(live: LiveServer) -> None:
     post(live, {"text": ["a", "b"], "cache_salt": ["x", None], "extra_key": "k"})
-    salts = [submit.context.cache_salt for submit in live.double.submits]
+    salts = [submit.text.cache_salt for submit in live.double.submits]
     assert len(set(salts)) == 2
     post(live, {"text": "a"})
-    assert live.double.submits[-1].context.cache_salt == ""
+    assert live.double.submits[-1].text.cache_salt == ""

@@ -168,7 +168,7 @@ def test_health_generate_makes_a_token_unless_tokens_flow(live: LiveServer) -> N
     assert HTTP.get(live.url + "/health_generate").status_code == 200
     (submit,) = live.double.submits
     assert submit.context.request_id.startswith("HEALTH_CHECK")
-    assert submit.context.sampling_params.max_new_tokens == 1
+    assert submit.text.sampling_params.max_new_tokens == 1
     assert HTTP.get(live.url + "/health_generate").status_code == 200
     assert len(live.double.submits) == 1, "its own token has just proved it"
     assert 'route="/health_generate"' not in HTTP.get(live.url + "/metrics").text

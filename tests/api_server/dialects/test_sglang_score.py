@@ -22,8 +22,8 @@ def test_each_item_gets_a_row(live: LiveServer) -> None:
     assert answer["object"] == "scoring"
     assert answer["scores"] == [pytest.approx([math.exp(logprob_of(t)) for t in labels])] * 2
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == sum(map(len, prompts))
-    assert [s.context.tokens.prompt.tolist() for s in live.double.submits] == prompts
-    assert [s.context.sampling_params.max_new_tokens for s in live.double.submits] == [1, 1]
+    assert [s.text.tokens.prompt.tolist() for s in live.double.submits] == prompts
+    assert [s.text.sampling_params.max_new_tokens for s in live.double.submits] == [1, 1]
 
 
 def test_softmax_order_and_ids(live: LiveServer) -> None:
@@ -31,7 +31,7 @@ def test_softmax_order_and_ids(live: LiveServer) -> None:
     scores = post(live, **body, item_first=True).json()["scores"]
     assert [sum(row) for row in scores] == pytest.approx([1, 1])
     assert math.log(scores[0][0] / scores[0][1]) == pytest.approx(logprob_of(9) - logprob_of(5))
-    assert [s.context.tokens.prompt.tolist() for s in live.double.submits] == [[5, 3, 4], [6, 7, 3, 4]]
+    assert [s.text.tokens.prompt.tolist() for s in live.double.submits] == [[5, 3, 4], [6, 7, 3, 4]]
 
 
 @pytest.mark.parametrize(

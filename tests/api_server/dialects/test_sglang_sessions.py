@@ -24,7 +24,7 @@ def turn(live: LiveServer, text: str, name: str, **params: Any) -> dict[str, Any
 
 
 def prompts(live: LiveServer) -> list[list[int]]:
-    return [submit.context.tokens.prompt.tolist() for submit in live.double.submits]
+    return [submit.text.tokens.prompt.tolist() for submit in live.double.submits]
 
 
 @pytest.fixture

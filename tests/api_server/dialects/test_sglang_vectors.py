@@ -31,12 +31,12 @@ def test_vectors_reach_the_scheduler(live: LiveServer) -> None:
     given = vectors(5)
     answer = post(live, {"input_embeds": given}).json()
     assert (answer["text"], answer["meta_info"]["prompt_tokens"]) == ("Hello, world!", 5)
-    context = live.double.submits[0].context
+    context = live.double.submits[0].text
     assert context.prompt_embeddings is not None
     np.testing.assert_array_equal(context.prompt_embeddings, np.array(given, np.float32))
     batch = [vectors(2), given]
     assert [a["meta_info"]["prompt_tokens"] for a in post(live, {"input_embeds": batch}).json()] == [2, 5]
-    contexts = [submit.context for submit in live.double.submits]
+    contexts = [submit.text for submit in live.double.submits]
     assert contexts[2].cache_salt == contexts[0].cache_salt != contexts[1].cache_salt
 
 
@@ -98,7 +98,7 @@ def test_processors_are_named_never_sent(live: LiveServer) -> None:
     ):
         for name in ("ban", "other.module:P"):
             assert post(live, body | {"custom_logit_processor": name}, path).status_code == 200
-            params = live.double.submits[-1].context.sampling_params
+            params = live.double.submits[-1].text.sampling_params
             assert (params.logit_processor, json.loads(params.custom_params)) == (name, {"x": [1, None]})
         for name, words in (("os:system", "there is no 'os:system'"), ('{"callable": "80"}', "code sent by clients")):
             response = post(live, body | {"custom_logit_processor": name}, path)
@@ -106,4 +106,4 @@ def test_processors_are_named_never_sent(live: LiveServer) -> None:
             assert words in response.json()["error"]["message"]
             assert "one of ban, other.module:P" in response.json()["error"]["message"]
     post(live, {"text": ["a", "b"], "custom_logit_processor": ["ban", None]})
-    assert [s.context.sampling_params.logit_processor for s in live.double.submits[-2:]] == ["ban", ""]
+    assert [s.text.sampling_params.logit_processor for s in live.double.submits[-2:]] == ["ban", ""]

@@ -46,7 +46,7 @@ def frames(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def last_sampling(live: LiveServer) -> SamplingParams:
-    return live.double.submits[-1].context.sampling_params
+    return live.double.submits[-1].text.sampling_params
 
 
 def answer_with(live: LiveServer, text: str) -> list[int]:
@@ -181,7 +181,7 @@ def test_length_is_100_unless_given_and_null_fills_the_context(live: LiveServer)
     generate(live)
     assert last_sampling(live).max_new_tokens == 100
     generate(live, max_new_tokens=None)
-    prompt = len(live.double.submits[-1].context.tokens.prompt)
+    prompt = len(live.double.submits[-1].text.tokens.prompt)
     assert last_sampling(live).max_new_tokens == live.double.max_model_len - prompt
     cut = generate(live, max_new_tokens=2, details=True).json()
     assert (cut["details"]["finish_reason"], cut["details"]["generated_tokens"]) == ("length", 2)
@@ -209,7 +209,7 @@ def test_truncate_keeps_the_last_tokens(live: LiveServer) -> None:
     ids = encode(live.state.tokenizer, text)
     response = post(live, "/generate", {"inputs": text, "parameters": {"truncate": 4, "return_full_text": True}})
     assert response.json()["generated_text"] == text + "Hello, world!"
-    assert live.double.submits[-1].context.tokens.prompt.tolist() == ids[-4:]
+    assert live.double.submits[-1].text.tokens.prompt.tolist() == ids[-4:]
     assert post(live, "/generate", {"inputs": MANY, "parameters": {"truncate": 30}}).status_code == 200
 
 

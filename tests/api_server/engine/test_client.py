@@ -85,7 +85,7 @@ async def test_tokens_arrive_in_order_and_end(engine: EngineClient, double: Sche
     assert results[-1].status is SchedulerStatus.COMPLETE
     assert output_of(results[-1]).final_status is GenerationStatus.MAXIMUM_LENGTH
     assert output_of(results[0]).request_id == "r"
-    assert double.submits[0].context.tokens.prompt.tolist() == PROMPT.tolist()
+    assert double.submits[0].text.tokens.prompt.tolist() == PROMPT.tolist()
     assert engine.running == 0
 
 
@@ -160,12 +160,12 @@ async def test_a_restarted_scheduler_gets_open_requests_with_what_was_emitted(
     rest = await read_all(submission)
     assert tokens_of([first, *rest]) == [7, 8, 9, 10, 11, 12] * 10
     before, after = double.submits
-    assert 1 <= after.context.tokens.generated_length < 60
-    assert after.context.tokens.prompt.tolist() == PROMPT.tolist()
+    assert 1 <= after.text.tokens.generated_length < 60
+    assert after.text.tokens.prompt.tolist() == PROMPT.tolist()
     assert after.handle != before.handle
     assert before.handle in double.cancelled
-    assert (after.context.request_id, after.context.cache_salt) == ("r", "s")
-    assert after.context.sampling_params == before.context.sampling_params
+    assert (after.text.request_id, after.text.cache_salt) == ("r", "s")
+    assert after.text.sampling_params == before.text.sampling_params
 
 
 async def test_results_of_a_past_incarnation_are_ignored(engine: EngineClient, double: SchedulerDouble) -> None:
@@ -195,7 +195,7 @@ async def test_results_that_were_lost_leave_no_gap(engine: EngineClient, double:
     double.send_raw(token_of(double, submission, 9, REGISTRATION_SIZE + 2))
     await until(lambda: len(double.submits) == 2)
     before, after = double.submits
-    assert after.context.tokens.generated.tolist() == [7]
+    assert after.text.tokens.generated.tolist() == [7]
     assert after.again
     assert not before.again
     assert before.handle in double.cancelled

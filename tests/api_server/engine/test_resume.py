@@ -92,7 +92,7 @@ def test_the_scheduler_is_told_the_name_and_that_nobody_listens(spoken: LiveServ
 def test_the_seed_follows_from_the_name_unless_one_was_given(spoken: LiveServer) -> None:
     def seed(name: str, **body: Any) -> int:
         events(spoken, "/v1/chat/completions", CHAT | body, name)
-        return spoken.double.submits[-1].context.sampling_params.seed
+        return spoken.double.submits[-1].text.sampling_params.seed
 
     assert seed("a") == seed("a") != seed("b")
     assert seed("a", seed=5) == 5

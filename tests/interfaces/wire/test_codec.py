@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import numpy as np
@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from interfaces import (
+    Batch,
+    BatchResult,
     Cancel,
     Detach,
     Goodbye,
@@ -26,6 +28,9 @@ from interfaces import (
     Join,
     Order,
     OrderAnswer,
+    PooledValues,
+    PoolingContext,
+    PoolingTask,
     RequestError,
     Results,
     Retire,
@@ -43,6 +48,7 @@ from interfaces import (
     TextAndVisionContext,
     TextContext,
     Unknown,
+    Vectors,
     WireError,
     WorkerGoodbye,
     WorkerHello,
@@ -110,7 +116,34 @@ shared_by_contexts = {
     "cache_salt": text,
     "hidden_states": st.booleans(),
 }
+
+
+@st.composite
+def pooling_contexts(draw: st.DrawFn) -> PoolingContext:
+    texts = draw(st.lists(st.lists(i31, min_size=1, max_size=5), min_size=1, max_size=5))
+    context = PoolingContext.of(
+        texts,
+        draw(st.sampled_from(PoolingTask)),
+        dimensions=draw(st.none() | st.integers(1, 2**31 - 1)),
+        normalize=draw(st.booleans()),
+        activate=draw(st.booleans()),
+        request_id=draw(text),
+        model_name=draw(text),
+    )
+    if draw(st.booleans()):
+        context.token_types = draw(hnp.arrays(np.int8, len(context.tokens)))
+    return context
+
+
+@st.composite
+def pooled_values(draw: st.DrawFn) -> PooledValues:
+    lengths = draw(hnp.arrays(np.int32, st.integers(0, 5), elements=st.integers(0, 4)))
+    width = draw(st.integers(0, 4))
+    return PooledValues(draw(hnp.arrays(np.float32, (int(lengths.sum()), width))), lengths)
+
+
 contexts = st.one_of(
+    pooling_contexts(),
     st.builds(TextContext.from_prompt, st.lists(i31, min_size=1, max_size=9), sampling, **shared_by_contexts),
     st.builds(
         TextAndVisionContext.from_prompt,
@@ -178,6 +211,18 @@ messages = st.one_of(
         reports=reports,
         number=st.integers(0, 2**63 - 1),
     ),
+    st.builds(Vectors, i31, i31, i31, pooled_values(), i31, st.integers(0, 2**63 - 1)),
+    st.builds(Batch, i31, i31, i31, st.lists(pooling_contexts(), max_size=3)),
+    st.builds(
+        BatchResult,
+        incarnation=i31,
+        epoch=i31,
+        index=i31,
+        number=i31,
+        parts=st.lists(st.none() | pooled_values(), max_size=3),
+        errors=st.dictionaries(i31, text, max_size=3),
+        device_us=i31,
+    ),
     st.builds(Order, i31, i31, st.lists(text, max_size=3)),
     st.builds(OrderAnswer, i31, i31, text, i31),
     st.builds(SessionOrder, i31, i31, text, text, text, st.booleans(), st.floats(0, 1e6), column(np.int32), i31),
@@ -187,7 +232,7 @@ messages = st.one_of(
     st.builds(Retire, i31, text),
     st.builds(WorkerGoodbye, i31, i31),
     statuses,
-    st.builds(WorkerHello, text, i31, i31, i31, i31, i31, i31, i31, i31, text, text, text),
+    st.builds(WorkerHello, text, i31, i31, i31, i31, i31, i31, i31, i31, text, text, text, tasks=st.lists(text)),
     st.builds(
         Step,
         incarnation=i31,
@@ -390,20 +435,26 @@ def test_segments_of_other_names_are_refused(name: str) -> None:
 def test_contexts_of_different_kinds_are_told_apart() -> None:
     submit = submit_with(np.zeros((3, 2, 2), np.float32))
     parts = msgpack.unpackb(encode(submit), strict_map_key=False)
-    wrong: list[object] = [parts[3][:-1], [*parts[3], None, None, None], {}, None]
+    wrong: list[object] = [parts[3][1:], ["other", *parts[3][1:]], [[], *parts[3][1:]], [], {}, None]
     for context in wrong:
-        with pytest.raises(WireError, match=r"Submit\.context: expected the fields of one of TextContext, TextAndV"):
+        with pytest.raises(WireError, match=r"Submit\.context: expected the tag and the fields of one of TextContext"):
             decode(msgpack.packb([*parts[:3], context, *parts[4:]]))
+    for cut in (parts[3][:-1], [*parts[3], None]):
+        with pytest.raises(WireError, match=r"Submit\.context: expected an array of \d+ fields"):
+            decode(msgpack.packb([*parts[:3], cut, *parts[4:]]))
 
     @dataclass
     class Left:
+        wire_tag: ClassVar[str] = "side"
         value: int
 
     @dataclass
     class Right:
+        wire_tag: ClassVar[str] = "side"
         name: str
+        other: str
 
-    with pytest.raises(TypeError, match="Left, Right two have the same number of fields"):
+    with pytest.raises(TypeError, match="Left, Right need a wire_tag each, all different"):
         Readers(positional=True, copy=False, ipc_peer=False).reader(Left | Right)
 
 
