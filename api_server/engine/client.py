@@ -12,16 +12,20 @@ import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import zmq
 
 from api_server.engine.fan_out import fan_out, fit_together
+from api_server.engine.health import STALL_SECONDS, Health, judge, steps
+from api_server.engine.model_facts import ModelFacts
+from api_server.engine.open_request import OpenRequest
+from api_server.engine.pooling import PooledSubmission, wrong_task
 from api_server.engine.questions import Questions
 from api_server.engine.submission import Inbox, Submission
 from interfaces import (
+    GENERATE,
     REGISTRATION_SIZE,
     Cancel,
     Detach,
@@ -30,6 +34,8 @@ from interfaces import (
     Hello,
     Order,
     OrderAnswer,
+    PooledValues,
+    PoolingContext,
     RequestError,
     Results,
     Segments,
@@ -39,6 +45,7 @@ from interfaces import (
     Terms,
     TextContext,
     Unknown,
+    Vectors,
     WireError,
     decode,
     encode,
@@ -56,21 +63,10 @@ GIVE_UP_SECONDS = 60.0
 STANDSTILL_SECONDS = 5.0
 # A request that is lost this many times in a row fails: something about it cannot be sent.
 MOST_LOSSES = 5
-# The engine counts as stuck when requests run and no worker has completed a step for this long.
-STALL_SECONDS = 120.0
 # Tokens this recent prove that the engine works.
 RECENT_SECONDS = 5.0
 # Most messages handled before other callbacks of the event loop run.
 _BURST = 64
-
-
-@dataclass(frozen=True)
-class Health:
-    """Health of the engine: alive, ready, and the reason when it is not."""
-
-    alive: bool
-    ready: bool
-    reason: str
 
 
 class EngineClient:
@@ -79,12 +75,13 @@ class EngineClient:
     def __init__(self, endpoint: str, replica: str) -> None:
         self.replica = f"{replica}-{secrets.token_hex(6)}"
         self.status: Status | None = None
+        self.model = ModelFacts()
         # True while this server is being stopped: it is not ready, and still serves what arrives.
         self.draining = False
         self._ended = ""
         self._endpoint = endpoint
         self._context: zmq.Context[Any] = zmq.Context()
-        self._open: dict[int, Submission] = {}
+        self._open: dict[int, OpenRequest] = {}
         self._segments = Segments() if same_host(endpoint) else None
         self._last_handle = secrets.randbits(20)
         self._incarnation: int | None = None
@@ -92,7 +89,6 @@ class EngineClient:
         self._last_results = -1
         self._heard = self._last_beat = time.monotonic()
         self._was_ready = False
-        self._max_model_len = self._vocab_size = 0
         self._hello: asyncio.TimerHandle | None = None
         self._questions = Questions(self._send)
         self._moved = -math.inf
@@ -130,11 +126,11 @@ class EngineClient:
     @property
     def max_model_len(self) -> int | None:
         """Longest prompt and answer in tokens. None until a worker has reported it; kept while a worker restarts."""
-        return self._max_model_len or None
+        return self.model.max_model_len or None
 
     @property
     def vocab_size(self) -> int | None:
-        return self._vocab_size or None
+        return self.model.vocab_size or None
 
     @property
     def hidden_size(self) -> int | None:
@@ -142,36 +138,35 @@ class EngineClient:
         return self.status.hidden_size or None if self.status else None
 
     def health(self) -> Health:
-        """Alive: the scheduler speaks and, if requests run, steps complete. Ready: it would serve a request now.
-
-        Loading counts as not alive (as with other servers, whose users poll /health until it is 200); a worker that
-        is being restarted later does not, so that no orchestrator kills a server that is recovering.
-        """
-        status = self.status
+        """The engine's health, as `health.judge` has it; a server that is being stopped is alive and not ready."""
         if self.draining:
             return Health(True, False, "draining: this server is being stopped")
-        if status is None:
-            return Health(False, False, f"starting: no word from the scheduler for {self.silence:.0f} s yet")
-        if self.silence > STALE_SECONDS:
-            return Health(False, False, f"the scheduler has been silent for {self.silence:.0f} s")
-        stall = min((w.seconds_since_step for w in status.workers), default=0.0) if status.running else 0.0
-        if stall > STALL_SECONDS:
-            return Health(
-                False, False, f"no step has been completed for {stall:.0f} s while {status.running} requests run"
-            )
-        return Health(self._was_ready, status.ready, status.reason if not status.ready else "")
+        return judge(self.status, self.silence, STALE_SECONDS, self._was_ready)
 
     def submit(self, context: TextContext, inbox: Inbox | None = None, terms: Terms | None = None) -> Submission:
         """Sends a request; its updates come to `inbox`. A refusal comes as a result with an `error`."""
         submission = Submission(self._new_handle(), context, inbox or Inbox(), terms or Terms())
-        reason = self._cannot_serve()
-        if reason:
-            submission.fail(RequestError(ErrorCode.UNAVAILABLE, reason))
-            return submission
-        if self._segments is not None:
-            context.share_arrays(self._segments)
-        self._send_submit(submission)
+        self._submit(submission, GENERATE)
         return submission
+
+    async def pool(self, context: PoolingContext, terms: Terms | None = None) -> PooledValues:
+        """Sends texts; returns their values in order. Cancelling the call cancels it there. Raises RequestFailed."""
+        submission = PooledSubmission(self._new_handle(), context, terms or Terms())
+        self._submit(submission, context.task)
+        try:
+            return await submission.done
+        finally:
+            self.cancel([submission])
+
+    def _submit(self, submission: OpenRequest, task: str) -> None:
+        reason = self._cannot_serve()
+        error = RequestError(ErrorCode.UNAVAILABLE, reason) if reason else wrong_task(task, self.model.tasks)
+        if error is not None:
+            submission.fail(error)
+            return
+        if self._segments is not None:
+            submission.share(self._segments)
+        self._send_submit(submission)
 
     def end_all_in(self, seconds: float) -> None:
         """Ends requests that still run after `seconds` with an error, and all that are submitted later."""
@@ -182,17 +177,18 @@ class EngineClient:
         self._ended = reason
         self._fail_all(reason)
 
-    def cancel(self, submissions: Iterable[Submission]) -> None:
+    def cancel(self, submissions: Iterable[OpenRequest]) -> None:
         """Cancels requests whose client left. Idempotent; finished ones are skipped."""
-        handles = [s.handle for s in submissions if self._forget(s)]
-        if handles:
-            self._send(Cancel(np.array(handles, np.int32)))
+        self._drop(submissions, Cancel)
 
-    def detach(self, submissions: Iterable[Submission]) -> None:
+    def detach(self, submissions: Iterable[OpenRequest]) -> None:
         """Detaches requests whose client left. Resumable ones keep running."""
+        self._drop(submissions, Detach)
+
+    def _drop(self, submissions: Iterable[OpenRequest], message: type[Cancel] | type[Detach]) -> None:
         handles = [s.handle for s in submissions if self._forget(s)]
         if handles:
-            self._send(Detach(np.array(handles, np.int32)))
+            self._send(message(np.array(handles, np.int32)))
 
     async def order(self, action: int, request_ids: Sequence[str] = ()) -> OrderAnswer:
         """Sends an operator's order (`Action`). Its updates for this replica are handled before its answer.
@@ -227,7 +223,7 @@ class EngineClient:
             return f"the model is not loaded yet: {self.status.reason}"
         return ""
 
-    def _send_submit(self, submission: Submission) -> None:
+    def _send_submit(self, submission: OpenRequest) -> None:
         self._open[submission.handle] = submission
         data = encode(submission.message)
         if len(data) > MAX_MESSAGE_BYTES:
@@ -241,13 +237,12 @@ class EngineClient:
         self._forget(submission)
         submission.fail(error)
 
-    def _forget(self, submission: Submission) -> bool:
+    def _forget(self, submission: OpenRequest) -> bool:
         """Frees the shared memory of a submission that has ended. False when that was done before."""
         if self._open.pop(submission.handle, None) is None:
             return False
-        context = submission.context  # with all its tokens: from now on another owner may hold it
         if self._segments is not None:
-            context.unshare_arrays(self._segments)
+            submission.unshare(self._segments)
         return True
 
     def _new_handle(self) -> int:
@@ -309,7 +304,7 @@ class EngineClient:
         self._loop.call_soon(self._receive)
 
     def _handle(self, message: Any) -> None:
-        if not isinstance(message, Results | Unknown | Status | OrderAnswer | SessionAnswer):
+        if not isinstance(message, Results | Vectors | Unknown | Status | OrderAnswer | SessionAnswer):
             log.error("dropped a %s: the scheduler does not send it to API processes", type(message).__name__)
             return
         if not self._is_current(message.incarnation):
@@ -317,16 +312,17 @@ class EngineClient:
         self._heard = time.monotonic()
         if isinstance(message, Results):
             self._take_results(message)
+        elif isinstance(message, Vectors):
+            self._take_vectors(message)
         elif isinstance(message, Unknown):
             self._submit_unknown(message)
         elif isinstance(message, OrderAnswer | SessionAnswer):
             self._questions.answered(message)
         else:
-            if self.status is not None and _steps(message) > _steps(self.status):
+            if self.status is not None and steps(message) > steps(self.status):
                 self._moved = self._heard
             self.status = message
-            self._max_model_len = message.max_model_len or self._max_model_len
-            self._vocab_size = message.vocab_size or self._vocab_size
+            self.model.update(message)
             self._was_ready |= message.ready
 
     def _is_current(self, incarnation: int) -> bool:
@@ -347,7 +343,7 @@ class EngineClient:
         why = "the scheduler had given this process up" if message.dropped else "the scheduler does not know them"
         self._submit_again(lost, why, blamed=not message.dropped)
 
-    def _submit_again(self, orphans: Sequence[Submission], why: str, blamed: bool) -> None:
+    def _submit_again(self, orphans: Sequence[OpenRequest], why: str, blamed: bool) -> None:
         """Submits these requests again, with the tokens that their clients have.
 
         They get new handles and the old ones are cancelled: a Submit that was sent before the scheduler died may
@@ -367,9 +363,9 @@ class EngineClient:
             orphan.again = True
             self._send_submit(orphan)
 
-    def _give_up(self, submission: Submission) -> None:
+    def _give_up(self, submission: OpenRequest) -> None:
         reason = f"the scheduler has lost this request {MOST_LOSSES} times in a row"
-        log.error("request %s failed: %s", submission.context.request_id, reason)
+        log.error("request %s failed: %s", submission.request_id, reason)
         self._forget(submission)
         submission.fail(RequestError(ErrorCode.FAILED, reason))
 
@@ -378,12 +374,25 @@ class EngineClient:
         if not fit_together(results):
             log.error("dropped results whose parts do not fit together")
             return
-        if results.number != self._last_results + 1 and results.number % REGISTRATION_SIZE:
-            self._submit_again(list(self._open.values()), "results were lost on their way", blamed=True)
-        self._last_results = results.number
+        self._notice_losses(results.number)
         if fan_out(results, self._open, self._forget):
             self._moved = self._heard
 
+    def _take_vectors(self, vectors: Vectors) -> None:
+        """Hands out the values of texts."""
+        self._notice_losses(vectors.number)
+        self._moved = self._heard
+        submission = self._open.get(vectors.handle)
+        if not isinstance(submission, PooledSubmission):
+            return  # cancelled here while its values were in flight
+        try:
+            if submission.receive(vectors):
+                self._forget(submission)
+                submission.finish()
+        except ValueError as error:
+            self._submit_again([submission], str(error), blamed=True)
 
-def _steps(status: Status) -> int:
-    return sum(worker.steps for worker in status.workers)
+    def _notice_losses(self, number: int) -> None:
+        if number != self._last_results + 1 and number % REGISTRATION_SIZE:
+            self._submit_again(list(self._open.values()), "results were lost on their way", blamed=True)
+        self._last_results = number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from api_server.engine.open_request import OpenRequest
 from api_server.engine.submission import Submission
 from interfaces import ErrorCode, Finish, GenerationStatus, RequestError, Results
 
@@ -24,7 +25,7 @@ def fit_together(results: Results) -> bool:
     return all(part is None or part.consistent for part in parts)
 
 
-def fan_out(results: Results, waiting: Mapping[int, Submission], forget: Callable[[Submission], object]) -> bool:
+def fan_out(results: Results, waiting: Mapping[int, OpenRequest], forget: Callable[[OpenRequest], object]) -> bool:
     """Gives each entry to the submission of its handle, if that still waits. Returns True if there were tokens.
 
     Calls `forget` for each submission that ends, before the submission gets its end.
@@ -47,17 +48,17 @@ def fan_out(results: Results, waiting: Mapping[int, Submission], forget: Callabl
     return max(tokens, default=-1) >= 0
 
 
-def _add_facts(results: Results, waiting: Mapping[int, Submission]) -> None:
+def _add_facts(results: Results, waiting: Mapping[int, OpenRequest]) -> None:
     """Gives the submissions what comes with or before the tokens."""
     for handle, position, report in results.reports.entries() if results.reports is not None else ():
-        if handle in waiting:
-            waiting[handle].report(position, report)
+        if isinstance(submission := waiting.get(handle), Submission):
+            submission.report(position, report)
     for handle, position, vector in results.hidden.entries() if results.hidden is not None else ():
-        if handle in waiting:
-            waiting[handle].hidden[position] = vector
+        if isinstance(submission := waiting.get(handle), Submission):
+            submission.hidden[position] = vector
     for handle, count in results.cached.items():
-        if handle in waiting:
-            waiting[handle].context.cached_prefix_length = count
+        if isinstance(submission := waiting.get(handle), Submission):
+            submission.context.cached_prefix_length = count
     for handle, microseconds in results.queued.items():
         if handle in waiting:
             waiting[handle].queued = microseconds / 1e6

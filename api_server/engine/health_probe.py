@@ -1,6 +1,6 @@
-"""GET /health_generate: checks that a token comes out of the engine.
+"""GET /health_generate: checks that the engine computes: that a token comes out of it, or the values of a text.
 
-Recent tokens of other requests prove it as well, and so does a forward pass that is under way: a busy server gets no
+Recent results of other requests prove it as well, and so does a forward pass that is under way: a busy server gets no
 extra request, and a long prefill is no failure.
 """
 
@@ -11,31 +11,34 @@ import uuid
 
 from api_server.engine.client import EngineClient
 from api_server.engine.submission import Submission
-from interfaces import RequestID, SamplingParams, TextContext
+from api_server.errors import RequestFailed
+from interfaces import GENERATE, PoolingContext, PoolingTask, RequestID, SamplingParams, TextContext
 
 PROBE_SECONDS = 20.0
 
 
 async def problem(engine: EngineClient) -> str:
-    """The reason why no token would come, or an empty string."""
+    """The reason why nothing would come, or an empty string."""
     health = engine.health()
     if not health.ready:
         return health.reason
     if engine.moves:
         return ""
-    submission = engine.submit(_context())
+    tasks = engine.model.tasks
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            return await _first_update(submission)
+            return await (_token(engine) if not tasks or GENERATE in tasks else _values(engine, min(tasks)))
     except TimeoutError:
-        return "" if engine.moves else f"no token has come for {PROBE_SECONDS:.0f} s"
+        return "" if engine.moves else f"no result has come for {PROBE_SECONDS:.0f} s"
+
+
+async def _token(engine: EngineClient) -> str:
+    params = SamplingParams(temperature=0.0, max_new_tokens=1)
+    submission = engine.submit(TextContext.from_prompt([0], params, request_id=_name()))
+    try:
+        return await _first_update(submission)
     finally:
         engine.cancel([submission])
-
-
-def _context() -> TextContext:
-    params = SamplingParams(temperature=0.0, max_new_tokens=1)
-    return TextContext.from_prompt([0], params, request_id=RequestID(f"HEALTH_CHECK_{uuid.uuid4().hex}"))
 
 
 async def _first_update(submission: Submission) -> str:
@@ -45,3 +48,15 @@ async def _first_update(submission: Submission) -> str:
             return update.error.message
         if update.is_done or (update.result is not None and update.result.tokens):
             return ""
+
+
+async def _values(engine: EngineClient, task: str) -> str:
+    try:
+        await engine.pool(PoolingContext.of([[0]], PoolingTask(task), request_id=_name()))
+    except RequestFailed as error:
+        return error.message
+    return ""
+
+
+def _name() -> RequestID:
+    return RequestID(f"HEALTH_CHECK_{uuid.uuid4().hex}")

@@ -6,19 +6,20 @@ Knows contexts, tokens and reports as they arrive. Knows no socket.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from api_server.engine.open_request import OpenRequest
 from interfaces import (
     GenerationStatus,
     LogProbabilities,
     RequestError,
+    RequestID,
     SchedulerResult,
     SchedulerStatus,
+    Segments,
     Submit,
     Terms,
     TextContext,
@@ -30,9 +31,6 @@ _UNFINISHED = GenerationStatus.ACTIVE
 _CANCELLED = GenerationStatus.CANCELLED
 _ACTIVE = SchedulerStatus.ACTIVE
 _COMPLETE = SchedulerStatus.COMPLETE
-
-# Losses of one request that are further apart than this are unrelated.
-SECONDS_OF_A_ROW = 60.0
 
 Update = SchedulerResult[TextGenerationOutput]
 
@@ -78,7 +76,7 @@ class Inbox:
         return self._waiter
 
 
-class Submission:
+class Submission(OpenRequest):
     """One request in the scheduler's hands, from `EngineClient.submit` to its last result or `cancel`."""
 
     __slots__ = (
@@ -86,32 +84,19 @@ class Submission:
         "_context",
         "_error",
         "_gathered",
-        "_losses",
-        "_lost_at",
-        "_lost_length",
         "_reports",
-        "_submitted",
-        "_terms",
         "_unread",
         "_wants_logprobs",
-        "again",
-        "handle",
         "hidden",
         "inbox",
-        "queued",
-        "shared",
     )
 
     def __init__(self, handle: int, context: TextContext, inbox: Inbox, terms: Terms) -> None:
-        self.handle = handle
-        self._terms = terms
-        self._submitted = time.monotonic()
+        super().__init__(handle, terms)
         self._context = context
         # Tokens that are not in the context yet. Adding all at once costs as much as adding one.
         self._gathered: list[int] = []
         self.inbox = inbox
-        # Seconds that the request waited in the scheduler. None while it waits, or if it never ran.
-        self.queued: float | None = None
         # Hidden states that have arrived, by the index of their token; a restarted scheduler sends them again.
         self.hidden: dict[int, NDArray[np.float32]] = {}
         self._wants_logprobs = context.log_probabilities > 0
@@ -120,12 +105,6 @@ class Submission:
         # Tokens that have arrived since the last read; None before the first.
         self._unread: int | None = None
         self._error: RequestError | None = None
-        # True when the request was in the scheduler's queue before, or on its way there.
-        self.again = False
-        # Losses in a row, the time of the last one, and the context's length at that time.
-        self._losses = 0
-        self._lost_at = 0.0
-        self._lost_length = 0
 
     @property
     def context(self) -> TextContext:
@@ -136,30 +115,23 @@ class Submission:
         return self._context
 
     @property
+    def request_id(self) -> RequestID:
+        return self._context.request_id
+
+    @property
     def message(self) -> Submit:
-        """The Submit message, at first and again; the time that has passed counts against the limit."""
-        terms = self._terms
-        if terms.queue_seconds is not None or terms.total_seconds is not None:
-            passed = time.monotonic() - self._submitted
-            terms = replace(
-                terms,
-                queue_seconds=None if terms.queue_seconds is None else max(0.0, terms.queue_seconds - passed),
-                total_seconds=None if terms.total_seconds is None else max(0.0, terms.total_seconds - passed),
-            )
-        return Submit(self.handle, self.context, terms, self.again)
+        return Submit(self.handle, self.context, self.terms, self.again)
 
-    def lost_again(self) -> int:
-        """Records that the scheduler lost the request; returns the losses in a row.
+    @property
+    def progress(self) -> int:
+        return len(self.context.tokens)
 
-        A token, or a while without a loss, ends the row.
-        """
-        now = time.monotonic()
-        length = len(self.context.tokens)
-        in_a_row = length == self._lost_length and now - self._lost_at < SECONDS_OF_A_ROW
-        self._losses = self._losses + 1 if in_a_row else 1
-        self._lost_at = now
-        self._lost_length = length
-        return self._losses
+    def share(self, segments: Segments) -> None:
+        self.context.share_arrays(segments)
+
+    def unshare(self, segments: Segments) -> None:
+        # With all its tokens: from now on another owner may hold the context.
+        self.context.unshare_arrays(segments)
 
     def add(self, token: int, logprob: float | None) -> None:
         """Adds a token (-1: none, another update)."""

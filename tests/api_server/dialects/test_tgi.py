@@ -445,7 +445,7 @@ def test_a_server_without_a_model_says_so(live: LiveServer) -> None:
     live.double.max_model_len = 0
     live.double.ready = False
     live.double.wait(lambda: not live.state.engine.health().ready)
-    live.state.engine._max_model_len = 0  # no worker was ever there
+    live.state.engine.model.max_model_len = 0  # no worker was ever there
     for response in (post(live, "/generate", {"inputs": "Hello"}), httpx.get(live.url + "/info")):
         assert (response.status_code, response.json()["error_type"]) == (503, "unavailable")
     with pytest.raises(UnknownError, match="not loaded"):

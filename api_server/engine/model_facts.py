@@ -1,0 +1,28 @@
+"""What the workers have reported about the model: kept while a worker restarts, so that requests can be checked."""
+
+from __future__ import annotations
+
+from interfaces import Status
+
+
+class ModelFacts:
+    """Facts of the last Status that had any. Zero and empty until then."""
+
+    def __init__(self) -> None:
+        # Longest prompt and answer, or longest text, in tokens.
+        self.max_model_len = 0
+        self.vocab_size = 0
+        # GENERATE, and values of `PoolingTask`.
+        self.tasks: frozenset[str] = frozenset()
+        # Width of the vector of a text; 0 where the model makes none.
+        self.vector_width = 0
+        # Names of a classifier's labels, in the order of their numbers.
+        self.labels: list[str] = []
+
+    def update(self, status: Status) -> None:
+        self.max_model_len = status.max_model_len or self.max_model_len
+        self.vocab_size = status.vocab_size or self.vocab_size
+        if status.tasks:
+            self.tasks = frozenset(status.tasks)
+            self.vector_width = status.vector_width
+            self.labels = status.labels

@@ -1,0 +1,90 @@
+"""What every request in the scheduler's hands has, whatever it is for: a handle, time limits, and losses in a row."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import replace
+
+from interfaces import GenerationStatus, RequestError, RequestID, Segments, Submit, Terms
+
+# Losses of one request that are further apart than this are unrelated.
+SECONDS_OF_A_ROW = 60.0
+
+
+class OpenRequest(ABC):
+    """One request, from its first `Submit` to its end. `handle` changes when it is submitted again."""
+
+    __slots__ = ("_losses", "_lost_at", "_progress_at_loss", "_submitted", "_terms", "again", "handle", "queued")
+
+    def __init__(self, handle: int, terms: Terms) -> None:
+        self.handle = handle
+        # True when the request was in the scheduler's queue before, or on its way there.
+        self.again = False
+        # Seconds that the request waited in the scheduler. None while it waits, or if it never ran.
+        self.queued: float | None = None
+        self._terms = terms
+        self._submitted = time.monotonic()
+        # Losses in a row, the time of the last one, and the request's progress at that time.
+        self._losses = 0
+        self._lost_at = 0.0
+        self._progress_at_loss = 0
+
+    @property
+    @abstractmethod
+    def request_id(self) -> RequestID: ...
+
+    @property
+    @abstractmethod
+    def message(self) -> Submit:
+        """The Submit message, at first and again."""
+
+    @property
+    @abstractmethod
+    def progress(self) -> int:
+        """A number that grows with every part of the answer."""
+
+    @abstractmethod
+    def add(self, token: int, logprob: float | None) -> None:
+        """Adds a token (-1: none)."""
+
+    @abstractmethod
+    def end(self, status: GenerationStatus) -> None:
+        """Ends the request without an error of its own."""
+
+    @abstractmethod
+    def fail(self, error: RequestError) -> None:
+        """Ends the request with its own error."""
+
+    @abstractmethod
+    def share(self, segments: Segments) -> None:
+        """Puts large arrays of the context into shared memory, until `unshare`."""
+
+    @abstractmethod
+    def unshare(self, segments: Segments) -> None:
+        """Makes the arrays this process's own again."""
+
+    @property
+    def terms(self) -> Terms:
+        """The scheduling options; the time that has passed counts against the limits."""
+        terms = self._terms
+        if terms.queue_seconds is None and terms.total_seconds is None:
+            return terms
+        passed = time.monotonic() - self._submitted
+        return replace(
+            terms,
+            queue_seconds=None if terms.queue_seconds is None else max(0.0, terms.queue_seconds - passed),
+            total_seconds=None if terms.total_seconds is None else max(0.0, terms.total_seconds - passed),
+        )
+
+    def lost_again(self) -> int:
+        """Records that the scheduler lost the request; returns the losses in a row.
+
+        Progress, or a while without a loss, ends the row.
+        """
+        now = time.monotonic()
+        in_a_row = self.progress == self._progress_at_loss and now - self._lost_at < SECONDS_OF_A_ROW
+        self._losses = self._losses + 1 if in_a_row else 1
+        self._lost_at = now
+        self._progress_at_loss = self.progress
+        return self._losses

@@ -1,0 +1,132 @@
+"""One-shot requests in the scheduler's hands: the values of their texts, which arrive in parts and in any order.
+
+Knows texts by their index and values as they arrive. Knows no socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from api_server.engine.open_request import OpenRequest
+from api_server.errors import ErrorKind, RequestFailed, from_scheduler
+from interfaces import (
+    ErrorCode,
+    GenerationStatus,
+    PooledValues,
+    PoolingContext,
+    RequestError,
+    RequestID,
+    Segments,
+    Submit,
+    Terms,
+    Vectors,
+)
+
+
+class _Part(NamedTuple):
+    """Values, and the index of the text that each belongs to."""
+
+    texts: NDArray[np.int64]
+    values: PooledValues
+
+
+class PooledSubmission(OpenRequest):
+    """One one-shot request, from `EngineClient.pool` to the values of its last text.
+
+    Only texts without values are submitted again.
+    """
+
+    __slots__ = ("_context", "_missing", "_parts", "_sent", "done")
+
+    def __init__(self, handle: int, context: PoolingContext, terms: Terms) -> None:
+        super().__init__(handle, terms)
+        # The values of all texts, or RequestFailed.
+        self.done: asyncio.Future[PooledValues] = asyncio.get_running_loop().create_future()
+        self._context = context
+        self._parts: list[_Part] = []
+        self._missing = np.ones(len(context), bool)
+        # The indices of the texts in the last message.
+        self._sent: NDArray[np.int64] = np.arange(len(context))
+
+    @property
+    def request_id(self) -> RequestID:
+        return self._context.request_id
+
+    @property
+    def message(self) -> Submit:
+        self._sent = np.flatnonzero(self._missing)
+        return Submit(self.handle, self._context.select(self._sent), self.terms, self.again)
+
+    @property
+    def progress(self) -> int:
+        return len(self._missing) - int(self._missing.sum())
+
+    def receive(self, vectors: Vectors) -> bool:
+        """Adds values of texts of the last message. True when no text is missing any more.
+
+        ValueError when there are no such texts, or their values are of another width than those before.
+        """
+        first = vectors.first
+        values = vectors.values
+        self.queued = vectors.queued_us / 1e6
+        if first < 0 or not 0 < len(values) <= len(self._sent) - first:
+            raise ValueError(f"values of texts {first} to {first + len(values)} of {len(self._sent)} are impossible")
+        if self._parts and values.values.shape[1] != self._parts[0].values.values.shape[1]:
+            raise ValueError("values of the same request have different widths")
+        texts = self._sent[first : first + len(values)]
+        if not self._missing[texts].all():
+            raise ValueError(f"the values of texts {first} to {first + len(values)} have come before")
+        self._missing[texts] = False
+        self._parts.append(_Part(texts, values))
+        return not self._missing.any()
+
+    def finish(self) -> None:
+        """Hands out the values of all texts."""
+        if not self.done.done():
+            self.done.set_result(_in_order(self._parts))
+
+    def add(self, token: int, logprob: float | None) -> None:
+        """One-shot requests have no tokens."""
+
+    def share(self, segments: Segments) -> None:
+        """Nothing is shared: the token ids of thousands of texts fit a message."""
+
+    def unshare(self, segments: Segments) -> None:
+        """Nothing is shared."""
+
+    def end(self, status: GenerationStatus) -> None:
+        self._fail(RequestFailed(ErrorKind.UNAVAILABLE, "the request was ended by an operator"))
+
+    def fail(self, error: RequestError) -> None:
+        self._fail(from_scheduler(error))
+
+    def _fail(self, error: RequestFailed) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+def _in_order(parts: list[_Part]) -> PooledValues:
+    """The values of all parts in the order of their texts."""
+    parts.sort(key=lambda part: int(part.texts[0]))
+    texts = np.concatenate([part.texts for part in parts])
+    joined = PooledValues.joined([part.values for part in parts])
+    if (np.diff(texts) > 0).all():
+        return joined
+    # A text that was submitted again can lie between two that were not.
+    order = np.argsort(texts)
+    values = joined.texts()
+    return PooledValues(np.concatenate([values[i] for i in order]), joined.lengths[order])
+
+
+def wrong_task(task: str, known: frozenset[str]) -> RequestError | None:
+    """Why no worker can do `task`; None when one can, or none has been heard of yet."""
+    if not known or task in known:
+        return None
+    can = ", ".join(sorted(known))
+    return RequestError(
+        ErrorCode.INVALID, f"this model cannot {task.replace('_', ' ')}: it can {can}; use the routes for that"
+    )
