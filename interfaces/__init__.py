@@ -80,9 +80,10 @@ context.stopping: EOSTracker
 context.text: TextContext
 context.tokens: Range TokenBuffer TokenSlice
 context.vision: TextAndVisionContext
-messages: Action Batch BatchResult Cancel Detach EPOCHS_OF_A_SUPERVISOR Finish GENERATE Goodbye Hello Inquiry
-    InquiryAnswer Join Order OrderAnswer REGISTRATION_SIZE Results Retire RowGrammar SessionAction SessionAnswer
-    SessionOrder Status Step StepResult Submit Terms Unknown Vectors WorkerGoodbye WorkerHello WorkerStatus
+messages: Action Batch BatchResult CUT_IMAGES Cancel Detach EPOCHS_OF_A_SUPERVISOR Finish GENERATE Goodbye Hello
+    Inquiry InquiryAnswer Join NO_IMAGES Order OrderAnswer REGISTRATION_SIZE Ready Results Retire RowGrammar
+    SessionAction SessionAnswer SessionOrder Status Step StepResult Submit Terms Unknown Vectors WHOLE_IMAGES
+    WorkerGoodbye WorkerHello WorkerStatus
 messages.forced_tokens: ForcedTokens
 messages.hidden_states: HiddenStates
 messages.logprob_reports: LogprobReports

@@ -145,7 +145,7 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         start=int(worker.rows.num_computed_tokens[sequence.row]),
         sampling=sequence.sampling,
         report_from=sequence.next_report if sequence.reports_prompt else None,
-        images=sequence.next_images,
+        images=sequence.images,
         hidden_from=sequence.next_hidden if sequence.context.hidden_states else None,
         embeddings=sequence.context.prompt_embeddings,
         grammar=RowGrammar.of(sequence.context),

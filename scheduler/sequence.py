@@ -101,11 +101,6 @@ class Sequence:
         return self.context.images if isinstance(self.context, TextAndVisionContext) else []
 
     @property
-    def next_images(self) -> list[ImageMetadata]:
-        """Images with tokens that are still to be computed."""
-        return self.context.next_images if isinstance(self.context, TextAndVisionContext) else []
-
-    @property
     def waiting(self) -> bool:
         return self.row < 0
 

@@ -15,7 +15,7 @@ from interfaces.wire.shared_memory import Segments
 
 @dataclass(kw_only=True, eq=False)
 class TextAndVisionContext(TextContext):
-    """A text context with images, in the order of the prompt, with tokens between them.
+    """A text context with images, in the order of the prompt. One may follow another without a token between them.
 
     Each image begins and ends with a vision token. Without a chunk the position is behind all tokens, so it can be
     inside an image only where `tokens` itself was chunked there.
@@ -31,9 +31,9 @@ class TextAndVisionContext(TextContext):
     def __post_init__(self) -> None:
         super().__post_init__()
         for before, after in zip(self.images, self.images[1:], strict=False):
-            if after.start_idx <= before.end_idx:
+            if after.start_idx < before.end_idx:
                 raise ValueError(
-                    f"images must be in order with tokens between them: one ends at {before.end_idx}, "
+                    f"images must be in the order of the prompt and share no token: one ends at {before.end_idx}, "
                     f"the next begins at {after.start_idx}"
                 )
         for image in self.images:
@@ -51,11 +51,11 @@ class TextAndVisionContext(TextContext):
 
     def share_arrays(self, segments: Segments) -> None:
         for image in self.images:
-            image.pixel_values = segments.hold(image.pixel_values)
+            image.share_arrays(segments)
 
     def unshare_arrays(self, segments: Segments) -> None:
         for image in self.images:
-            image.pixel_values = segments.give_back(image.pixel_values)
+            image.unshare_arrays(segments)
 
     @property
     def image_idx(self) -> int:

@@ -3,8 +3,8 @@
 API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `Inquiry` one way,
 `Results`, `Vectors`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`, `InquiryAnswer` the other.
 
-Scheduler <-> worker: `Step`, `Batch`, `Retire` one way, `WorkerHello`, `StepResult`, `BatchResult`, `WorkerGoodbye`
-the other.
+Scheduler <-> worker: `Step`, `Batch`, `Retire` one way, `WorkerHello`, `StepResult`, `Ready`, `BatchResult`,
+`WorkerGoodbye` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
@@ -38,11 +38,15 @@ from interfaces.messages.api import (
     WorkerStatus,
 )
 from interfaces.messages.worker import (
+    CUT_IMAGES,
     EPOCHS_OF_A_SUPERVISOR,
     GENERATE,
+    NO_IMAGES,
+    WHOLE_IMAGES,
     Batch,
     BatchResult,
     Join,
+    Ready,
     Retire,
     RowGrammar,
     Step,
@@ -52,9 +56,12 @@ from interfaces.messages.worker import (
 )
 
 __all__ = [
+    "CUT_IMAGES",
     "EPOCHS_OF_A_SUPERVISOR",
     "GENERATE",
+    "NO_IMAGES",
     "REGISTRATION_SIZE",
+    "WHOLE_IMAGES",
     "Action",
     "Batch",
     "BatchResult",
@@ -69,6 +76,7 @@ __all__ = [
     "Message",
     "Order",
     "OrderAnswer",
+    "Ready",
     "Results",
     "Retire",
     "RowGrammar",
@@ -106,6 +114,7 @@ Message = (
     | WorkerHello
     | Step
     | StepResult
+    | Ready
     | Batch
     | BatchResult
     | Retire

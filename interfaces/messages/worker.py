@@ -15,13 +15,18 @@ from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
 from interfaces.request.sampling import SamplingParams
 from interfaces.result.pooled_values import PooledValues
-from interfaces.wire.codec import F32, I32, F32Matrix, I32x3, message
+from interfaces.wire.codec import F32, I32, I64, F32Matrix, I32x3, message
 
 _NO_ROWS = np.empty(0, np.int32)
 _NO_BLOCKS = np.empty((0, 3), np.int32)
 
 # The task of a worker that generates tokens. The others are values of `PoolingTask`.
 GENERATE = "generate"
+
+# Values of `WorkerHello.images`.
+NO_IMAGES = 0
+CUT_IMAGES = 1
+WHOLE_IMAGES = 2
 
 # A supervisor numbers the starts of a worker from a multiple of this on, which is its own: 0 on the scheduler's
 # machine, a random one elsewhere.
@@ -38,7 +43,8 @@ class WorkerHello:
     kernels soon, which may differ from the present ones in the last bits. `drafted` and `accepted` count its draft
     tokens, and those accepted, since it started. `backend` describes in words what runs the model (once nothing is
     compiling any more). `tasks` are GENERATE or values of `PoolingTask`; a worker that only pools has no blocks and no
-    rows, its `hidden_size` is the width of its vectors, and `labels` names those of a classifier.
+    rows, its `hidden_size` is the width of its vectors, and `labels` names those of a classifier. `images` is
+    NO_IMAGES, CUT_IMAGES (a step may compute a part of an image) or WHOLE_IMAGES.
     """
 
     device: str
@@ -60,6 +66,7 @@ class WorkerHello:
     backend: str = ""
     tasks: list[str] = field(default_factory=lambda: [GENERATE])
     labels: list[str] = field(default_factory=list)
+    images: int = NO_IMAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,8 @@ class Join:
     preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
     `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on, hidden states of all
     tokens from index `hidden_from` on; None: no more. `embeddings` stand for those of the first tokens.
-    `images` are those with tokens from `start` on. `alone`: it shares no forward pass.
+    `images` are all images of the prompt: those that end before `start` only count for positions. `alone`: it shares
+    no forward pass.
     """
 
     row: int
@@ -164,6 +172,24 @@ class StepResult:
     hidden: HiddenStates | None = None
     forced: ForcedTokens | None = None
     last: bool = False
+
+
+@message(23)
+@dataclass(slots=True)
+class Ready:
+    """Reports images that are encoded: row rows[i] may compute its tokens before upto[i].
+
+    `joined[i]` is the number of the step in which that row joined, because the row may belong to another sequence by
+    now. `errors` maps a row to the reason why its images cannot be encoded: its sequence fails.
+    """
+
+    incarnation: int
+    epoch: int
+    index: int
+    rows: I32
+    joined: I64
+    upto: I32
+    errors: dict[int, str]
 
 
 @message(21)

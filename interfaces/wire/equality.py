@@ -25,4 +25,6 @@ def _same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return False
+    if type(a) is dict and type(b) is dict:
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     return bool(a == b)

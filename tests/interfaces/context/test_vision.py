@@ -30,11 +30,11 @@ def context_of(tokens: list[int], spans: list[tuple[int, int]]) -> TextAndVision
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
-    """Texts and images in turn, with text at the end."""
+    """Images with texts between some of them, and text at both ends."""
     tokens: list[int] = []
     spans: list[tuple[int, int]] = []
-    for _ in range(draw(st.integers(0, 4))):
-        tokens += [TEXT] * draw(st.integers(1, 4))
+    for i in range(draw(st.integers(0, 4))):
+        tokens += [TEXT] * draw(st.integers(0 if i else 1, 4))
         length = draw(st.integers(1, 6))
         spans.append((len(tokens), len(tokens) + length))
         tokens += [VISION] * length
@@ -79,9 +79,9 @@ def test_an_index_within_an_image_is_moved_to_its_start() -> None:
 @pytest.mark.parametrize(
     ("tokens", "spans", "complaint"),
     [
-        ([1, 9, 9, 1, 9, 1], [(4, 5), (1, 3)], "in order"),
-        ([1, 9, 9, 9, 1], [(1, 3), (2, 4)], "in order"),
-        ([1, 9, 9, 9, 1], [(1, 2), (2, 4)], "tokens between them"),
+        ([1, 9, 9, 1, 9, 1], [(4, 5), (1, 3)], "in the order"),
+        ([1, 9, 9, 9, 1], [(1, 3), (2, 4)], "in the order"),
+        ([1, 9, 9, 9, 1], [(1, 3), (1, 4)], "share no token"),
         ([1, 9, 9], [(1, 4)], "behind the 3 tokens"),
         ([1, 1, 9, 1], [(1, 3)], "none of the vision token ids"),
         ([1, 9, 1, 1], [(1, 3)], "none of the vision token ids"),
@@ -92,6 +92,22 @@ def test_images_that_do_not_fit_the_prompt_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
         context_of(tokens, spans)
+
+
+def test_images_may_touch() -> None:
+    context = context_of([1, 9, 9, 9, 1], [(1, 2), (2, 4)])
+    assert [(image.start_idx, image.end_idx) for image in context.next_images] == [(1, 2), (2, 4)]
+
+
+def test_images_differ_by_their_side_arrays() -> None:
+    grids = [np.array([[1, 2, 3]]), np.array([[1, 3, 2]])]
+    images = [
+        ImageMetadata(start_idx=0, end_idx=1, pixel_values=np.zeros(2, np.float32), extras={"image_grid_thw": grid})
+        for grid in (grids[0], grids[0].copy(), grids[1])
+    ]
+    assert images[0] == images[1]
+    assert images[0] != images[2]
+    assert images[0].side_arrays["image_grid_thw"].tolist() == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize(("start", "end", "complaint"), [(-1, 2, "start_idx"), (2, 2, "end_idx"), (3, 2, "end_idx")])

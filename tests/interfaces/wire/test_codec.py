@@ -32,6 +32,7 @@ from interfaces import (
     PoolingContext,
     PoolingTask,
     RequestError,
+    Ready,
     Results,
     Retire,
     RowGrammar,
@@ -95,6 +96,7 @@ images = st.builds(
     end_idx=st.integers(4, 9),
     pixel_values=pixels | segments,
     image_hash=st.none() | st.integers(-(2**63), 2**64 - 1),
+    extras=st.dictionaries(text, hnp.arrays(st.sampled_from([np.int64, np.bool_]), (2, 3)) | segments, max_size=2),
 )
 grammar_states = st.builds(
     GrammarState, in_thinking_region=st.booleans(), thinking_end=st.lists(i31), thinking_match_buffer=st.lists(i31)
@@ -229,6 +231,7 @@ messages = st.one_of(
     st.builds(SessionAnswer, i31, i31, text, column(np.int32), i31),
     st.builds(Inquiry, text),
     st.builds(InquiryAnswer, i31, st.lists(text), statuses),
+    st.builds(Ready, i31, i31, i31, column(np.int32), column(np.int64), column(np.int32), st.dictionaries(i31, text)),
     st.builds(Retire, i31, text),
     st.builds(WorkerGoodbye, i31, i31),
     statuses,
@@ -272,6 +275,11 @@ def assert_same(left: object, right: object) -> None:
         assert len(left) == len(right)
         for a, b in zip(left, right, strict=True):
             assert_same(a, b)
+    elif isinstance(left, dict):
+        assert isinstance(right, dict)
+        assert left.keys() == right.keys()
+        for key, value in left.items():
+            assert_same(value, right[key])
     elif is_dataclass(left):
         for field in fields(left):
             assert_same(getattr(left, field.name), getattr(right, field.name))

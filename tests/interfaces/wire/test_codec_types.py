@@ -136,7 +136,12 @@ context_fields: dict[str, st.SearchStrategy[Any]] = {
 }
 contexts = st.builds(TextContext, **context_fields)
 images = st.builds(
-    ImageMetadata, start_idx=i31, end_idx=st.just(2**31), pixel_values=floats, image_hash=st.none() | i31
+    ImageMetadata,
+    start_idx=i31,
+    end_idx=st.just(2**31),
+    pixel_values=floats,
+    image_hash=st.none() | i31,
+    extras=st.dictionaries(text, floats, max_size=2),
 )
 vision_contexts = context_fields | {
     "tokens": st.builds(lambda n: TokenBuffer(np.array([1, *[9] * n, 2], np.int64)), st.integers(1, 5)),
