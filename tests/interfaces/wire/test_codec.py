@@ -31,8 +31,8 @@ from interfaces import (
     PooledValues,
     PoolingContext,
     PoolingTask,
-    RequestError,
     Ready,
+    RequestError,
     Results,
     Retire,
     RowGrammar,
@@ -346,7 +346,7 @@ def pixels_in_form(**changes: object) -> bytes:
     parts = msgpack.unpackb(encode(submit_with(np.zeros(2, np.float32))), strict_map_key=False)
     form = {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": (2,), b"data": bytes(8)}
     (path,) = [i for i, part in enumerate(parts[3]) if type(part) is list and part and type(part[0]) is list]
-    (place,) = [i for i, part in enumerate(parts[3][path][0]) if type(part) is dict]
+    (place,) = [i for i, part in enumerate(parts[3][path][0]) if type(part) is dict and part]
     assert parts[3][path][0][place] == form | {b"shape": [2]}
     parts[3][path][0][place] = form | {name.encode(): value for name, value in changes.items()}
     return bytes(msgpack.packb(parts))
