@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from model_worker.cpu.fused.rotary_and_kv import pieces_of, rotate_and_write_kv
 from model_worker.cpu.gemm.products import add_product, gated, halves_of
-from model_worker.cpu.gemm.weight_kind import prepare
 from model_worker.cpu.simd.elements import INSIDE, MATH, element
 
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741 - the field's names
@@ -88,7 +87,9 @@ def _project(layer: int, taken: Any, operand: Any, out: Any, work: Any, own: Any
         if first < end:
             some = (first, end - first)
             weights = panels[layer, part]
-            add_product(own.core, some, operand, weights, width, out, column, biases, layer, own.kind, own.tile)
+            add_product(
+                own.core, some, operand, weights, width, out, column, biases, layer, own.weight_format, own.tile
+            )
         start = start + halves
         column = column + width
 
@@ -129,7 +130,8 @@ def do_part(
         for row in range(taken[0], taken[0] + taken[1]):
             normalise(rows, row, norm, weights.epsilon, hidden, row)
     elif part == QKV:
-        prepare(fresh, hidden, own.kind)
+        if fresh:
+            own.weight_format.prepare(hidden)
         _project(layer, taken, hidden, buffers.qkv[at : at + count], work, own)
     elif part == PLACE:
         rotate_and_write_kv(layer, turn, block, taken, work)
@@ -137,19 +139,22 @@ def do_part(
         operand = heads[first : first + count]
         out = panels[layer, O]
         biases = weights.biases
-        prepare(fresh, operand, own.kind)
-        add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.kind, tile)
+        if fresh:
+            own.weight_format.prepare(operand)
+        add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.weight_format, tile)
     elif part == INNER:
         gate = panels[layer, GATE]
         up = panels[layer, UP]
         width = weights.mlp_width
-        prepare(fresh, hidden, own.kind)
-        gated(core, taken, hidden, gate, up, width, inner, own.kind, tile, own.other)
+        if fresh:
+            own.weight_format.prepare(hidden)
+        gated(core, taken, hidden, gate, up, width, inner, own.weight_format, tile, own.other)
     else:
         down = panels[layer, DOWN]
         biases = weights.biases
-        prepare(fresh, inner, own.kind)
-        add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.kind, tile)
+        if fresh:
+            own.weight_format.prepare(inner)
+        add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.weight_format, tile)
 
 
 @njit(nogil=True, cache=True, **INSIDE)

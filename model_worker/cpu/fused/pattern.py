@@ -23,7 +23,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from model_worker.cpu.fused.layer import Weights
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
-from model_worker.cpu.gemm.products import PANEL
+from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import LANES
 from model_worker.kv_cache import LayerShape
 
@@ -108,7 +108,6 @@ class DecoderWeights:
         self.projections = [_projections(layer, shape) for layer in self._layers]
         self.head = _projection(model.lm_head)
         self._check_shapes(shape)
-        self.int8 = isinstance(self.head.linear, Int8Linear)
         self.q_heads = self.projections[0][0].width // shape.k_dim
         self._head_dim = shape.k_dim
 

@@ -36,9 +36,9 @@ from model_worker.cpu.fused.layer import (
     normalise,
     pieces_in,
 )
-from model_worker.cpu.gemm.products import HALVES, HEAD_PANELS, PANEL, argmax_product
+from model_worker.cpu.gemm.products import HEAD_PANELS, argmax_product
 from model_worker.cpu.gemm.screened_head import choose, screen
-from model_worker.cpu.gemm.weight_kind import kind_at, prepare
+from model_worker.cpu.gemm.weight_format import HALVES, PANEL
 from model_worker.cpu.simd.argmax import reduce_argmax
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
 from model_worker.cpu.simd.elements import INSIDE, borrowed, hold, widened
@@ -126,8 +126,8 @@ class Own(NamedTuple):
     """The buffers that each core has for itself."""
 
     core: int
-    kind: Any  # of the weights, with digits of the operand if they are int8, as products.py knows it
-    screen_kind: Any  # of lm_head's screen, which is int8 in any case
+    weight_format: Any  # with the core's own buffers
+    screen_format: Any  # of lm_head's screen, which is int8 in any case
     tile: NDArray[np.float32]  # [TILE_ROWS, PANEL]
     bits: NDArray[np.int32]  # the same memory
     other: NDArray[np.float32]
@@ -260,10 +260,11 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
         for row in range(first, end):
             normalise(logit_tokens.x, row, weights.final_norm, weights.epsilon, hidden, row)
     elif kind == SCREEN:
-        kind_of_screen = own.screen_kind
+        screen_format = own.screen_format
         width = outputs.logits.shape[1]
-        prepare(fresh, hidden[: len(outputs.peaks)], kind_of_screen)
-        screen(taken, hidden, kind_of_screen, weights.screen, width, outputs.peaks, own.tile, own.bits)
+        if fresh:
+            screen_format.prepare(hidden[: len(outputs.peaks)])
+        screen(taken, hidden, screen_format, weights.screen, width, outputs.peaks, own.tile, own.bits)
     elif kind == CHOOSE:
         choose(hidden, weights.bounds, outputs.peaks, outputs.panels)
     elif kind == HEAD:
@@ -273,8 +274,12 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
         wanted = outputs.wanted
         logits = outputs.logits
         tile = own.tile
-        prepare(fresh, hidden[: len(wanted)], own.kind)
-        argmax_product(taken, numbers, hidden, weights.head, wanted, logits, keys, places, own.kind, tile, own.bits)
+        weight_format = own.weight_format
+        if fresh:
+            weight_format.prepare(hidden[: len(wanted)])
+        argmax_product(
+            taken, numbers, hidden, weights.head, wanted, logits, keys, places, weight_format, tile, own.bits
+        )
     elif kind == REDUCE_ARGMAX:
         _reduce_argmax(turn, outputs)
 
@@ -285,10 +290,10 @@ def most_turns(layers: int) -> int:
 
 
 @njit(nogil=True, cache=True)
-def run_stack(core: int, turns: int, counter: Any, work: Any, kind: Any, screen_kind: Any) -> None:
+def run_stack(core: int, turns: int, counter: Any, work: Any, weight_format: Any, screen_format: Any) -> None:
     """Run one core's part of a forward pass, or of `turns` of them.
 
-    `kind` is that of the weights, `screen_kind` the screen's; their fixed-point digits begin with the core.
+    The buffers of both formats begin with the core, where they have any.
     """
     counter = borrowed(counter)
     work = borrowed(work)
@@ -301,8 +306,9 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, kind: Any, screen_
     scratch = attention_scratch(work.buffers.q, work.cache, work.attention)
     tile = borrowed(tiles)[0]
     other = borrowed(tiles)[1]
-    kinds = borrowed(kind_at(kind, core)), borrowed(kind_at(screen_kind, core))
-    own = Own(core, kinds[0], kinds[1], tile, tile.view(np.int32), other, borrowed(scratch))
+    own_format = borrowed(weight_format.of_core(core))
+    own_screen = borrowed(screen_format.of_core(core))
+    own = Own(core, own_format, own_screen, tile, tile.view(np.int32), other, borrowed(scratch))
     sizes = np.zeros((2, KINDS, 2), np.int64)
     for last in range(2):
         _fill_sizes(sizes[last], last == 1, cores, work)

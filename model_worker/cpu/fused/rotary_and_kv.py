@@ -16,7 +16,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
 from model_worker.cpu.fused.attention import key_group, value_group
-from model_worker.cpu.gemm.products import LANE_BYTES
+from model_worker.cpu.gemm.weight_format import LANE_BYTES
 from model_worker.cpu.simd.cache_dot import GROUP
 from model_worker.cpu.simd.dot_bf16 import FLOATS, INDEX, LANES, WORD, WORDS, sums_at
 from model_worker.cpu.simd.elements import INSIDE, MATH, carray, element, pointer

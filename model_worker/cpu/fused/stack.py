@@ -31,10 +31,11 @@ from model_worker.cpu.fused.phases import (
     most_turns,
     run_stack,
 )
+from model_worker.cpu.gemm.bf12_format import Bf12Format, with_bf12
+from model_worker.cpu.gemm.int8_format import int8_format
 from model_worker.cpu.gemm.packed_linear import PackedLinear
-from model_worker.cpu.gemm.products import PANEL
 from model_worker.cpu.gemm.screened_head import SCREENED_ROWS, WORTH_SCREENING, Screen
-from model_worker.cpu.gemm.weight_kind import Kind, int8_kind_for, kind_for, may_be_bf12
+from model_worker.cpu.gemm.weight_format import PANEL, WeightFormat
 from model_worker.cpu.huge_pages import PagesAhead, keep_in_huge_pages
 from model_worker.cpu.simd.argmax import ArgmaxBuffers
 from model_worker.cpu.simd.bf12 import Bf12Panels, bf12_panels
@@ -148,11 +149,10 @@ class FusedStack:
             Thread(target=self._make_screen, args=(head,), name="screen").start()
         count = -(-self._vocab_size // PANEL)
         self._every_panel = np.concatenate([[count], np.arange(count)])
-        self._int8 = decoder.int8
         elements = SCREENED_ROWS * width_of(self._widths[0])
-        self._screen_kind = int8_kind_for(self._element, self._cores, SCREENED_ROWS, elements)
-        self._room, self._kind = self._make_room(1)
-        self._may_use_bf12 = may_be_bf12(self._kind) and decoder.weight_bytes >= WORTH_BF12
+        self._screen_format = int8_format(self._element, self._cores, SCREENED_ROWS, elements)
+        self._room, self._format = self._make_room(1)
+        self._may_use_bf12 = isinstance(self._format, Bf12Format) and decoder.weight_bytes >= WORTH_BF12
         self._angles = self._compute_angles(torch.arange(1))
         self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
 
@@ -271,16 +271,17 @@ class FusedStack:
         inputs, x = self._embedded(batch, drawn)
         buffers = self._buffers(max(batch.num_tokens, len(wanted)))
         weights = self._weights
-        kind = self._kind
-        if self._bf12 is not None and max(batch.num_tokens, len(wanted)) <= BF12_ROWS:
+        weight_format = self._format
+        few = max(batch.num_tokens, len(wanted)) <= BF12_ROWS
+        if self._bf12 is not None and isinstance(weight_format, Bf12Format) and few:
             weights = weights._replace(panels=self._bf12.panels, head=self._bf12.head)
-            kind = kind._replace(bf12=True)
+            weight_format = weight_format._replace(in_bf12=True)
         logit_tokens = LogitTokens(x, buffers.heads, copied=False)
         last_tokens = None if _every_token(batch) else batch.logit_positions.numpy()
         if last_tokens is not None:
-            few = np.empty((len(wanted), x.shape[1]), x.dtype)
+            residual = np.empty((len(wanted), x.shape[1]), x.dtype)
             heads = buffers.heads
-            logit_tokens = LogitTokens(few, np.empty((len(wanted), heads.shape[1]), heads.dtype), copied=True)
+            logit_tokens = LogitTokens(residual, np.empty((len(wanted), heads.shape[1]), heads.dtype), copied=True)
         work = Work(
             inputs=inputs,
             x=x,
@@ -292,7 +293,7 @@ class FusedStack:
             buffers=buffers,
             outputs=outputs,
         )
-        job = thread_pool(self._cores).begin(run_stack, work, kind, self._screen_kind, turns=passes)
+        job = thread_pool(self._cores).begin(run_stack, work, weight_format, self._screen_format, turns=passes)
         return Passes(job, outputs.tokens, screen), outputs.logits, logit_tokens.x
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
@@ -354,21 +355,16 @@ class FusedStack:
 
     def _buffers(self, tokens: int) -> Buffers:
         if tokens > len(self._room.q):
-            self._room, self._kind = self._make_room(max(tokens, 2 * len(self._room.q)))
+            self._room, self._format = self._make_room(max(tokens, 2 * len(self._room.q)))
         return Buffers(*(array[:tokens] for array in self._room))
 
-    def _make_room(self, tokens: int) -> tuple[Buffers, Kind]:
+    def _make_room(self, tokens: int) -> tuple[Buffers, WeightFormat]:
         layer = self._layout
         hidden, heads, inner = self._widths
         operand = operand_dtype(self._element)
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
-        kind = kind_for(self._element)
-        widest = width_of(max(self._widths))
-        if may_be_bf12(kind):
-            kind = kind._replace(bf12=False)
-        if self._int8:
-            elements = max(at_a_time * widest, tokens * width_of(hidden))
-            kind = int8_kind_for(self._element, self._cores, tokens, elements)
+        elements = max(at_a_time * width_of(max(self._widths)), tokens * width_of(hidden))
+        weight_format = with_bf12(self._modules.head.linear.weight_format(self._cores, tokens, elements))
         buffers = Buffers(
             hidden=np.zeros((tokens, hidden), operand),
             qkv=np.zeros((at_a_time, self._weights.biases.shape[1]), np.float32),
@@ -377,7 +373,7 @@ class FusedStack:
             heads=np.zeros((tokens, heads), operand),
             inner=np.zeros((at_a_time, inner), operand),
         )
-        return buffers, kind
+        return buffers, weight_format
 
 
 def has_room_for_bf12(weight_bytes: int) -> bool:

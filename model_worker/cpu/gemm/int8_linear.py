@@ -1,7 +1,7 @@
 """Linear layers with int8 weights and a float32 scale for each output; activations keep their dtype.
 
 Knows how a weight is quantized, and the one order in which it lies in memory, which the modules here and the fused
-stack both read. Does not know models, nor how a product is computed (gemm/products.py does).
+stack both read. Does not know models, nor how a product is computed (int8_format.py does).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from model_worker.cpu.gemm.int8_format import SCALE_BYTES, Int8Format, int8_format
 from model_worker.cpu.gemm.panel_linear import PanelLinear
-from model_worker.cpu.gemm.products import PANEL, SCALE_BYTES
+from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.fixed_point import OFFSET, PLACES, WORD_BYTES, width_of
 
 LARGEST = 127
@@ -52,7 +53,7 @@ class Int8Linear(PanelLinear):
         self.panels: NDArray[np.uint8] = int8_panels(weight).numpy()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, int8=True)
+        return self.multiply(x)
 
     @property
     def weight(self) -> Tensor:
@@ -68,6 +69,9 @@ class Int8Linear(PanelLinear):
     @property
     def input_width(self) -> int:
         return int(self.panels.shape[1] - SCALE_BYTES) // PANEL
+
+    def weight_format(self, cores: int, rows: int, elements: int) -> Int8Format:
+        return int8_format(self.element, cores, rows, elements)
 
 
 def int8_panels(weight: Quantized) -> Tensor:

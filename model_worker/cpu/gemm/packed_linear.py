@@ -21,7 +21,8 @@ from torch.nn import functional
 
 from model_worker.cpu.gemm.int8_linear import Int8Linear, Quantized, quantize
 from model_worker.cpu.gemm.panel_linear import PanelLinear
-from model_worker.cpu.gemm.products import LANE_BYTES, PANEL
+from model_worker.cpu.gemm.weight_format import LANE_BYTES, PANEL
+from model_worker.cpu.gemm.word_format import WordFormat, word_format
 from model_worker.cpu.huge_pages import keep_in_huge_pages
 from model_worker.cpu.simd.fixed_point import MOST_INPUTS
 
@@ -54,7 +55,7 @@ class PackedLinear(PanelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
-            return self.multiply(x, int8=False)
+            return self.multiply(x)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
@@ -69,6 +70,9 @@ class PackedLinear(PanelLinear):
     @property
     def input_width(self) -> int:
         return int(self.panels.shape[1]) * LANE_BYTES // self.dtype.itemsize
+
+    def weight_format(self, cores: int, rows: int, elements: int) -> WordFormat:
+        return word_format(self.element)
 
 
 @functools.cache

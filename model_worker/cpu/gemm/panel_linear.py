@@ -1,6 +1,6 @@
 """Linear layers whose weight lies in panels, which the fused stack reads too, and their product without the stack.
 
-Knows no kind of panel: packed_linear.py and int8_linear.py do, each of one.
+Knows no format: packed_linear.py and int8_linear.py do, each of one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model_worker.cpu.gemm.products import run_product
-from model_worker.cpu.gemm.weight_kind import int8_kind_for, kind_for
+from model_worker.cpu.gemm.weight_format import WeightFormat
 from model_worker.cpu.simd.dot_bf16 import operand_dtype
 from model_worker.cpu.threads import thread_pool
 
@@ -50,16 +50,24 @@ class PanelLinear(nn.Module, ABC):
     def num_bytes(self) -> int:
         return self.panels.nbytes
 
-    def multiply(self, x: Tensor, int8: bool) -> Tensor:
+    @abstractmethod
+    def weight_format(self, cores: int, rows: int, elements: int) -> WeightFormat:
+        """Return the format of the panels, with room for operands of so many rows, and elements, on each core."""
+
+    @property
+    def element(self) -> Any:
+        """Return numpy's type of elements: uint16 stands for bfloat16."""
+        return np.uint16 if self.dtype == torch.bfloat16 else np.float32
+
+    def multiply(self, x: Tensor) -> Tensor:
         """Compute x . weight + bias by our own kernel."""
         rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
         padded = functional.pad(rows, (0, self.input_width - self.in_features)).contiguous()
         out = torch.empty(len(rows), self.out_features, dtype=self.dtype)
         cores = self._cores(len(rows))
-        element = _numbers(out).dtype
-        operand = _numbers(padded if operand_dtype(element) == element else padded.float())
-        kind = int8_kind_for(element, cores, len(rows), operand.size) if int8 else kind_for(element)
-        arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), kind
+        operand = _numbers(padded if operand_dtype(self.element) == self.element else padded.float())
+        weight_format = self.weight_format(cores, len(rows), operand.size)
+        arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), weight_format
         thread_pool(cores).run(run_product, cores, *arguments)
         return out.reshape(*x.shape[:-1], self.out_features)
 

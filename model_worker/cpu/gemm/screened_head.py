@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from model_worker.cpu.gemm.int8_linear import int8_panels, quantize
-from model_worker.cpu.gemm.products import PANEL, head_product, pieces_of_rows
+from model_worker.cpu.gemm.products import head_product, pieces_of_rows
+from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.huge_pages import keep_in_huge_pages
 from model_worker.cpu.simd.argmax import bits_of, key_of_largest
 from model_worker.cpu.simd.elements import widened
@@ -49,20 +50,22 @@ _PAUSE = 256
 
 
 @njit(error_model="numpy", nogil=True, cache=True)
-def screen(taken: Any, operand: Any, kind: Any, panels: int, width: int, peaks: Any, tile: Any, bits: Any) -> None:
+def screen(
+    taken: Any, operand: Any, weight_format: Any, panels: int, width: int, peaks: Any, tile: Any, bits: Any
+) -> None:
     """Write peaks[row, p]: the largest of operand[row] . int8 panel p as float32's bits; a NaN counts as larger than
     all.
 
-    `taken` are the panels to multiply: the first, and their number. `kind` has the operand's digits; `width` is the
-    outputs of all panels; `bits` is the tile as int32.
+    `taken` are the panels to multiply: the first, and their number. `width` is the outputs of all panels; `bits` is the
+    tile as int32.
     """
     rows = len(peaks)
     last = -(-width // PANEL) - 1
     for number in range(taken[0], taken[0] + taken[1]):
         lanes = min(PANEL, width - number * PANEL)
         after = min(number + 1, last)
-        for piece in range(pieces_of_rows(rows, kind)):
-            first, many = head_product(operand, rows, piece, kind, panels, number, after, tile)
+        for piece in range(pieces_of_rows(rows, weight_format)):
+            first, many = head_product(operand, rows, piece, weight_format, panels, number, after, tile)
             for r in range(many):
                 peaks[first + r, number] = bits_of(key_of_largest(tile, bits, r, lanes))
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from model_worker.cpu.gemm.products import PANEL
+from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.argmax import ArgmaxBuffers, reduce_argmax, take_argmax
 
 WEIRD = [np.nan, -np.nan, np.inf, -np.inf, 0.0, 1.0, -1.0, 3e38, -3e38]

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from model_worker.cpu.fused import stack
 from model_worker.cpu.fused.stack import FusedStack
+from model_worker.cpu.gemm.bf12_format import Bf12Format
 from model_worker.cpu.gemm.packed_linear import PackedLinear, _panels
-from model_worker.cpu.gemm.products import PANEL, add_product
-from model_worker.cpu.gemm.weight_kind import Kind, prepare
+from model_worker.cpu.gemm.products import add_product
+from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.bf12 import (
     BF12_STEP_BYTES,
     GROUP_BYTES,
@@ -125,10 +126,10 @@ def test_none_are_made_that_would_take_too_much(seed: int, weights: Any, outputs
 
 @njit(nogil=True)
 def _product(
-    core: int, taken: Any, operand: Any, panels: int, width: int, out: Any, biases: Any, kind: Any, tile: Any
+    core: int, taken: Any, operand: Any, panels: int, width: int, out: Any, biases: Any, weight_format: Any, tile: Any
 ) -> None:
-    prepare(True, operand, kind)
-    add_product(core, taken, operand, panels, width, out, 0, biases, -1, kind, tile)
+    weight_format.prepare(operand)
+    add_product(core, taken, operand, panels, width, out, 0, biases, -1, weight_format, tile)
 
 
 @needs_instructions
@@ -147,10 +148,11 @@ def test_products_are_the_same_to_the_last_bit(
     taken, core = (first, data.draw(st.integers(1, halves - first))), data.draw(st.integers(0, 1))
     got: list[NDArray[np.float32]] = []
     for panels, is_compact in ((words, False), (compact.panels, True)):
-        out, kind = np.zeros((rows, outputs), np.float32), Kind(np.empty(1, np.uint16), None, is_compact)
+        out = np.zeros((rows, outputs), np.float32)
+        weight_format = Bf12Format(np.empty(1, np.uint16), is_compact)
         tile = np.empty((TILE_ROWS, PANEL), np.float32)
         address = int(panels.ctypes.data)
-        _product(core, taken, operand, address, outputs, out, np.empty((1, 0), np.float32), kind, tile)
+        _product(core, taken, operand, address, outputs, out, np.empty((1, 0), np.float32), weight_format, tile)
         got.append(out)
     assert np.array_equal(got[0], got[1], equal_nan=True)
 

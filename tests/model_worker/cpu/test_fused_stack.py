@@ -21,7 +21,7 @@ from model_worker.batch import ForwardBatch
 from model_worker.cpu.fused.phases import BLOCK_TOKENS
 from model_worker.cpu.fused.stack import Drawn
 from model_worker.cpu.gemm.packed_linear import PackedLinear
-from model_worker.cpu.gemm.products import PANEL
+from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel, operand_dtype
 from model_worker.cpu.threads import OVER, ThreadPool, arrived_last, begin, claim_turn, phase_of, take, wait
 from model_worker.loading.load import load_model

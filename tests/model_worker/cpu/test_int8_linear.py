@@ -13,9 +13,10 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import nn
 
+from model_worker.cpu.gemm.int8_format import SCALE_BYTES
 from model_worker.cpu.gemm.int8_linear import Int8Linear, quantize
 from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
-from model_worker.cpu.gemm.products import PANEL, SCALE_BYTES
+from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
 from model_worker.cpu.simd.dot_int8 import int8_rows, multiply_int8_half_panel, multiply_int8_panel
 from model_worker.cpu.simd.fixed_point import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from model_worker.cpu.gemm.packed_linear import PackedLinear, pack_linears
-from model_worker.cpu.gemm.products import PANEL
+from model_worker.cpu.gemm.weight_format import PANEL
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 shapes = st.tuples(st.integers(1, 200), st.integers(1, 200))

@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.cpu.fused.stack import FusedStack
+from model_worker.cpu.gemm.int8_format import Int8Format
 from model_worker.cpu.gemm.int8_linear import quantize
 from model_worker.cpu.gemm.packed_linear import PackedLinear
-from model_worker.cpu.gemm.products import PANEL, argmax_product
+from model_worker.cpu.gemm.products import argmax_product
 from model_worker.cpu.gemm.screened_head import SCREENED_ROWS, Screen, choose, screen
-from model_worker.cpu.gemm.weight_kind import Kind
+from model_worker.cpu.gemm.weight_format import PANEL
+from model_worker.cpu.gemm.word_format import WordFormat
 from model_worker.cpu.simd.argmax import ArgmaxBuffers, reduce_argmax
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS, operand_dtype
 from model_worker.cpu.simd.fixed_point import room_for, width_of
@@ -49,9 +51,9 @@ def screened(x: Tensor, head: PackedLinear, width: int) -> Screen:
     """A screen after both of its kernels, the panels of the first in two pieces, the later one first."""
     of, operand, rows = Screen(head, width), operand_of(x, head), len(x)
     count, like = len(of.bounds), _like(x)
-    kind = Kind(like, split_by_core(operand, like, room_for(1, rows, rows * width_of(operand.shape[1]), like)))
+    digits = split_by_core(operand, like, room_for(1, rows, rows * width_of(operand.shape[1]), like))
     for taken in ((count // 2, count - count // 2), (0, count // 2)):
-        screen(taken, operand, kind, of.panels.ctypes.data, width, of.peaks[:rows], *tiles())
+        screen(taken, operand, Int8Format(like, digits), of.panels.ctypes.data, width, of.peaks[:rows], *tiles())
     choose(operand, of.bounds, of.peaks[:rows], of.candidates)
     return of
 
@@ -62,9 +64,8 @@ def picked(x: Tensor, head: PackedLinear, width: int, numbers: NDArray[np.int64]
     kept, nothing = ArgmaxBuffers(1, rows), np.empty((0, width), np.float32)
     none, address = np.full(rows, -1), head.panels.ctypes.data
     taken, operand = (0, len(numbers)), operand_of(x, head)
-    argmax_product(
-        taken, numbers, operand, address, none, nothing, kept.keys[0], kept.places[0], Kind(_like(x), None), *tiles()
-    )
+    keys, places, weight_format = kept.keys[0], kept.places[0], WordFormat(_like(x))
+    argmax_product(taken, numbers, operand, address, none, nothing, keys, places, weight_format, *tiles())
     reduce_argmax(kept.keys, kept.places, kept.tokens[0])
     return list(kept.tokens[0])
 
