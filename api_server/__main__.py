@@ -59,7 +59,6 @@ def main() -> int:
     role = f"api_server:{options.index}"
     logs.configure(role, settings.log_level, settings.log_format)
     liveness.become(role, run_directory.stack_file(role))
-    liveness.give_way()
     phases.phase("import")
     hide_torch()
     try:

@@ -14,7 +14,7 @@ from scheduler.limits import Limits
 from scheduler.loop import Loop
 from shared import logs, phases
 from shared.endpoints import RunDirectory
-from shared.liveness import become, give_way
+from shared.liveness import become
 from shared.settings import Settings, SettingsError
 
 # Steps of decode rows that a worker repeats by itself, so that the scheduler need not build, encode and send them.
@@ -42,7 +42,6 @@ def main() -> None:
     parser.add_argument("--run-dir", required=True, type=Path)
     run_directory = RunDirectory(parser.parse_args().run_dir)
     become("scheduler", run_directory.stack_file("scheduler"))
-    give_way()
     settings = Settings.read(run_directory.settings_file)
     logs.configure("scheduler", settings.log_level, settings.log_format)
     core = Scheduler(limits_of(settings), incarnation=secrets.randbits(31))

@@ -91,18 +91,6 @@ def end_with_parent(number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def give_way() -> None:
-    """Lower the scheduling priority of this process and its later threads: they take a core only when one is free.
-
-    A worker's cores wait for each other hundreds of times a step, so a thread that takes one of them in between delays
-    them all; between two steps there is a while when they are free. (SCHED_BATCH of sched(7): the share of time is
-    equal.)
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a sandbox may forbid it, and nothing depends on it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
 def open_pidfd(pid: int) -> int:
     """Open a descriptor that becomes readable when the process ends. OSError when there is no such process.
 

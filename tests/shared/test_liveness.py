@@ -105,17 +105,6 @@ def test_a_child_ends_when_its_supervisor_is_killed() -> None:
         time.sleep(0.01)
 
 
-def test_who_gives_way_does_so_in_every_thread() -> None:
-    threads = (
-        "import os, threading; from shared.liveness import give_way; give_way(); "
-        "found = [os.sched_getscheduler(0)]; "
-        "thread = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0))); "
-        "thread.start(); thread.join(); print(*found)"
-    )
-    told = subprocess.run([sys.executable, "-c", threads], capture_output=True, text=True, check=True, timeout=20)
-    assert told.stdout.split() == [str(os.SCHED_BATCH)] * 2
-
-
 def test_what_a_process_has_inherited_goes_to_none_of_its_children() -> None:
     ours, theirs = os.pipe()
     code = (
