@@ -49,7 +49,6 @@ class Attention(NamedTuple):
     tiles: NDArray[np.int64]
     members: NDArray[np.int64]
     units: NDArray[np.int64]
-    last_units: NDArray[np.int64]  # of the last layer
     scales: NDArray[np.float32]  # [L], for powers of two
     windows: NDArray[np.int64]  # [L]
 
@@ -273,9 +272,8 @@ def attend(layer: int, turn: int, taken: Any, q: Any, cache: Any, attention: Any
     `taken` is the first unit, and their number.
     """
     group = q.shape[1] // cache.kv_heads
-    last = layer == len(attention.scales) - 1
     for number in range(taken[0], taken[0] + taken[1]):
-        unit = attention.last_units[number] if last else attention.units[number]
+        unit = attention.units[number]
         tile = attention.tiles[unit[0]]
         first = unit[1]
         end = unit[2]

@@ -136,29 +136,6 @@ def _share_out(tiles: Any, count: int, kv_heads: int, group: int, split: int, un
     return unit
 
 
-def units_with(plan: Plan, tokens: NDArray[np.int64], num_tokens: int) -> NDArray[np.int64]:
-    """Return the units of a plan for `num_tokens` in which any of these tokens attends."""
-    wanted = np.zeros(num_tokens, np.bool_)
-    wanted[tokens] = True
-    units = np.empty_like(plan.units)
-    return units[: _pick_units(plan.tiles, plan.members, plan.units, wanted, units)]
-
-
-@njit(nogil=True, cache=True)
-def _pick_units(tiles: Any, members: Any, units: Any, wanted: Any, picked: Any) -> int:
-    count = 0
-    for unit in range(len(units)):
-        tile = tiles[units[unit, 0]]
-        any_wanted = False
-        for number in range(tile[2]):
-            token = members[tile[0] + number, 1] if tile[4] else tile[1] + number
-            any_wanted = any_wanted or wanted[token]
-        if any_wanted:
-            picked[count] = units[unit]
-            count += 1
-    return count
-
-
 def slots_of(batch: ForwardBatch, passes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the blocks of the tokens of some passes, and their places in them: [passes, T] each."""
     blocks, offsets = np.divmod(batch.slots.numpy()[None], batch.block_size)

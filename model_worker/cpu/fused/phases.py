@@ -46,11 +46,11 @@ from model_worker.cpu.threads import OVER, arrived_last, begin, claim_turn, phas
 
 # The kinds of phases, beside the parts of a layer. For many tokens, all parts before or after attention run at once,
 # block by block; the single parts have no pieces then. FINAL_NORM to REDUCE_ARGMAX are the end of a pass.
-PRE_ATTENTION, ATTENTION, GATHER_ROWS, POST_ATTENTION, BEGIN, FINAL_NORM, SCREEN, CHOOSE, HEAD, REDUCE_ARGMAX, KINDS = (
-    range(PARTS, PARTS + 11)
+PRE_ATTENTION, ATTENTION, POST_ATTENTION, BEGIN, FINAL_NORM, SCREEN, CHOOSE, HEAD, REDUCE_ARGMAX, KINDS = range(
+    PARTS, PARTS + 10
 )
 NO_LAYER = 1 + KINDS - FINAL_NORM
-LAYER = NORM, QKV, PLACE, PRE_ATTENTION, ATTENTION, GATHER_ROWS, OUT, MLP_NORM, INNER, MLP_OUT, POST_ATTENTION
+LAYER = NORM, QKV, PLACE, PRE_ATTENTION, ATTENTION, OUT, MLP_NORM, INNER, MLP_OUT, POST_ATTENTION
 # Tokens of a block that one core takes through a layer: few enough that their buffers stay in its second-level cache,
 # enough that weights, which each core then reads for itself, do not hold it up.
 BLOCK_TOKENS = 64
@@ -75,7 +75,7 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The results of a pass; `wanted` to `tokens` are as in `argmax_product` and `reduce_argmax`."""
 
-    logit_rows: NDArray[np.int64]  # [L]: tokens whose logits count
+    logit_rows: NDArray[np.int64]  # [L]: tokens whose logits are needed, in any order, some of them twice perhaps
     wanted: NDArray[np.int64]  # [L]
     logits: NDArray[np.float32]
     keys: NDArray[np.int32]  # [cores, L]
@@ -85,18 +85,6 @@ class Outputs(NamedTuple):
     last_tokens: NDArray[np.int64]  # [rows]
     peaks: NDArray[np.int32]  # [L, panels of lm_head], as screened_head.py knows them, or nothing: not screened
     panels: NDArray[np.int64]  # [1 + panels]: how many of lm_head's panels are multiplied, and which
-
-
-class LogitTokens(NamedTuple):
-    """Tokens whose logits are needed: the last layer computes no others after its attention.
-
-    They come in any order, and more than once if asked for so. If all T tokens are needed, in order, these are the
-    arrays of all, and nothing is `copied`.
-    """
-
-    x: NDArray[np.float32]  # [L, hidden]: the residual
-    heads: NDArray[Any]  # operand [L, >= heads * v's head_dim]
-    copied: bool
 
 
 class Rotary(NamedTuple):
@@ -113,7 +101,6 @@ class Work(NamedTuple):
 
     inputs: Inputs
     x: NDArray[np.float32]  # [T, hidden]: the residual, from the embeddings on
-    logit_tokens: LogitTokens
     rotary: Rotary
     weights: Weights
     cache: Cache
@@ -162,20 +149,16 @@ def _blocks(tokens: int, cores: int) -> int:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _fill_sizes(sizes: Any, last: bool, cores: int, work: Any) -> None:
-    """Fill in [kind, 2]: the pieces of a phase, and the pieces of a grain; those of the last layer may differ."""
-    attention = work.attention
+def _fill_sizes(sizes: Any, cores: int, work: Any) -> None:
+    """Fill in [kind, 2]: the pieces of a phase, and the pieces of a grain."""
     outputs = work.outputs
     tokens = work.x.shape[0]
-    wanted = work.logit_tokens.x.shape[0]
-    after = wanted if last else tokens
-    sizes[PRE_ATTENTION, 0] = _blocks(tokens, cores)
-    sizes[POST_ATTENTION, 0] = _blocks(after, cores)
+    wanted = len(outputs.logit_rows)
+    blocks = _blocks(tokens, cores)
+    sizes[PRE_ATTENTION, 0] = sizes[POST_ATTENTION, 0] = blocks
     for part in range(PARTS):
-        if sizes[PRE_ATTENTION if part < OUT else POST_ATTENTION, 0] == 0:
-            sizes[part, 0] = pieces_in(part, tokens if part < OUT else after, work)
-    sizes[ATTENTION, 0] = len(attention.last_units if last else attention.units)
-    sizes[GATHER_ROWS, 0] = wanted if last and work.logit_tokens.copied else 0
+        sizes[part, 0] = pieces_in(part, tokens, work) if blocks == 0 else 0
+    sizes[ATTENTION, 0] = len(work.attention.units)
     sizes[BEGIN, 0] = tokens
     sizes[FINAL_NORM, 0] = wanted
     sizes[SCREEN, 0] = outputs.peaks.size // max(wanted, 1)
@@ -189,20 +172,12 @@ def _fill_sizes(sizes: Any, last: bool, cores: int, work: Any) -> None:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _gather_rows(taken: Any, rows: Any, x: Any, heads: Any, logit_tokens: Any) -> None:
-    """Gather residual and heads of some tokens whose logits are needed."""
-    for number in range(taken[0], taken[0] + taken[1]):
-        logit_tokens.x[number] = x[rows[number]]
-        logit_tokens.heads[number] = heads[rows[number]]
-
-
-@njit(nogil=True, cache=True, **INSIDE)
 def _is_short(phase: int, layers: int, tokens: int, sizes: Any) -> Any:
     """Whether a phase is over before another core has woken for it."""
-    kind, layer = _kind(phase, layers)
-    pieces = sizes[int(layer == layers - 1), kind, 0]
+    kind = _kind(phase, layers)[0]
+    pieces = sizes[kind, 0]
     few = tokens if kind == PLACE else pieces
-    by_rows = kind in (BEGIN, NORM, PLACE, GATHER_ROWS, MLP_NORM, FINAL_NORM)
+    by_rows = kind in (BEGIN, NORM, PLACE, MLP_NORM, FINAL_NORM)
     return pieces == 0 or kind in (CHOOSE, REDUCE_ARGMAX) or (by_rows and few <= FEW_ROWS)
 
 
@@ -224,12 +199,8 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
     x = work.x
     heads = work.buffers.heads
     weights = work.weights
-    logit_tokens = work.logit_tokens
     outputs = work.outputs
     hidden = work.buffers.hidden
-    if layer == len(weights.panels) - 1 and (kind == POST_ATTENTION or OUT <= kind < PARTS):
-        x = logit_tokens.x
-        heads = logit_tokens.heads
     tokens = x.shape[0]
     if kind < PARTS or kind in (PRE_ATTENTION, POST_ATTENTION):
         blocks = end - first
@@ -251,14 +222,12 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
                 do_part(part, layer, turn, block, some, fresh or every_piece, x, heads, work, own)
     elif kind == ATTENTION:
         attend(layer, turn, taken, work.buffers.q, work.cache, work.attention, own.attention, heads)
-    elif kind == GATHER_ROWS:
-        _gather_rows(taken, outputs.logit_rows, x, heads, logit_tokens)
     elif kind == BEGIN:
         for token in range(first, end if len(work.inputs.tokens) else first):
             _embed(token, turn, work.inputs, outputs.rows, x)
     elif kind == FINAL_NORM:
         for row in range(first, end):
-            normalise(logit_tokens.x, row, weights.final_norm, weights.epsilon, hidden, row)
+            normalise(x, outputs.logit_rows[row], weights.final_norm, weights.epsilon, hidden, row)
     elif kind == SCREEN:
         screen_format = own.screen_format
         width = outputs.logits.shape[1]
@@ -309,15 +278,14 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, weight_format: Any
     own_format = borrowed(weight_format.of_core(core))
     own_screen = borrowed(screen_format.of_core(core))
     own = Own(core, own_format, own_screen, tile, tile.view(np.int32), other, borrowed(scratch))
-    sizes = np.zeros((2, KINDS, 2), np.int64)
-    for last in range(2):
-        _fill_sizes(sizes[last], last == 1, cores, work)
+    sizes = np.zeros((KINDS, 2), np.int64)
+    _fill_sizes(sizes, cores, work)
     phase = phase_of(counter)
     alone = False
     while phase < end:
         turn = phase // a_turn
         kind, layer = _kind(phase % a_turn, layers)
-        pieces, grain = sizes[int(layer == layers - 1), kind]
+        pieces, grain = sizes[kind]
         if kind == HEAD:
             pieces = work.outputs.panels[0]
         done = 0

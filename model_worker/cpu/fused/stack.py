@@ -18,13 +18,12 @@ from torch import Tensor
 
 from model_worker.batch import ForwardBatch
 from model_worker.cpu.fused.attention import Attention, Cache
-from model_worker.cpu.fused.attention_plan import plan_for, slots_of, units_with, zeros_after
+from model_worker.cpu.fused.attention_plan import plan_for, slots_of, zeros_after
 from model_worker.cpu.fused.layer import Buffers
 from model_worker.cpu.fused.pattern import DecoderWeights, UnsupportedPattern
 from model_worker.cpu.fused.phases import (
     BLOCK_TOKENS,
     Inputs,
-    LogitTokens,
     Outputs,
     Rotary,
     Work,
@@ -207,7 +206,8 @@ class FusedStack:
 
     def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Return the logits, and the hidden states that they were made of, float32 [L, hidden]."""
-        logits, residual, _ = self._run(batch, cache, _every(batch))
+        logits, every_residual, _ = self._run(batch, cache, _every(batch))
+        residual = every_residual[batch.logit_positions]
         shares = torch.rsqrt(residual.square().mean(-1, keepdim=True) + float(self._weights.epsilon))
         return logits, residual * shares * torch.from_numpy(self._weights.final_norm)
 
@@ -235,7 +235,7 @@ class FusedStack:
     def _run(
         self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
-        """Run a pass. Returns logits of rows that have a place in `wanted`, the final residual [L, hidden], and the
+        """Run a pass. Returns logits of rows that have a place in `wanted`, the final residual [T, hidden], and the
         argmax."""
         none_deferred = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
         passes, logits, residual = self._begun(batch, cache, wanted, none_deferred, 1)
@@ -245,8 +245,7 @@ class FusedStack:
     def _begun(
         self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn, passes: int
     ) -> tuple[Passes, NDArray[np.float32], NDArray[np.float32]]:
-        """Launch passes. Also returns their logits, and the residual of tokens whose logits are needed, as they will
-        be."""
+        """Launch passes. Also returns their logits, and the residual of all tokens, as they will be."""
         if self._may_use_bf12:
             # Not before kernels may be called. Passes give the same without it.
             self._may_use_bf12 = False
@@ -276,25 +275,18 @@ class FusedStack:
         if self._bf12 is not None and isinstance(weight_format, Bf12Format) and few:
             weights = weights._replace(panels=self._bf12.panels, head=self._bf12.head)
             weight_format = weight_format._replace(in_bf12=True)
-        logit_tokens = LogitTokens(x, buffers.heads, copied=False)
-        last_tokens = None if _every_token(batch) else batch.logit_positions.numpy()
-        if last_tokens is not None:
-            residual = np.empty((len(wanted), x.shape[1]), x.dtype)
-            heads = buffers.heads
-            logit_tokens = LogitTokens(residual, np.empty((len(wanted), heads.shape[1]), heads.dtype), copied=True)
         work = Work(
             inputs=inputs,
             x=x,
-            logit_tokens=logit_tokens,
             rotary=self._angles_of(batch, passes),
             weights=weights,
             cache=self._cache(batch, cache, passes),
-            attention=self._attention(batch, last_tokens),
+            attention=self._attention(batch),
             buffers=buffers,
             outputs=outputs,
         )
         job = thread_pool(self._cores).begin(run_stack, work, weight_format, self._screen_format, turns=passes)
-        return Passes(job, outputs.tokens, screen), outputs.logits, logit_tokens.x
+        return Passes(job, outputs.tokens, screen), outputs.logits, x
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
         """Return the tokens, and a buffer for their embeddings; filled, where the module must make them."""
@@ -343,15 +335,11 @@ class FusedStack:
         ahead.use(int(blocks.max()))
         return known._replace(blocks=blocks, offsets=offsets, unused=zeros_after(batch, offsets))
 
-    def _attention(self, batch: ForwardBatch, last_tokens: NDArray[np.int64] | None) -> Attention:
-        """Make the attention of a batch. `last_tokens` are those that attend in the last layer; None: all."""
+    def _attention(self, batch: ForwardBatch) -> Attention:
         layer = self._layout
         plan = plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
         tables = batch.block_tables.numpy()
-        last_units = plan.units
-        if last_tokens is not None:
-            last_units = units_with(plan, last_tokens, batch.num_tokens)
-        return Attention(tables, plan.tiles, plan.members, plan.units, last_units, self._scales, self._windows)
+        return Attention(tables, plan.tiles, plan.members, plan.units, self._scales, self._windows)
 
     def _buffers(self, tokens: int) -> Buffers:
         if tokens > len(self._room.q):
@@ -379,12 +367,6 @@ class FusedStack:
 def has_room_for_bf12(weight_bytes: int) -> bool:
     """Whether a bf12 copy of so many bytes of weights is a small part of the memory that is left."""
     return MOST_BF12 * weight_bytes <= BF12_SHARE * free_memory()
-
-
-def _every_token(batch: ForwardBatch) -> bool:
-    """Whether the logits of all tokens are wanted, in order."""
-    positions = batch.logit_positions.numpy()
-    return len(positions) == batch.num_tokens and bool((positions == np.arange(batch.num_tokens)).all())
 
 
 def _every(batch: ForwardBatch) -> NDArray[np.int64]:
