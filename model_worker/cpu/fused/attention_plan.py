@@ -35,14 +35,17 @@ class Plan(NamedTuple):
     units: NDArray[np.int64]  # [m, 3]: tile, first KV head, end of KV heads
 
 
-def plan_for(batch: ForwardBatch, kv_heads: int, group: int, cores: int) -> Plan:
-    """Make the plan of a batch; `group` query heads share a KV head."""
+def plan_for(batch: ForwardBatch, kv_heads: int, group: int, cores: int, cascade: bool = True) -> Plan:
+    """Make the plan of a batch; `group` query heads share a KV head.
+
+    With `cascade`, rows in decode that begin with the same blocks read these once, together.
+    """
     query_start = batch.query_start.numpy()
     kv_len = batch.kv_len.numpy()
     tables = batch.block_tables.numpy()
     # A tile takes as many queries as fit, and rows that share a beginning are split so that every core has a tile.
     most = max(1, TILE_ROWS // group)
-    together = max(2, min(most, -(-len(kv_len) // cores)))
+    together = max(2, min(most, -(-len(kv_len) // cores))) if cascade else 1
     count = batch.num_sequences + batch.num_tokens // most
     tiles = np.zeros((count, 6), np.int64)
     members = np.empty((len(kv_len), 3), np.int64)

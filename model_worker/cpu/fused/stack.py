@@ -43,6 +43,7 @@ from model_worker.cpu.simd.dot_bf16 import operand_dtype
 from model_worker.cpu.simd.fixed_point import MOST_INPUTS, width_of
 from model_worker.cpu.simd.softmax import LOG2_E
 from model_worker.cpu.threads import Job, thread_pool
+from model_worker.cpu.tuning import EVERYTHING, Tuning
 from model_worker.kv_cache import KVCache, memory_of
 from shared.resources import free_memory
 
@@ -99,11 +100,11 @@ class Passes:
         self.count = self._job.stop()
 
 
-def fused_stack(loaded: LoadedModel) -> FusedStack | None:
+def fused_stack(loaded: LoadedModel, tuning: Tuning = EVERYTHING) -> FusedStack | None:
     """Make the stack of a model that matches the pattern and whose linear modules are packed, else log why not:
     None."""
     try:
-        return FusedStack(loaded)
+        return FusedStack(loaded, tuning)
     except UnsupportedPattern as reason:
         log.info(
             "%s is not served by the fused stack but by transformers' modules, since %s", loaded.architecture, reason
@@ -122,7 +123,8 @@ class Bf12Weights(NamedTuple):
 class FusedStack:
     """The weights of a model as one compiled call takes them, and buffers that grow with the largest batch."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, tuning: Tuning = EVERYTHING) -> None:
+        self._tuning = tuning
         decoder = DecoderWeights(loaded)
         # The modules own the memory that the addresses in `weights` point to.
         self._embedding = decoder.embedding
@@ -143,17 +145,29 @@ class FusedStack:
         self._screen: Screen | None = None
         self._bf12: Bf12Weights | None = None
         head = decoder.head.linear
-        if isinstance(head, PackedLinear) and head.num_bytes >= WORTH_SCREENING and head.in_features <= MOST_INPUTS:
-            # Passes give the same without it, so none waits for it.
-            Thread(target=self._make_screen, args=(head,), name="screen").start()
+        # Threads that make copies of weights. Passes give the same without them, so none waits for them.
+        self._copies: list[Thread] = []
+        fitting = isinstance(head, PackedLinear) and head.in_features <= MOST_INPUTS
+        if tuning.screened_head and fitting and head.num_bytes >= WORTH_SCREENING:
+            self._copy(Thread(target=self._make_screen, args=(head,), name="screen"))
         count = -(-self._vocab_size // PANEL)
         self._every_panel = np.concatenate([[count], np.arange(count)])
         elements = SCREENED_ROWS * width_of(self._widths[0])
         self._screen_format = int8_format(self._element, self._cores, SCREENED_ROWS, elements)
         self._room, self._format = self._make_room(1)
-        self._may_use_bf12 = isinstance(self._format, Bf12Format) and decoder.weight_bytes >= WORTH_BF12
+        has_bf12 = isinstance(self._format, Bf12Format) and tuning.bf12
+        self._may_use_bf12 = has_bf12 and decoder.weight_bytes >= WORTH_BF12
         self._angles = self._compute_angles(torch.arange(1))
         self._caches: WeakKeyDictionary[KVCache, tuple[Cache, PagesAhead]] = WeakKeyDictionary()
+
+    def _copy(self, thread: Thread) -> None:
+        self._copies.append(thread)
+        thread.start()
+
+    def wait_for_copies(self) -> None:
+        """Wait until the copies of weights are there that passes have asked for: for measurements and tests."""
+        for thread in self._copies:
+            thread.join()
 
     def _make_screen(self, head: PackedLinear) -> None:
         screen = Screen(head, self._vocab_size)
@@ -214,7 +228,8 @@ class FusedStack:
     @property
     def runs_ahead(self) -> bool:
         """Whether passes may and should be launched before the tokens of the one before are read."""
-        return self._cores > 1 and self._table is not None and self._modules.weight_bytes >= WORTH_RUNNING_AHEAD
+        able = self._cores > 1 and self._table is not None
+        return self._tuning.overlap and able and self._modules.weight_bytes >= WORTH_RUNNING_AHEAD
 
     def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Drawn, passes: int = 1) -> Passes:
         """Launch argmax passes while the caller does something else; decode steps `passes` times, or fewer.
@@ -249,7 +264,7 @@ class FusedStack:
         if self._may_use_bf12:
             # Not before kernels may be called. Passes give the same without it.
             self._may_use_bf12 = False
-            Thread(target=self._make_bf12, name="bf12", daemon=True).start()
+            self._copy(Thread(target=self._make_bf12, name="bf12", daemon=True))
         largest = ArgmaxBuffers(self._cores, len(wanted), passes)
         screen = self._screen
         greedy = 0 < len(wanted) <= SCREENED_ROWS and int(wanted.max()) < 0
@@ -337,7 +352,8 @@ class FusedStack:
 
     def _attention(self, batch: ForwardBatch) -> Attention:
         layer = self._layout
-        plan = plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores)
+        cascade = self._tuning.cascade_attention
+        plan = plan_for(batch, layer.kv_heads, self._q_heads // layer.kv_heads, self._cores, cascade)
         tables = batch.block_tables.numpy()
         return Attention(tables, plan.tiles, plan.members, plan.units, self._scales, self._windows)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -178,10 +177,9 @@ def _runner(arch: str, folder: Path, uses_bf12: bool, monkeypatch: pytest.Monkey
     loaded = load(arch, "bfloat16", folder)
     runner = ModelRunner(loaded, 32, 16)
     runner.warm_up()
-    deadline = time.monotonic() + 60
-    while uses_bf12 and not (isinstance(loaded.stack, FusedStack) and loaded.stack.uses_bf12):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert isinstance(loaded.stack, FusedStack)
+    loaded.stack.wait_for_copies()
+    assert loaded.stack.uses_bf12 == uses_bf12
     return runner
 
 
