@@ -18,18 +18,8 @@ from deploy.chat import chat
 from deploy.doctor import doctor
 from deploy.serve import serve
 from shared.access_keys import with_digests
-from shared.settings import (
-    CONFIG_VARIABLE,
-    ENV_PREFIX,
-    GUARDS,
-    KINDS,
-    SECRETS,
-    Resolved,
-    Settings,
-    SettingsError,
-    config_file,
-    resolve,
-)
+from shared.settings import GUARDS, KINDS, SECRETS, Settings, SettingsError
+from shared.settings_sources import CONFIG_VARIABLE, ENV_PREFIX, Resolved, config_file, resolve
 
 _USAGE_ERROR = 2
 _KEY_VARIABLE = ENV_PREFIX + "API_KEY"

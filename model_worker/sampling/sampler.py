@@ -5,7 +5,7 @@ For each row of logits, in this order, each step only where the row asks for it:
     0. watermark          added to the green tokens: see `watermark.py`
     1. penalties          on tokens of the output, or of prompt + output (`penalize_prompt`): see `penalties.py`
     2. min_new_tokens     stop ids get -inf until so many tokens are emitted
-    3. logit_bias         added; tokens that are not allowed, and the ends of bad words, get -inf (see `bad_words.py`),
+    3. logit_bias         added; tokens that are not allowed, and the ends of bad words, get -inf (`token_rules.py`),
                           unless a grammar leaves nothing else; then the operator's processor: see `processors.py`
     4. greedy             the largest logit, lower id first among equals, ends here (temperature 0, or top_k 1)
     5. temperature        divided out; below 1e-6 it counts as 1e-6, above 1e6 as 1e6
@@ -43,12 +43,12 @@ from numpy.typing import NDArray
 from interfaces import LogprobMode, LogprobReports, SamplingParams
 from model_worker.device_copy import upload
 from model_worker.sampling import draw_cuda, rng
-from model_worker.sampling.bad_words import BadWords
 from model_worker.sampling.draw import Choices, choose, only_kept
 from model_worker.sampling.logprobs import CHOSEN_ONLY, ReportBuilder, Wanted
 from model_worker.sampling.penalties import Penalties, SeenTokens
 from model_worker.sampling.processors import ProcessedRows, Processor
-from model_worker.sampling.row_values import ROW_VALUES, inside_vocabulary, known_tokens, row_values
+from model_worker.sampling.row_values import ROW_VALUES, known_tokens, row_values
+from model_worker.sampling.token_rules import TokenRules
 from model_worker.sampling.typical import only_typical
 from model_worker.sampling.watermark import favour_green
 
@@ -93,10 +93,7 @@ class SamplerRows:
         self._vocab_size = vocab_size
         self._device = device
         self._seen: dict[int, SeenTokens] = {}
-        self._biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
-        self._allowed: dict[int, NDArray[np.int64]] = {}
-        self._bad_words: dict[int, BadWords] = {}
-        self._stop_ids: dict[int, NDArray[np.int64]] = {}
+        self._rules: dict[int, TokenRules] = {}
         self._wanted: dict[int, Wanted] = {}
         self._processed = ProcessedRows(processors or {})
         # The last token of each row with a watermark.
@@ -124,10 +121,7 @@ class SamplerRows:
         self._check_rows(np.array([row]))
         if self._table["held"][row]:
             raise ValueError(f"row {row} is held by another sequence: drop it first")
-        biased = known_tokens("logit_bias", list(params.logit_bias), self._vocab_size)
-        allowed = inside_vocabulary(params.allowed_token_ids, self._vocab_size)
-        if params.allowed_token_ids and not len(allowed):
-            raise ValueError(f"allowed_token_ids has no token of this model: valid are 0 to {self._vocab_size - 1}")
+        rules = TokenRules.of(params, stop_token_ids, emitted, self._vocab_size, self._device)
         wanted = Wanted(params.top_logprobs, known_tokens("logprob_ids", params.logprob_ids, self._vocab_size))
         if params.logit_processor:
             known = (prompt.tolist(), emitted.tolist())
@@ -137,14 +131,8 @@ class SamplerRows:
             self._wanted[row] = wanted
         if params.watermark:
             self._last[row] = int((emitted if len(emitted) else prompt)[-1])
-        if params.logit_bias:
-            self._biases[row] = biased, np.fromiter(params.logit_bias.values(), np.float32)
-        if params.allowed_token_ids:
-            self._allowed[row] = allowed
-        if params.bad_words:
-            self._bad_words[row] = BadWords(params.bad_words, emitted.tolist())
-        if params.min_new_tokens:
-            self._stop_ids[row] = inside_vocabulary(stop_token_ids, self._vocab_size)
+        if params.logit_bias or params.allowed_token_ids or params.bad_words or params.min_new_tokens:
+            self._rules[row] = rules
         if params.needs_penalties:
             counted = np.concatenate([prompt, emitted]) if params.penalize_prompt else emitted
             self._seen[row] = SeenTokens(counted, self._vocab_size)
@@ -152,9 +140,7 @@ class SamplerRows:
     def drop(self, row: int) -> None:
         """Free `row`; a row that is free already (its join was refused) stays so."""
         self._check_rows(np.array([row]))
-        for values in (
-            self._seen, self._biases, self._allowed, self._bad_words, self._stop_ids, self._wanted, self._last,
-        ):  # fmt: skip
+        for values in (self._seen, self._rules, self._wanted, self._last):
             values.pop(row, None)
         self._processed.drop(row)
         self._table[row] = np.zeros((), ROW_VALUES)
@@ -166,8 +152,8 @@ class SamplerRows:
                 self._seen[row].add(token)
         if row in self._last:
             self._last[row] = tokens[-1]
-        for token in tokens if row in self._bad_words else ():
-            self._bad_words[row].add(token)
+        for token in tokens if row in self._rules else ():
+            self._rules[row].follow(token)
         for token in tokens:
             self._processed.chosen(np.array([row], np.int32), np.array([token]))
 
@@ -248,9 +234,7 @@ class SamplerRows:
         for i in marked:
             favour_green(logits[i], self._last[int(rows[i])])
         self._penalize(logits, rows, values, positions)
-        self._hold_back_stops(logits, rows, values, positions)
-        self._add_biases(logits, rows, values)
-        self._restrict(logits, rows, values)
+        self._apply_rules(logits, rows, values, positions)
         self._processed.apply(logits, rows)
         first, bad = self._scale(logits, values["temperature"])
         typical = np.flatnonzero(values["typical_p"] < 1)
@@ -263,9 +247,8 @@ class SamplerRows:
             self._seen[int(rows[i])].add(int(tokens[i]))
         for i in marked:
             self._last[int(rows[i])] = int(tokens[i])
-        for i in np.flatnonzero(values["restricted"]).tolist() if self._bad_words else ():
-            if int(rows[i]) in self._bad_words:
-                self._bad_words[int(rows[i])].add(int(tokens[i]))
+        for i in np.flatnonzero(values["restricted"]).tolist():
+            self._rules[int(rows[i])].follow(int(tokens[i]))
         self._processed.chosen(rows, tokens)
         tokens[bad] = -1
         return tokens, logprobs, drawn
@@ -331,39 +314,16 @@ class SamplerRows:
             penalties = Penalties(length=positions[index], **{name: values[name][index] for name in names})
             penalties.apply(logits, index, [self._seen[int(row)] for row in rows[index]])
 
-    def _hold_back_stops(
+    def _apply_rules(
         self,
         logits: torch.Tensor,
         rows: NDArray[np.int32],
         values: NDArray[np.void],
         positions: NDArray[np.int64],
     ) -> None:
-        for i in np.flatnonzero(positions < values["may_stop_at"]):
-            row = logits[int(i)]
-            ids = self._on_device(self._stop_ids[int(rows[i])])
-            held = row[ids]
-            row[ids] = -torch.inf
-            if bool(torch.isneginf(row.max())):
-                # A grammar leaves nothing but the end: it wins over the minimum length.
-                row[ids] = held
-
-    def _add_biases(self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void]) -> None:
-        for i in np.flatnonzero(values["biased"]):
-            ids, amounts = self._biases[int(rows[i])]
-            logits[int(i), self._on_device(ids)] += self._on_device(amounts)
-
-    def _restrict(self, logits: torch.Tensor, rows: NDArray[np.int32], values: NDArray[np.void]) -> None:
-        for i in np.flatnonzero(values["restricted"]).tolist():
-            row = int(rows[i])
-            before = logits[i].clone()
-            if row in self._allowed:
-                ids = self._on_device(self._allowed[row])
-                logits[i] = -torch.inf
-                logits[i, ids] = before[ids]
-            if row in self._bad_words:
-                logits[i, self._bad_words[row].forbidden()] = -torch.inf
-            if bool(torch.isneginf(logits[i].max())):
-                logits[i] = before
+        may_stop = positions >= values["may_stop_at"]
+        for i in np.flatnonzero(values["biased"] | values["restricted"] | ~may_stop).tolist():
+            self._rules[int(rows[i])].apply(logits[i], bool(may_stop[i]))
 
     def _scale(self, logits: torch.Tensor, temperature: NDArray[np.float32]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
         """Shift rows to a largest logit of 0, and divide by the temperature. Returns the first tokens, and which

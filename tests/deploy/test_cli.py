@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from deploy.cli import main, settings_as_toml
 from deploy.machine import torch_version
-from shared.settings import FIELDS, GUARDS, KINDS, Settings, resolve
+from shared.settings import FIELDS, GUARDS, KINDS, Settings
+from shared.settings_sources import resolve
 from tests.shared.test_settings import layers
 
 

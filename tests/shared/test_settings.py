@@ -26,10 +26,9 @@ from shared.settings import (
     SECRETS,
     Settings,
     SettingsError,
-    config_file,
     parse_memory,
-    resolve,
 )
+from shared.settings_sources import config_file, resolve
 
 devices = st.one_of(
     st.just("auto"),
