@@ -101,6 +101,12 @@ class Settings:
         "one worker per entry, data parallel: cpu, cuda:0,cuda:1 or cpu,cpu; auto takes all GPUs, else one cpu",
     )
     dtype: str = _setting("model", "auto", "weights and KV cache: auto (as stored), float32, bfloat16 or float16")
+    task: str = _setting(
+        "model",
+        "auto",
+        "generate, embed, embed_tokens, sparse, rerank, classify or classify_tokens: what the model is served for; "
+        "auto: as its files say",
+    )
     quantization: str = _setting(
         "model",
         "none",
@@ -218,6 +224,7 @@ class Settings:
         _check(self.max_running <= 4096, "max_running", self.max_running, "at most 4096")
         _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", self.max_model_len, "at least 2")
         _check(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
+        _check(self.task in TASKS, "task", self.task, "one of " + ", ".join(TASKS))
         _check(self.quantization in QUANTIZATIONS, "quantization", self.quantization, "none or int8")
         _check(self.log_level in LOG_LEVELS, "log_level", self.log_level, "one of " + ", ".join(LOG_LEVELS))
         _check(self.log_format in FORMATS, "log_format", self.log_format, "text or json")
@@ -263,6 +270,7 @@ class Settings:
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+TASKS = ("auto", "generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "classify_tokens")
 QUANTIZATIONS = ("none", "int8")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
