@@ -1,0 +1,347 @@
+"""What a checkpoint's JSON files say about pooling: its task, its modules, its prompts and how texts become tokens.
+
+Reads config.json, the files of sentence-transformers (modules.json and those that it names) and tokenizer_config.json.
+Knows neither torch nor transformers' models, so that the API server reads the same facts as the worker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shared.pair_template import PairTemplate, chat_pair, qwen_template
+
+# What a server does with a checkpoint: generate text, or one task of pooling.
+TASKS = ("generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "classify_tokens")
+
+# Ends of the names of architectures, and the task of a checkpoint with such a head.
+_GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "WithLMHead")
+_HEADLESS = ("Model", "ForMaskedLM", "ForPreTraining", "Encoder")
+# What sentence-transformers calls a model whose files do not show it otherwise.
+_TASK_OF_MODEL_TYPE = {"SparseEncoder": "sparse", "MultiVectorEncoder": "embed_tokens"}
+
+# Model types that are encoders, for configs that name no architecture.
+_ENCODERS = frozenset(
+    [
+        "albert",
+        "bert",
+        "camembert",
+        "deberta",
+        "deberta-v2",
+        "distilbert",
+        "electra",
+        "ernie",
+        "eurobert",
+        "gte",
+        "jina_embeddings_v3",
+        "modernbert",
+        "mpnet",
+        "nomic_bert",
+        "roberta",
+        "roberta-prelayernorm",
+        "roformer",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+    ]
+)
+
+# Model types whose positions begin behind the padding token's id.
+_POSITIONS_BEHIND_PADDING = frozenset(
+    [
+        "camembert",
+        "data2vec-text",
+        "longformer",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    ]
+)
+
+# Older names of pooling modes in 1_Pooling/config.json, in the order in which their vectors are joined.
+_OLD_POOLING_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+POOLING_MODES = tuple(_OLD_POOLING_MODES.values())
+
+# Lengths above this in tokenizer_config.json say that there is no limit.
+_MOST_TOKENS = 1 << 30
+
+
+@dataclass(frozen=True)
+class PoolingModule:
+    """An entry of modules.json: the last part of its type, its folder, and that folder's config.json."""
+
+    kind: str
+    path: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PoolingFiles:
+    """The facts of one checkpoint. `modules` are empty where there is no modules.json."""
+
+    source: str
+    config: Mapping[str, Any]
+    modules: tuple[PoolingModule, ...] = ()
+    sentence_transformers: Mapping[str, Any] = field(default_factory=dict)
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, source: str | Path) -> PoolingFiles:
+        """Read a directory or hub name. ValueError names the file that is broken or lacks something."""
+        modules = _json_of(source, "modules.json")
+        if modules is not None and not isinstance(modules, list):
+            raise ValueError(f"modules.json of {source} must be a list of modules, not {type(modules).__name__}")
+        found = tuple(_module(source, entry) for entry in modules or ())
+        # The transformer's own folder has its config and tokenizer: the root, or a folder such as 0_Transformer.
+        root = next((module.path for module in found if is_transformer(module)), "")
+        return cls(
+            source=str(source),
+            config=_object_of(source, _join(root, "config.json")),
+            modules=found,
+            sentence_transformers=_object_of(source, "config_sentence_transformers.json"),
+            transformer=_object_of(source, _join(root, "sentence_bert_config.json")),
+            tokenizer_config=_object_of(source, _join(root, "tokenizer_config.json")),
+        )
+
+    @property
+    def architecture(self) -> str:
+        """The checkpoint's class in transformers, or its model type where the config names no class."""
+        return str((self.config.get("architectures") or [self.config.get("model_type", "")])[0])
+
+    @property
+    def transformer_path(self) -> str:
+        """The folder of the transformer within the checkpoint; empty for the root."""
+        return next((module.path for module in self.modules if is_transformer(module)), "")
+
+    @property
+    def task(self) -> str:
+        """The member of TASKS that the checkpoint was made for."""
+        architecture = self.architecture
+        model_type = str(self.sentence_transformers.get("model_type", ""))
+        kinds = [module.kind for module in self.modules]
+        if "SpladePooling" in kinds or model_type == "SparseEncoder":
+            return "sparse"
+        if "LogitScore" in kinds:
+            return "rerank"
+        if architecture.endswith("ForSequenceClassification"):
+            return "rerank" if len(self.labels) == 1 else "classify"
+        if architecture.endswith("ForTokenClassification"):
+            return "classify_tokens"
+        if kinds:
+            late = "Pooling" not in kinds and ("Dense" in kinds or "MultiVectorMask" in kinds)
+            return "embed_tokens" if late else "embed"
+        if model_type in _TASK_OF_MODEL_TYPE:
+            return _TASK_OF_MODEL_TYPE[model_type]
+        if model_type:
+            return "rerank" if model_type == "CrossEncoder" else "embed"
+        if architecture.endswith(_GENERATING):
+            return "generate"
+        named = bool(self.config.get("architectures"))
+        encoder = self.config.get("model_type") in _ENCODERS
+        # A model without a head cannot generate.
+        headless = named and architecture.endswith(
+            ("Model", "ForMaskedLM", "ForPreTraining", "Encoder", "EncoderModel")
+        )
+        return "embed" if headless or encoder else "generate"
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of a classifier's outputs, in order."""
+        names = self.config.get("id2label")
+        if isinstance(names, dict) and names:
+            return [str(names[key]) for key in sorted(names, key=int)]
+        return [f"LABEL_{i}" for i in range(int(self.config.get("num_labels", 2)))]
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether each label of a classifier has a probability of its own."""
+        return self.config.get("problem_type") == "multi_label_classification"
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Most tokens of a text, special tokens included; None where the files set no limit."""
+        asked = self.transformer.get("max_seq_length") or self.tokenizer_config.get("model_max_length")
+        limits = [self._positions]
+        if isinstance(asked, int | float) and 0 < asked < _MOST_TOKENS:
+            limits.append(int(asked))
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def lower_case(self) -> bool:
+        """Whether texts are lower-cased before they are tokenized."""
+        return bool(self.transformer.get("do_lower_case"))
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """Texts to put before an input, by name ("query", "document")."""
+        prompts = self.sentence_transformers.get("prompts") or {}
+        found = {str(name): str(text) for name, text in prompts.items() if text}
+        for name in ("query", "document"):
+            prefix = self.sentence_transformers.get(f"{name}_prefix")
+            if prefix and name not in found:
+                found[name] = str(prefix)
+        return found
+
+    @property
+    def default_prompt_name(self) -> str | None:
+        """The prompt of inputs for which none is named."""
+        name = self.sentence_transformers.get("default_prompt_name")
+        return str(name) if name else None
+
+    def prompt(self, name: str | None = None) -> str:
+        """Return the text to put before an input; without a name the default prompt's. ValueError for a name that the
+        checkpoint does not have."""
+        chosen = name or self.default_prompt_name
+        if chosen is None:
+            return ""
+        if chosen not in self.prompts and name is not None:
+            known = ", ".join(self.prompts) or "none at all"
+            raise ValueError(f"prompt_name {name!r} is unknown: this model has {known}")
+        return self.prompts.get(chosen, "")
+
+    @property
+    def includes_prompt(self) -> bool:
+        """Whether pooling counts the tokens of the prompt, too."""
+        return all(bool(module.config.get("include_prompt", True)) for module in self.of_kind("Pooling"))
+
+    @property
+    def similarity(self) -> str:
+        """How vectors are compared: cosine, dot, euclidean or manhattan."""
+        return str(self.sentence_transformers.get("similarity_fn_name") or "cosine")
+
+    @cached_property
+    def pair_template(self) -> PairTemplate | None:
+        """How a query and a document become the text of a decoder that reranks; None where the tokenizer joins them."""
+        if not self.architecture.endswith(_GENERATING):
+            return None
+        found = chat_pair(self._chat_template)
+        if found is None and str(self.config.get("model_type", "")).startswith("qwen3"):
+            return qwen_template()
+        return found
+
+    @property
+    def _chat_template(self) -> str:
+        path = file_of(self.source, _join(self.transformer_path, "chat_template.jinja"))
+        if path is not None:
+            return path.read_text(encoding="utf-8")
+        template = self.tokenizer_config.get("chat_template")
+        return template if isinstance(template, str) else ""
+
+    @cached_property
+    def score_tokens(self) -> tuple[int, int | None]:
+        """The ids of the tokens for yes and no, whose logits are a decoder's score. ValueError if it has none."""
+        for module in self.of_kind("LogitScore"):
+            false = module.config.get("false_token_id")
+            return int(module.config["true_token_id"]), None if false is None else int(false)
+        vocabulary = _object_of(self.source, "tokenizer.json").get("model", {}).get("vocab", {})
+        if not isinstance(vocabulary, dict) or "yes" not in vocabulary or "no" not in vocabulary:
+            raise ValueError(
+                f"task rerank: {self.source} has neither a LogitScore module nor the tokens 'yes' and 'no': "
+                "serve a reranker, or use task generate"
+            )
+        return int(vocabulary["yes"]), int(vocabulary["no"])
+
+    def of_kind(self, kind: str) -> list[PoolingModule]:
+        """Return the modules of one kind, in order."""
+        return [module for module in self.modules if module.kind == kind]
+
+    @property
+    def _positions(self) -> int | None:
+        """Positions that the model has embeddings or frequencies for."""
+        positions = self.config.get("max_position_embeddings")
+        if not isinstance(positions, int) or positions <= 0:
+            return None
+        if self.config.get("model_type") in _POSITIONS_BEHIND_PADDING:
+            padding = self.config.get("pad_token_id")
+            return positions - (1 if padding is None else int(padding)) - 1
+        return positions
+
+
+def task_of(source: str | Path, task: str = "auto") -> str:
+    """Return the member of TASKS that a server of this checkpoint has: `task` itself, or with auto the checkpoint's
+    own. ValueError for an unknown task."""
+    if task == "auto":
+        return PoolingFiles.read(source).task
+    if task not in TASKS:
+        raise ValueError(f"task {task!r} is unknown: use one of auto, {', '.join(TASKS)}")
+    return task
+
+
+def is_transformer(module: PoolingModule) -> bool:
+    """Whether a module is the transformer itself."""
+    return module.kind in ("Transformer", "MLMTransformer")
+
+
+def pooling_modes(module: PoolingModule) -> tuple[str, ...]:
+    """Return the modes of a Pooling module, whose vectors are joined in this order. ValueError for an unknown mode."""
+    config = module.config
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for name, mode in _OLD_POOLING_MODES.items() if config.get(name)] or ["mean"]
+    found = (modes,) if isinstance(modes, str) else tuple(str(mode) for mode in modes)
+    for mode in found:
+        if mode not in POOLING_MODES:
+            raise ValueError(
+                f"{module.path}/config.json: pooling_mode {mode!r} is unknown: use one of {', '.join(POOLING_MODES)}"
+            )
+    return found
+
+
+def file_of(source: str | Path, name: str) -> Path | None:
+    """Return the path of a checkpoint's file, fetched first from the hub if need be; None when there is none."""
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        path = folder / name
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(str(source), name, _raise_exceptions_for_missing_entries=False)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
+
+
+def _module(source: str | Path, entry: Any) -> PoolingModule:
+    if not isinstance(entry, dict) or "type" not in entry:
+        raise ValueError(f"modules.json of {source} has an entry without a type: {entry!r}")
+    path = str(entry.get("path", ""))
+    kind = str(entry["type"]).rpartition(".")[2]
+    config = {} if path == "" else _object_of(source, f"{path}/config.json")
+    return PoolingModule(kind, path, config)
+
+
+def _object_of(source: str | Path, name: str) -> dict[str, Any]:
+    """Return what a JSON file says; empty when there is no such file."""
+    found = _json_of(source, name)
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{name} of {source} must be a JSON object, not {type(found).__name__}")
+    return found or {}
+
+
+def _json_of(source: str | Path, name: str) -> Any:
+    path = file_of(source, name)
+    if path is None:
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; copy the file again") from error
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
