@@ -1,0 +1,1 @@
+"""One-shot tasks: models whose answer to a text is one forward pass, without KV cache and sampling."""

@@ -1,0 +1,336 @@
+"""Loads a checkpoint for a one-shot task and proves that it computes what transformers does, or refuses it.
+
+Knows the steps. Does not know who asks for the values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
+
+from interfaces import PoolingTask
+from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
+from model_worker.loading.checkpoint import (
+    check_device,
+    check_quantization,
+    read_config,
+    reported_weights,
+    weights_dtype,
+)
+from model_worker.loading.verify import TOLERANCE
+from model_worker.model import ModelRefused, Progress, check_positions, first_line
+from model_worker.pooling import verify
+from model_worker.pooling.attention import PACKED_ATTENTION
+from model_worker.pooling.backbone import Backbone, Packed, Padded
+from model_worker.pooling.heads import (
+    Head,
+    LabelHead,
+    ModelHead,
+    ScoreHead,
+    SparseHead,
+    TokenLabelHead,
+    VectorHead,
+    VectorLabelHead,
+)
+from model_worker.pooling.modules import scores_of, vector_modules
+from model_worker.pooling.pooler import Pooler
+from model_worker.pooling.texts import Texts
+from shared.load_errors import broken_file
+from shared.pooling_files import PoolingFiles, task_of
+
+log = logging.getLogger(__name__)
+
+# Tokens of one forward pass. On a CPU more of them lose time: their states do not fit its caches any more.
+CPU_BATCH_TOKENS = 4096
+GPU_BATCH_TOKENS = 16384
+# Longest text of a model that sets no limit itself.
+LONGEST_TEXT = 32768
+
+# The class of transformers with the head of each task.
+_CLASSES: dict[str, Any] = {
+    "embed": AutoModel,
+    "embed_tokens": AutoModel,
+    "sparse": AutoModelForMaskedLM,
+    "rerank": AutoModelForSequenceClassification,
+    "classify": AutoModelForSequenceClassification,
+    "classify_tokens": AutoModelForTokenClassification,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """A model of transformers before it is made fast."""
+
+    files: PoolingFiles
+    config: PreTrainedConfig
+    task: str
+    model: PreTrainedModel
+    device: torch.device
+    max_model_len: int
+
+    @property
+    def base(self) -> nn.Module:
+        """The model without its head."""
+        return self.model.base_model
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is a decoder, whose last token has seen all others."""
+        return type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(self.config) not in MODEL_FOR_MASKED_LM_MAPPING
+
+    @property
+    def vocab_size(self) -> int:
+        embeddings: Any = self.model.get_input_embeddings()
+        return int(embeddings.weight.shape[0])
+
+
+def load_pooling(
+    source: str | Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    task: str = "auto",
+    quantization: str = "none",
+    max_model_len: int | None = None,
+    max_batch_tokens: int | None = None,
+    progress: Progress = lambda _what, _done, _total: None,
+) -> Pooler:
+    """Load a Hugging Face directory or hub name for a task. ValueError says why it cannot be served.
+
+    `task` is one of shared.pooling_files.TASKS but generate; auto is what the checkpoint was made for, and a model that
+    generates embeds. `dtype` auto is float32 on a CPU, except for a bfloat16 checkpoint where the processor multiplies
+    that type; elsewhere it is the checkpoint's. `max_batch_tokens` are what one forward pass takes.
+    """
+    target = torch.device(device)
+    check_quantization(quantization, target)
+    check_device(target)
+    files = PoolingFiles.read(source)
+    config = read_config(Path(source) / files.transformer_path if files.transformer_path else source)
+    wanted = _task(files, task)
+    limit = files.max_tokens or LONGEST_TEXT
+    check_positions(max_model_len, limit)
+    with reported_weights(progress):
+        model = _load(files, config, wanted, _dtype(dtype, config, target))
+    nn.Module.to(model, target)
+    loaded = _Loaded(files, config, wanted, model.eval(), target, min(limit, max_model_len or limit))
+    budget = max_batch_tokens or (CPU_BATCH_TOKENS if target.type == "cpu" else GPU_BATCH_TOKENS)
+    with torch.inference_mode():
+        return _made(loaded, quantization, budget)
+
+
+def _made(loaded: _Loaded, quantization: str, budget: int) -> Pooler:
+    """Find the backbone and the head, and prove both."""
+    model = loaded.model
+    architecture = type(model).__name__
+    is_base = loaded.base is model
+    texts = verify.probe_texts(loaded.config, loaded.vocab_size, loaded.max_model_len, loaded.device)
+    if is_base and getattr(model, "pooler", None) is not None:
+        # BERT's pooler reads the hidden states and changes none of them.
+        setattr(model, "pooler", None)  # noqa: B010 (torch types attributes as modules)
+    try:
+        states = verify.expected_states(loaded.base, texts)
+        if quantization == "int8":
+            _quantize(loaded, texts, states)
+            states = verify.expected_states(loaded.base, texts)
+        logits = [] if is_base else verify.expected_logits(model, texts)
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        if isinstance(error, ModelRefused):
+            raise
+        raise ModelRefused(architecture, f"a forward pass over plain tokens fails: {first_line(error)}") from error
+    backbone = _backbone(loaded, texts, states)
+    head = _head(loaded, states.shape[1])
+    if isinstance(head, LabelHead | TokenLabelHead | SparseHead | ScoreHead):
+        _prove_head(architecture, head.head, backbone, texts, logits, last=getattr(head, "last", False))
+    return Pooler(
+        architecture=architecture,
+        device=loaded.device,
+        weights=model.dtype,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        max_batch_tokens=budget,
+        labels=_labels(loaded),
+        quantization=quantization,
+        backbone=backbone,
+        head=head,
+    )
+
+
+def _task(files: PoolingFiles, task: str) -> str:
+    if task == "generate":
+        raise ValueError("task 'generate' is not one that pools: use embed, rerank or another, or serve the model")
+    found = files.task if task == "auto" else task_of(files.source, task)
+    return "embed" if found == "generate" else found
+
+
+def _dtype(dtype: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype | str:
+    if dtype != "auto" or device.type != "cpu":
+        return weights_dtype(dtype, device)
+    stored = getattr(config, "dtype", None)
+    return torch.bfloat16 if stored is torch.bfloat16 and multiplies_bfloat16() else torch.float32
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions that multiply bfloat16. Others take 4 times as long as for float32."""
+    cpu: Any = torch.cpu
+    return bool(cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
+
+
+def _load(files: PoolingFiles, config: PreTrainedConfig, task: str, dtype: torch.dtype | str) -> PreTrainedModel:
+    architecture = str((config.architectures or [config.model_type])[0])
+    auto: Any = _CLASSES[task]
+    if task in ("rerank", "classify") and scores_of(files):
+        auto = AutoModel
+    elif task == "rerank" and (files.of_kind("LogitScore") or not architecture.endswith("ForSequenceClassification")):
+        auto = AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        if auto is not AutoModel:
+            raise ModelRefused(architecture, f"task {task}: it is an encoder-decoder, and only its encoder embeds")
+        auto = AutoModelForTextEncoding
+    try:
+        model, info = auto.from_pretrained(
+            files.source,
+            config=config,
+            subfolder=files.transformer_path,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ModelRefused(architecture, broken_file(files.source) or first_line(error)) from error
+    base = model.base_model is model
+    missing = sorted(key for key in info["missing_keys"] if not (base and key.startswith("pooler.")))
+    if missing:
+        raise ModelRefused(
+            architecture,
+            f"task {task}: the checkpoint lacks {len(missing)} of its weights, such as {missing[0]}",
+        )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _quantize(loaded: _Loaded, texts: Texts, states: Tensor) -> None:
+    """Make linear layers int8. Refuses the model if its vectors change much."""
+    base = loaded.base
+    pack_linears(base, quantized=quantize_linears(base))
+    got = verify.expected_states(base, texts)
+    cosine = verify.least_cosine(got.split(texts.lengths), states.split(texts.lengths))
+    if cosine < verify.LEAST_COSINE:
+        raise ModelRefused(
+            type(loaded.model).__name__,
+            f"quantization int8 changes its vectors too much (cosine {cosine:.4f}): use quantization none",
+        )
+
+
+def _backbone(loaded: _Loaded, texts: Texts, expected: Tensor) -> Backbone:
+    """Return the first way to run the model that gives the expected states."""
+    architecture = type(loaded.model).__name__
+    reasons: list[str] = []
+    for backbone in _backbones(loaded):
+        reason = verify.states_differ(backbone, texts, expected)
+        if reason is None:
+            if isinstance(backbone, Padded):
+                log.info("%s runs in padded groups: %s", architecture, reasons[0] if reasons else "as it must")
+            return backbone
+        reasons.append(reason)
+    raise ModelRefused(architecture, f"neither packed nor padded texts give its own states: {reasons[-1]}")
+
+
+def _backbones(loaded: _Loaded) -> Iterator[Backbone]:
+    """Set up one way to run the model after another."""
+    model = loaded.model
+    padding = getattr(loaded.config, "pad_token_id", None) or 0
+    own = model.config._attn_implementation
+    if model._can_set_attn_implementation() and _takes_positions(loaded.base):
+        model.set_attn_implementation(PACKED_ATTENTION)
+        yield Packed(loaded.base, 0)
+        # RoBERTa and its kin count from behind the padding token's id.
+        yield Packed(loaded.base, padding + 1)
+        model.set_attn_implementation(own)
+    yield Padded(loaded.base, padding)
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    import inspect
+
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _head(loaded: _Loaded, hidden_size: int) -> Head:
+    files = loaded.files
+    task = loaded.task
+    if task in ("embed", "embed_tokens"):
+        by_token = task == "embed_tokens"
+        modules = vector_modules(files, hidden_size, loaded.causal, loaded.device, by_token)
+        both = {PoolingTask.EMBED, PoolingTask.EMBED_TOKENS}
+        return VectorHead(modules, frozenset({PoolingTask.EMBED_TOKENS} if by_token else both))
+    if scores_of(files):
+        modules = vector_modules(files, hidden_size, loaded.causal, loaded.device, by_token=False)
+        return VectorLabelHead(modules, files.multi_label)
+    head = ModelHead(loaded.model)
+    if task == "sparse":
+        return _sparse_head(files, head)
+    if task == "classify_tokens":
+        return TokenLabelHead(head)
+    if files.of_kind("LogitScore") or not type(loaded.model).__name__.endswith("ForSequenceClassification"):
+        return ScoreHead(head, *files.score_tokens)
+    config: Any = loaded.model.config.get_text_config()
+    if config.pad_token_id is None:
+        # transformers looks for the last token that is no padding, and here there is one token.
+        config.pad_token_id = -1
+    return LabelHead(head, loaded.causal, files.multi_label)
+
+
+def _sparse_head(files: PoolingFiles, head: ModelHead) -> SparseHead:
+    config = next((module.config for module in files.of_kind("SpladePooling")), {})
+    strategy = config.get("pooling_strategy", "max")
+    activation = config.get("activation_function", "relu")
+    if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
+        raise ModelRefused(
+            files.source,
+            f"its SpladePooling has pooling_strategy {strategy!r} and activation_function {activation!r}; max or sum, "
+            "and relu or log1p_relu are known",
+        )
+    return SparseHead(head, strategy == "max", activation == "log1p_relu")
+
+
+def _prove_head(
+    architecture: str, head: ModelHead, backbone: Backbone, texts: Texts, expected: list[Tensor], last: bool
+) -> None:
+    """Compare the head's logits for each text with those of the whole model."""
+    states = backbone(texts).split(texts.lengths)
+    for got_states, tokens, want in zip(states, texts.tokens.split(texts.lengths), expected, strict=True):
+        if last:
+            got_states, tokens = got_states[-1:], tokens[-1:]
+        got = head.logits(got_states[None], tokens[None], torch.ones_like(tokens)[None])[0]
+        error = verify.relative_error(got.reshape(-1, got.shape[-1]), want.reshape(-1, want.shape[-1]))
+        if not error < TOLERANCE[want.dtype]:
+            raise ModelRefused(
+                architecture,
+                f"its head gives other logits than the whole model (relative error {error:.2g}), "
+                "so it reads more than the last hidden states",
+            )
+
+
+def _labels(loaded: _Loaded) -> list[str]:
+    if loaded.task in ("rerank", "classify", "classify_tokens"):
+        labels = loaded.files.labels
+        return labels[:1] if loaded.task == "rerank" else labels
+    return []
