@@ -77,29 +77,21 @@ _CLASSES: dict[str, Any] = {
 
 @dataclass(frozen=True, eq=False)
 class _Loaded:
-    """A model of transformers before it is made fast."""
+    """A model of transformers before it is made fast. `base` is the model without its head."""
 
     files: PoolingFiles
     config: PreTrainedConfig
     task: str
     model: PreTrainedModel
+    base: nn.Module
+    vocab_size: int
     device: torch.device
     max_model_len: int
-
-    @property
-    def base(self) -> nn.Module:
-        """The model without its head."""
-        return self.model.base_model
 
     @property
     def causal(self) -> bool:
         """Whether it is a decoder, whose last token has seen all others."""
         return type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(self.config) not in MODEL_FOR_MASKED_LM_MAPPING
-
-    @property
-    def vocab_size(self) -> int:
-        embeddings: Any = self.model.get_input_embeddings()
-        return int(embeddings.weight.shape[0])
 
 
 def load_pooling(
@@ -129,7 +121,17 @@ def load_pooling(
     with reported_weights(progress):
         model = _load(files, config, wanted, _dtype(dtype, config, target))
     nn.Module.to(model, target)
-    loaded = _Loaded(files, config, wanted, model.eval(), target, min(limit, max_model_len or limit))
+    embeddings: Any = model.get_input_embeddings()
+    loaded = _Loaded(
+        files=files,
+        config=config,
+        task=wanted,
+        model=model.eval(),
+        base=model.base_model,
+        vocab_size=int(embeddings.weight.shape[0]),
+        device=target,
+        max_model_len=min(limit, max_model_len or limit),
+    )
     budget = max_batch_tokens or (CPU_BATCH_TOKENS if target.type == "cpu" else GPU_BATCH_TOKENS)
     with torch.inference_mode():
         return _made(loaded, quantization, budget)

@@ -26,7 +26,9 @@ from tests.model_worker.pooling.tiny_encoders import VOCAB, random_texts, save, 
 
 def contexts(tokens: Sequence[NDArray[np.int32]]) -> dict[RequestID, EmbeddingsContext]:
     return {
-        RequestID(str(i)): TextContext(tokens=TokenBuffer(ids.astype(np.int64)), max_length=None, request_id=RequestID(str(i)))
+        RequestID(str(i)): TextContext(
+            tokens=TokenBuffer(ids.astype(np.int64)), max_length=None, request_id=RequestID(str(i))
+        )
         for i, ids in enumerate(tokens)
     }
 
