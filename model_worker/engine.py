@@ -20,6 +20,8 @@ from model_worker.execution.flight import Pending
 class Engine:
     """Runs the steps of one worker. The worker's loop and tests call the same `begin`."""
 
+    takes = Step
+
     def __init__(self, running: RunningRows, executors: Sequence[Executor]) -> None:
         """The executors work on the same `running` rows. The last one must accept every step."""
         self._running = running

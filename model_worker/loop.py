@@ -1,4 +1,4 @@
-"""The worker's loop: take a step, run it, answer it.
+"""The worker's loop: take a step or a batch of texts, run it, answer it.
 
 While there is none, say once a second that this worker is here.
 """
@@ -11,14 +11,24 @@ import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
-from interfaces import Retire, Step, StepResult, WireError, WorkerGoodbye, WorkerHello, decode, encode
+from interfaces import (
+    Batch,
+    BatchResult,
+    Retire,
+    Step,
+    StepResult,
+    WireError,
+    WorkerGoodbye,
+    WorkerHello,
+    decode,
+    encode,
+)
 from model_worker.cpu.kernel_cache import Compilation
-from model_worker.engine import Engine
-from model_worker.execution.flight import Pending
+from model_worker.execution.base import Counters
 from shared import phases
 from shared.endpoints import worker_identity
 from shared.sockets import connect_dealer, same_host
@@ -32,13 +42,44 @@ LAST_WORDS_MS = 1000
 PATIENCE_MS = 2
 
 
+class Launched(Protocol):
+    """A step or batch that was begun."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def left(self) -> int: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    def result(self) -> StepResult | BatchResult: ...
+
+
+class Runner(Protocol):
+    """What runs the messages of one class: the engine steps, the runner of texts batches."""
+
+    @property
+    def takes(self) -> type[Step] | type[Batch]: ...
+
+    @property
+    def counters(self) -> Counters: ...
+
+    def begin(self, message: Any) -> Launched: ...
+
+    def rest(self) -> None:
+        """Do what takes seconds, because there is nothing to compute."""
+        ...
+
+
 class Loop:
     """Owns the socket; `run` returns after `stop`. An exception of the engine ends it, and so the process: state on a
     device that failed is not to be trusted, and the scheduler replays the sequences on the next epoch."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Runner,
         hello: WorkerHello,
         endpoint: str,
         keys: Path | None = None,
@@ -53,9 +94,9 @@ class Loop:
         self._same_host = same_host(endpoint)
         self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
-        self._pending: deque[Pending] = deque()
-        self._begun: tuple[Step, Pending] | None = None
-        self._waiting: Step | None = None
+        self._pending: deque[Launched] = deque()
+        self._begun: tuple[Step, Launched] | None = None
+        self._waiting: Step | Batch | None = None
         self._ended: tuple[int, int] | None = None
         self._stopping = False
 
@@ -106,9 +147,9 @@ class Loop:
         """What is left of the last step's repetitions once those are done that the engine has taken."""
         return None if self._begun is None else self._begun[0].after(self._begun[1].steps)
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: Step | Batch) -> None:
         pending = self._engine.begin(step)
-        self._begun = step, pending
+        self._begun = (step, pending) if isinstance(step, Step) else None
         self._pending.append(pending)
 
     def _answer(self, leave: int) -> None:
@@ -120,17 +161,18 @@ class Loop:
                 self._pending.popleft()
             self._tell(result)
 
-    def _tell(self, result: StepResult) -> None:
+    def _tell(self, result: StepResult | BatchResult) -> None:
         """Sends a result, and with it whether the step's repetitions are over because another step has come."""
         again = self._again
         if again is not None and not self._pending and self._waiting is None:
             self._waiting = self._receive(0)
         if again is not None and self._waiting is not None:
             self._ended = again.incarnation, again.step - 1
-        last = self._ended == (result.incarnation, result.step)
-        self._send(encode(replace(result, last=True) if last else result))
+        if isinstance(result, StepResult) and self._ended == (result.incarnation, result.step):
+            result = replace(result, last=True)
+        self._send(encode(result))
 
-    def _next(self, timeout_ms: int) -> Step | None:
+    def _next(self, timeout_ms: int) -> Step | Batch | None:
         """The step that has come; else the last one again, while it is to be repeated; else what comes in time."""
         step, again = self._waiting or self._receive(timeout_ms if self._again is None else 0), self._again
         if step is not None and again is not None:
@@ -138,7 +180,7 @@ class Loop:
         self._waiting, step = None, step or again
         return step
 
-    def _receive(self, timeout_ms: int) -> Step | None:
+    def _receive(self, timeout_ms: int) -> Step | Batch | None:
         if not self._socket.poll(timeout_ms):
             return None
         try:
@@ -148,7 +190,7 @@ class Loop:
             return None
         if isinstance(message, Retire) and message.epoch == self._epoch:
             raise SystemExit(f"the scheduler has given this worker up: {message.reason}")
-        if not isinstance(message, Step) or message.epoch != self._epoch:
+        if not isinstance(message, self._engine.takes) or message.epoch != self._epoch:
             log.warning("dropped a %s that is not for epoch %d", type(message).__name__, self._epoch)
             return None
         return message

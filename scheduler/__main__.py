@@ -22,10 +22,15 @@ from shared.settings import Settings, SettingsError
 REPEATS = 8
 
 
+# Tokens in a step, where the operator sets no other number.
+STEP_TOKENS = 512
+
+
 def limits_of(settings: Settings) -> Limits:
     return Limits(
         max_running=settings.max_running,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=settings.max_batch_tokens or STEP_TOKENS,
+        max_text_tokens=settings.max_batch_tokens,
         max_queued=settings.max_queued,
         max_model_len=settings.max_model_len,
         steps_in_flight=2 if settings.overlap else 1,

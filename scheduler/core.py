@@ -11,6 +11,9 @@ import time
 from collections.abc import Callable
 
 from interfaces import (
+    GENERATE,
+    Batch,
+    BatchResult,
     ErrorCode,
     Finish,
     PoolingContext,
@@ -20,11 +23,13 @@ from interfaces import (
     Step,
     StepResult,
     Submit,
+    Vectors,
     WorkerHello,
 )
 from scheduler import operator_commands, placement, results
 from scheduler.batch import build_step
 from scheduler.limits import Limits
+from scheduler.oneshot import OneShotLane
 from scheduler.open_requests import OpenRequests
 from scheduler.replicas import NO_REPLICA
 from scheduler.resumable_streams import Stream
@@ -55,6 +60,7 @@ class Scheduler:
         self.streams = self.requests.streams
         self.request_log = self.requests.request_log
         self.counters = self.requests.counters
+        self.oneshot = OneShotLane(self.requests, limits, incarnation, clock)
         self._order = itertools.count()
         self._fenced = FencedEpochs()
 
@@ -69,8 +75,7 @@ class Scheduler:
         replica = self.replicas.register(identity)
         self.cancel(identity, [submit.handle])
         if isinstance(submit.context, PoolingContext):
-            text = f"no model worker here does {submit.context.task}"
-            self.outbox.fail(replica.number, submit.handle, RequestError(ErrorCode.INVALID, text))
+            self.oneshot.submit(identity, submit, submit.context, next(self._order))
             return
         stream = self.streams.find(submit)
         if stream is not None and stream.has_all(submit.text):
@@ -95,6 +100,7 @@ class Scheduler:
         """Fail the requests whose time limit has passed, and cancel streams to which no client has come back."""
         for sequence, error in self.requests.deadlines.passed():
             self.requests.fail(sequence, error)
+        self.oneshot.expire()
         for sequence in self.streams.expired():
             self.requests.cancel(sequence, "cancelled: its client has not come back for its stream")
 
@@ -108,6 +114,8 @@ class Scheduler:
             self.waiting.add(sequence)
         if self.paused:
             self.stuck_detector.grant_grace()
+            self.oneshot.grant_grace()
+        self.oneshot.look_for_stuck()
         for sequence, error in self.stuck_detector.stuck(everyone, self.workers):
             self.requests.fail(sequence, error)
 
@@ -130,10 +138,12 @@ class Scheduler:
             if sequence is not None:
                 text = f"cancelled by its API process, which had {sequence.emitted} tokens"
                 self.requests.cancel(sequence, text)
+            else:
+                self.oneshot.cancel(identity, handle)
 
     def reconcile(self, identity: bytes, handles: list[int]) -> list[int]:
         """Detach all requests of a replica but `handles`, which it holds open. Returns the handles not known here."""
-        known = self.replicas.register(identity).sequences
+        known = {*self.replicas.register(identity).sequences, *self.oneshot.handles(identity)}
         named = set(handles)
         self.detach(identity, [handle for handle in known if handle not in named])
         return [handle for handle in handles if handle not in known]
@@ -143,7 +153,7 @@ class Scheduler:
         replica = self.replicas.get(identity)
         if replica is None:
             return 0
-        handles = list(replica.sequences)
+        handles = [*replica.sequences, *self.oneshot.handles(identity)]
         self.detach(identity, handles)
         self.replicas.drop(identity)
         return len(handles)
@@ -187,6 +197,7 @@ class Scheduler:
         worker = self.workers.pop(index)
         self._fenced.add(index, worker.hello.epoch)
         story = f"{worker.describe()} {why}"
+        self.oneshot.lose_worker(worker, story, blamed)
         suspects = {sequence.order for sequence in worker.in_flight.computing()} if blamed else set()
         for row in worker.rows.occupied().tolist():
             self._recover(worker.remove(row), story, suspects)
@@ -201,12 +212,22 @@ class Scheduler:
         limits = self.limits
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
-            if worker.in_flight.has_room(limits.steps_in_flight):
+            if worker.in_flight.has_room(limits.steps_in_flight) and not worker.batches.keeps_steps_off:
                 budget = limits.max_batch_tokens
                 step = build_step(worker, self.incarnation, budget, limits.repeats, self.requests.preempt)
                 if step is not None:
                     steps.append((index, step))
         return steps
+
+    def next_batches(self) -> list[tuple[int, Batch]]:
+        """Build at most one batch of texts for each worker that has room for one in flight."""
+        return [] if self.paused else self.oneshot.next_batches()
+
+    def batch_result(self, result: BatchResult) -> None:
+        """Publish the values of a batch. Results of other incarnations and epochs are ignored."""
+        worker = self.workers.get(result.index)
+        if worker is not None and (result.incarnation, result.epoch) == (self.incarnation, worker.hello.epoch):
+            self.oneshot.result(worker, result)
 
     def step_result(self, result: StepResult) -> None:
         """Update the sequences from a step's result. Results of other incarnations and epochs are ignored."""
@@ -223,21 +244,32 @@ class Scheduler:
         taken = self.outbox.take()
         return [(identity, results) for number, results in taken if (identity := address(number, results))]
 
+    def take_vectors(self) -> list[tuple[bytes, Vectors]]:
+        """The values of texts since the last call. They are to be sent before results that are taken later."""
+        address = self.replicas.address
+        taken = self.outbox.take_vectors()
+        return [(identity, vectors) for number, vectors in taken if (identity := address(number, vectors))]
+
     def status(self) -> Status:
-        workers = self.workers.values()
+        everyone = self.workers.values()
+        workers = placement.doing(GENERATE, everyone) or everyone
+        pooling = [worker for worker in everyone if worker.pools]
         return Status(
             incarnation=self.incarnation,
             ready=bool(workers) and not self.paused,
             reason=self._why_not_ready(),
-            workers=[worker.status() for worker in workers],
-            waiting=len(self.waiting),
-            running=self.running,
+            workers=[worker.status() for worker in everyone],
+            waiting=len(self.waiting) + self.oneshot.waiting,
+            running=self.running + self.oneshot.running,
             max_model_len=placement.max_model_len(workers, self.limits.max_model_len),
             max_running=sum(len(worker.rows.sequences) for worker in workers),
             block_size=min((worker.block_size for worker in workers), default=0),
             vocab_size=placement.vocab_size(workers),
             counters=dict(self.counters),
             hidden_size=placement.hidden_size(workers),
+            tasks=placement.tasks(everyone),
+            vector_width=placement.hidden_size(pooling),
+            labels=next((worker.hello.labels for worker in pooling if worker.hello.labels), []),
         )
 
     # Commands of operators
@@ -246,7 +278,7 @@ class Scheduler:
         return operator_commands.flush_cache(self.requests)
 
     def abort(self, prefixes: list[str]) -> int:
-        return operator_commands.abort(self.requests, prefixes)
+        return operator_commands.abort(self.requests, prefixes) + self.oneshot.abort(prefixes)
 
     def retract(self) -> int:
         return operator_commands.retract(self.requests)
@@ -260,7 +292,8 @@ class Scheduler:
 
     def _refusal(self, submit: Submit) -> RequestError | None:
         open_of_tenant = self.requests.open_of(submit.terms.tenant)
-        full = self.limits.refusal(self.waiting, submit.text, open_of_tenant)
+        waiting = self.waiting
+        full = self.limits.refusal(len(waiting), waiting.tokens, len(submit.text.tokens), open_of_tenant)
         if full is not None and not submit.again:
             return RequestError(ErrorCode.OVERLOADED, full)
         # Requests also wait while a worker restarts. Whether they fit is checked when it is there.

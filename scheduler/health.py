@@ -104,8 +104,9 @@ class Health:
         self._replica_heard = dict.fromkeys(self._replica_heard, now)
         self._worker_heard = dict.fromkeys(self._worker_heard, now)
         self.scheduler.stuck_detector.grant_grace()
+        self.scheduler.oneshot.grant_grace()
         for worker in self.scheduler.workers.values():
-            worker.in_flight.grant_grace()
+            worker.grant_grace()
 
     def _check_workers(self, now: float) -> None:
         """Give up workers that stall in two checks in a row: this process may itself have been stopped for a while."""
@@ -122,18 +123,18 @@ class Health:
     def _stall(self, index: int, now: float) -> str:
         """Why a worker seems to hang; empty if it does not."""
         worker = self.scheduler.workers[index]
-        late = worker.in_flight.lateness()
+        late = worker.lateness()
         if late is not None:
             taken, allowed = late
             return f"stalled: the step has taken {taken:.1f} s where {allowed:.1f} s were allowed"
         silent = now - self._worker_heard.get(index, now)
-        if not worker.in_flight.steps and silent > WORKER_SILENCE_SECONDS:
+        if not worker.computing and silent > WORKER_SILENCE_SECONDS:
             return f"was silent for {silent:.1f} s"
         return ""
 
     def _warn_of_waiting(self, now: float) -> None:
         """Warn of requests that wait long because there is no worker."""
-        waiting = len(self.scheduler.waiting)
+        waiting = len(self.scheduler.waiting) + self.scheduler.oneshot.waiting
         if self.scheduler.workers or not waiting:
             self._without_worker = None
             return

@@ -172,11 +172,15 @@ class StepsInFlight:
 
     def lateness(self) -> tuple[float, float] | None:
         """Seconds that the oldest step has taken, and seconds it was allowed; None while it is not late."""
+        waited = self.waited()
+        return waited if waited is not None and waited[0] > waited[1] else None
+
+    def waited(self) -> tuple[float, float] | None:
+        """Seconds that the oldest step has taken, and seconds it is allowed; None if there is none."""
         if not self.steps:
             return None
         taken = self._clock() - max(self.steps[0].sent, self.last_result)
-        allowed = self._deadline.allowed(self.steps[0].tokens)
-        return (taken, allowed) if taken > allowed else None
+        return taken, self._deadline.allowed(self.steps[0].tokens)
 
     def grant_grace(self) -> None:
         """Count the time of the oldest step from now."""

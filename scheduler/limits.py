@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from interfaces import TextContext
-from scheduler.waiting_queue import WaitingQueue
+# Tokens of texts in one batch, where the operator sets no other number. On a CPU larger batches gain nothing.
+CPU_TEXT_TOKENS = 4096
+GPU_TEXT_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,22 @@ class Limits:
     max_open_per_tenant: int = 2**62
     # Seconds that any step may take. More is learnt from the steps before.
     stall_seconds: float = 15.0
+    # The most tokens of texts in one batch; None leaves it to the device.
+    max_text_tokens: int | None = None
 
-    def refusal(self, waiting: WaitingQueue, context: TextContext, open_of_tenant: int) -> str | None:
-        """Why one more request is too many, or None. Its tenant has `open_of_tenant` open requests."""
-        if len(waiting) >= self.max_queued:
-            return f"{len(waiting)} requests wait already; retry when some have finished"
-        if len(waiting) and waiting.tokens + len(context.tokens) > self.max_queued_tokens:
-            return f"requests of {waiting.tokens} tokens wait already; retry when some have ended"
+    def text_batch_tokens(self, device: str) -> int:
+        """The most tokens of texts in one batch on a device."""
+        return self.max_text_tokens or (CPU_TEXT_TOKENS if device == "cpu" else GPU_TEXT_TOKENS)
+
+    def refusal(self, waiting: int, waiting_tokens: int, tokens: int, open_of_tenant: int) -> str | None:
+        """Why one more request, of `tokens` tokens, is too many, or None.
+
+        So many requests with so many tokens wait, and its tenant has `open_of_tenant` open requests.
+        """
+        if waiting >= self.max_queued:
+            return f"{waiting} requests wait already; retry when some have finished"
+        if waiting and waiting_tokens + tokens > self.max_queued_tokens:
+            return f"requests of {waiting_tokens} tokens wait already; retry when some have ended"
         if open_of_tenant >= self.max_open_per_tenant:
             most = self.max_open_per_tenant
             return f"{most} requests of this key are open, which is its limit; retry when one has ended"

@@ -11,6 +11,8 @@ import zmq
 
 from interfaces import (
     Action,
+    Batch,
+    BatchResult,
     Cancel,
     Detach,
     Goodbye,
@@ -21,6 +23,7 @@ from interfaces import (
     OrderAnswer,
     Retire,
     SessionOrder,
+    Step,
     StepResult,
     Submit,
     Unknown,
@@ -181,6 +184,11 @@ class Loop:
                 if known is not None and known.hello.epoch == message.epoch:
                     self.health.worker_heard(message.index)
                     self.scheduler.step_result(message)
+            case BatchResult():
+                known = self.scheduler.workers.get(message.index)
+                if known is not None and known.hello.epoch == message.epoch:
+                    self.health.worker_heard(message.index)
+                    self.scheduler.batch_result(message)
             case WorkerHello():
                 self._register_worker(identity, message)
             case WorkerGoodbye():
@@ -213,14 +221,22 @@ class Loop:
 
     def _send_steps(self) -> None:
         # Until each worker has as many as it may have: the next message to receive may be a result.
-        while steps := self.scheduler.next_steps():
-            for index, step in steps:
-                if not send_to(self._workers, self._worker_identity[index], step):
-                    # The worker did not get the step, so the step cannot be the reason.
-                    self.health.lose_worker(index, step.epoch, f"does not take step {step.step}", blamed=False)
+        while work := self._next_work():
+            for index, sent in work:
+                if not send_to(self._workers, self._worker_identity[index], sent):
+                    # The worker did not get it, so it cannot be the reason.
+                    what = f"step {sent.step}" if isinstance(sent, Step) else f"batch {sent.number}"
+                    self.health.lose_worker(index, sent.epoch, f"does not take {what}", blamed=False)
+
+    def _next_work(self) -> list[tuple[int, Step | Batch]]:
+        work: list[tuple[int, Step | Batch]] = []
+        work += self.scheduler.next_batches()
+        work += self.scheduler.next_steps()
+        return work
 
     def _send_results(self) -> None:
-        for identity, results in self.scheduler.take_results():
+        # In the order in which they are numbered.
+        for identity, results in [*self.scheduler.take_vectors(), *self.scheduler.take_results()]:
             if not send_to(self._api, identity, results):
                 self.health.drop_replica(identity, "does not take results")
 

@@ -30,7 +30,7 @@ class OpenRequests:
         self.waiting = WaitingQueue()
         self.outbox = Outbox(incarnation)
         self.streams = ResumableStreams(clock)
-        self.deadlines = RequestDeadlines(clock)
+        self.deadlines: RequestDeadlines[Sequence] = RequestDeadlines(clock)
         self.quarantine = Quarantine()
         self.request_log = RequestLog()
         self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
@@ -43,6 +43,16 @@ class OpenRequests:
     def open_of(self, tenant: str) -> int:
         """Number of open requests of a tenant."""
         return self._open[tenant]
+
+    def opened(self, tenant: str) -> None:
+        """Count one more open request of a tenant."""
+        self._open[tenant] += 1
+
+    def closed(self, tenant: str) -> None:
+        """Count one open request of a tenant less."""
+        self._open[tenant] -= 1
+        if not self._open[tenant]:
+            del self._open[tenant]
 
     def worker_of(self, sequence: Sequence) -> Worker:
         """The worker on which a sequence runs."""
@@ -58,7 +68,7 @@ class OpenRequests:
         again = f", {sequence.emitted} of them generated before" if sequence.emitted else ""
         self.record(sequence, f"queued with {len(sequence.tokens)} tokens{again}; {len(self.waiting)} wait before it")
         self.waiting.add(sequence)
-        self._open[sequence.terms.tenant] += 1
+        self.opened(sequence.terms.tenant)
         self.deadlines.watch(sequence)
         self.streams.add(sequence)
 
@@ -137,7 +147,4 @@ class OpenRequests:
         self.quarantine.forget(sequence)
         self.deadlines.forget(sequence)
         self.waiting.charge(sequence, sequence.emitted)
-        tenant = sequence.terms.tenant
-        self._open[tenant] -= 1
-        if not self._open[tenant]:
-            del self._open[tenant]
+        self.closed(sequence.terms.tenant)

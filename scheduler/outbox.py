@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Finish, HiddenStates, LogprobReports, RequestError, Results
+from interfaces import Finish, HiddenStates, LogprobReports, PooledValues, RequestError, Results, Vectors
 
 _NO_TOKEN = np.array([-1], np.int32)
 
@@ -44,6 +44,7 @@ class Outbox:
         self._incarnation = incarnation
         self._parts: dict[int, list[_Part]] = {}
         self._extras: dict[int, _Extras] = {}
+        self._vectors: list[tuple[int, Vectors]] = []
 
     def tokens(
         self,
@@ -84,6 +85,10 @@ class Outbox:
         for replica in np.unique(replicas).tolist():
             self._extras_of(replica).hidden.append(hidden.select(replicas == replica))
 
+    def vectors(self, replica: int, handle: int, first: int, values: PooledValues, queued_us: int) -> None:
+        """Publish the values of texts of a one-shot request, from index `first` on."""
+        self._vectors.append((replica, Vectors(self._incarnation, handle, first, values, queued_us)))
+
     def placed(self, replica: int, handle: int, cached: int, queued_us: int) -> None:
         """Publish how many prompt tokens of a request were cached, and how long it waited.
 
@@ -104,8 +109,14 @@ class Outbox:
         """Publish the failure of a request."""
         self.end(replica, handle, Finish.FAILED, error)
 
+    def take_vectors(self) -> list[tuple[int, Vectors]]:
+        """The values to send now, by replica number. Empties the outbox of them."""
+        taken = self._vectors
+        self._vectors = []
+        return taken
+
     def take(self) -> list[tuple[int, Results]]:
-        """The messages to send now, by replica number. Empties the outbox."""
+        """The results to send now, by replica number. Empties the outbox of them."""
         ready = [(replica, self._results(replica, parts)) for replica, parts in self._parts.items()]
         self._parts.clear()
         self._extras.clear()

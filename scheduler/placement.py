@@ -7,17 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from interfaces import ErrorCode, Finish, RequestError, TextContext
+from interfaces import GENERATE, ErrorCode, Finish, PoolingContext, PoolingTask, RequestError, TextContext
 from scheduler.limits import Limits
 from scheduler.open_requests import OpenRequests
 from scheduler.sequence import Sequence
 from scheduler.waiting_queue import refusal
 from scheduler.workers import Worker
 
+# Tasks whose values are vectors, which can be cut to fewer dimensions.
+_VECTOR_TASKS = (PoolingTask.EMBED, PoolingTask.EMBED_TOKENS)
+
 
 def order(workers: Iterable[Worker], sequence: Sequence) -> list[Worker]:
     """The workers to try for `sequence`, best first: the fewer sequences run there, the better."""
-    return sorted(workers, key=lambda worker: worker.rows.running)
+    return sorted(doing(GENERATE, workers), key=lambda worker: worker.rows.running)
+
+
+def doing(task: str, workers: Iterable[Worker]) -> list[Worker]:
+    """The workers that have a task."""
+    return [worker for worker in workers if task in worker.hello.tasks]
+
+
+def tasks(workers: Iterable[Worker]) -> list[str]:
+    """What some worker can do."""
+    return sorted({task for worker in workers for task in worker.hello.tasks})
 
 
 def max_model_len(workers: Collection[Worker], wanted: int | None) -> int:
@@ -38,10 +51,42 @@ def misfit(
     context: TextContext, deterministic: bool, workers: Collection[Worker], wanted: int | None
 ) -> RequestError | None:
     """Why these workers can never run a request, or None. `wanted` is the operator's bound for its length."""
+    generating = doing(GENERATE, workers)
+    if not generating:
+        return _no_worker(GENERATE, workers)
+    workers = generating
     if deterministic and any(worker.hello.compiling for worker in workers):
         text = "kernels are being compiled, and a deterministic answer needs them: ask again in a minute"
         return RequestError(ErrorCode.UNAVAILABLE, text)
     return refusal(context, max_model_len(workers, wanted), vocab_size(workers), hidden_size(workers))
+
+
+def text_misfit(context: PoolingContext, workers: Collection[Worker], wanted: int | None) -> RequestError | None:
+    """Why these workers can never compute the texts of a request, or None. `wanted` is as in `misfit`.
+
+    The API checks the same before it submits. Another sender of messages may not have checked.
+    """
+    able = doing(context.task, workers)
+    if not able:
+        return _no_worker(context.task, workers)
+    longest = int(context.lengths.max())
+    most = max_model_len(able, wanted)
+    if longest > most:
+        text = f"text {int(context.lengths.argmax())} has {longest} tokens; a text may have {most}"
+        return RequestError(ErrorCode.TOO_LONG, text)
+    known = vocab_size(able)
+    if context.tokens.max() >= known:
+        return RequestError(ErrorCode.INVALID, f"token ids must be between 0 and {known - 1}")
+    width = hidden_size(able)
+    if context.dimensions is not None and context.task in _VECTOR_TASKS and context.dimensions > width:
+        text = f"dimensions must be at most {width}, the width of this model's vectors, got {context.dimensions}"
+        return RequestError(ErrorCode.INVALID, text)
+    return None
+
+
+def _no_worker(task: str, workers: Iterable[Worker]) -> RequestError:
+    can = ", ".join(tasks(workers))
+    return RequestError(ErrorCode.INVALID, f"no model worker here can {task}: they can {can}")
 
 
 def place(requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
@@ -58,7 +103,7 @@ def place(requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
             requests.refuse_queued(sequence, error)
             return True
         sequence.checked = True
-    limit = sequence.limit(max_model_len(workers, limits.max_model_len))
+    limit = sequence.limit(max_model_len(doing(GENERATE, workers), limits.max_model_len))
     if len(sequence.tokens) >= limit:
         requests.end_queued(sequence, Finish.LENGTH)
         return True

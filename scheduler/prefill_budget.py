@@ -82,6 +82,11 @@ class PrefillBudget:
         share = PREFILL_SHARE * max(1.0, ROWS_OF_A_PROMPT * len(left) / decoding) if len(left) > 1 else PREFILL_SHARE
         return max(MIN_PREFILL_TOKENS, int(share * decode / self._token))
 
+    def seconds_beside(self, decoding: int) -> float | None:
+        """The time that a batch of texts may take between two steps of `decoding` rows; None while none is known."""
+        decode = self._decode_seconds(decoding)
+        return None if decode is None else PREFILL_SHARE * decode
+
     def _decode_seconds(self, decoding: int) -> float | None:
         """Seconds of a step of `decoding` rows alone, by the nearest number of rows that was measured."""
         if not decoding or not self._decode:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from interfaces import REGISTRATION_SIZE, Results
+from interfaces import REGISTRATION_SIZE, Results, Vectors
 from scheduler.sequence import Sequence
 
 # Identity and number of the replica of a request that keeps running without a listener.
@@ -66,8 +66,8 @@ class Replicas:
     def all_sequences(self) -> list[Sequence]:
         return [sequence for replica in self._by_identity.values() for sequence in replica.sequences.values()]
 
-    def address(self, number: int, results: Results) -> bytes | None:
-        """Number the results for a replica. Returns its identity, or None if it is no longer connected."""
+    def address(self, number: int, results: Results | Vectors) -> bytes | None:
+        """Number the results or values for a replica. Returns its identity, or None if it is no longer connected."""
         identity = self._identity_of.get(number)
         if identity is not None:
             replica = self._by_identity[identity]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import StepResult, WorkerHello, WorkerStatus
+from interfaces import GENERATE, StepResult, WorkerHello, WorkerStatus
+from scheduler.batches_in_flight import BatchesInFlight
 from scheduler.blocks import BlockPool
 from scheduler.in_flight import NewTokens, StepsInFlight
 from scheduler.prefill_budget import PrefillBudget
@@ -38,6 +39,9 @@ class Worker:
         self.pool = BlockPool(hello.num_blocks)
         self.rows = RowTable(min(hello.max_rows, max_running))
         self.in_flight = StepsInFlight(self.rows, StepDeadline(stall_seconds), clock)
+        self.batches = BatchesInFlight(StepDeadline(stall_seconds), clock)
+        # Whether it computes texts in one pass.
+        self.pools = any(task != GENERATE for task in hello.tasks)
         self.dropped: list[int] = []
         self.joined: list[Sequence] = []
         self.new_blocks: list[tuple[int, int, int]] = []
@@ -151,15 +155,38 @@ class Worker:
         Late rows and those of other owners are left out. ValueError if no step in flight has this result.
         """
         step, seconds = self.in_flight.take(result)
+        self.batches.grant_grace()
         if result.device_us:
             self.prefill_budget.learn(step.decoding, step.tokens - step.decoding, seconds)
         return self.in_flight.match(result, step)
 
+    @property
+    def computing(self) -> bool:
+        """Whether a step or a batch is in flight."""
+        return bool(self.in_flight.steps or self.batches.batches)
+
+    def lateness(self) -> tuple[float, float] | None:
+        """Seconds that the oldest step or batch has taken, and seconds it was allowed; None while it is not late."""
+        waits = [wait for wait in (self.in_flight.waited(), self.batches.waited()) if wait is not None]
+        if not waits:
+            return None
+        # Which of the two the worker computes first is not known here.
+        taken = min(seconds for seconds, _ in waits)
+        allowed = sum(seconds for _, seconds in waits)
+        return (taken, allowed) if taken > allowed else None
+
+    def grant_grace(self) -> None:
+        """Count the time of the oldest step and batch from now."""
+        self.in_flight.grant_grace()
+        self.batches.grant_grace()
+
     def describe(self) -> str:
         """The worker and what it computes, for the log."""
         text = f"worker {self.hello.index} ({self.hello.device}, epoch {self.hello.epoch})"
+        if self.batches.batches:
+            text = f"{text} {self.batches.describe()}"
         if not self.in_flight.steps:
-            return f"{text}, idle"
+            return text if self.batches.batches else f"{text}, idle"
         named = [sequence.context.request_id for sequence in self.in_flight.computing()]
         shown = ", ".join(named[:8]) + (f" and {len(named) - 8} more" if len(named) > 8 else "")
         head = self.in_flight.steps[0]
@@ -171,15 +198,16 @@ class Worker:
             device=self.hello.device,
             index=self.hello.index,
             epoch=self.hello.epoch,
-            running=self.rows.running,
+            running=self.rows.running + self.batches.requests,
             blocks_total=self.pool.num_blocks,
             blocks_used=self.pool.used,
             blocks_cached=self.pool.cached,
-            steps=self.in_flight.answered,
-            seconds_since_step=self._clock() - self.in_flight.last_result if self.in_flight.steps else 0.0,
+            steps=self.in_flight.answered + self.batches.answered,
+            seconds_since_step=self._clock() - self.in_flight.last_result if self.computing else 0.0,
             drafted=self.hello.drafted,
             accepted=self.hello.accepted,
             backend="plain torch, while kernels compile" if self.hello.compiling else self.hello.backend,
+            tasks=self.hello.tasks,
         )
 
     def _match(self, sequence: Sequence) -> list[int]:

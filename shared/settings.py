@@ -115,10 +115,11 @@ class Settings:
     max_model_len: int | None = _setting(
         "model", None, "longest prompt + answer in tokens; default: what the model and the KV memory allow"
     )
-    max_batch_tokens: int = _setting(
+    max_batch_tokens: int | None = _setting(
         "capacity",
-        512,
-        "tokens one forward pass may take; more speeds up long prompts and delays the next token of all others",
+        None,
+        "tokens one forward pass may take; more speeds up long prompts and delays the next token of all others; "
+        "default: 512, and for texts to embed or classify 4096 on a CPU and 16384 on a GPU",
     )
     max_running: int = _setting("capacity", 128, "sequences computed together on one worker; further requests wait")
     max_queued: int = _setting(
@@ -207,7 +208,6 @@ class Settings:
         _check(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
         for name in (
             "api_servers",
-            "max_batch_tokens",
             "max_running",
             "max_queued",
             "max_queued_tokens",
@@ -215,6 +215,8 @@ class Settings:
             "stall_timeout",
         ):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        tokens = self.max_batch_tokens
+        _check(tokens is None or tokens >= 1, "max_batch_tokens", tokens, "at least 1")
         _check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
         _check(0 <= self.speculate <= 15, "speculate", self.speculate, "0 to 15")
         _check(1 <= self.keep_alive_timeout <= 3600, "keep_alive_timeout", self.keep_alive_timeout, "1 to 3600")

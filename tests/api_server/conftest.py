@@ -29,6 +29,7 @@ from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from api_server.state import ServerState
 from api_server.text.tokenizer import Tokenizer
+from interfaces.context.pooling import PoolingContext
 from interfaces.messages import (
     Action,
     Cancel,
@@ -42,11 +43,13 @@ from interfaces.messages import (
     SessionOrder,
     Status,
     Submit,
+    Vectors,
     WorkerStatus,
 )
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
 from interfaces.request.sampling import SamplingParams
+from interfaces.result.pooled_values import PooledValues
 from interfaces.result.results import RequestError
 from interfaces.wire.codec import decode
 from scheduler.sessions import Sessions
@@ -126,6 +129,12 @@ class Running:
     done: int
 
 
+def sums_of(context: PoolingContext) -> PooledValues:
+    """The sum and the number of each text's tokens."""
+    rows = [[text.sum(), len(text)] for text in context.texts()]
+    return PooledValues(np.array(rows, np.float32), np.ones(len(context), np.int32))
+
+
 @dataclass
 class SchedulerDouble:
     """Speaks `interfaces.messages` on a ROUTER; what it "generates" is `answer(submit)`, one token a step."""
@@ -149,6 +158,10 @@ class SchedulerDouble:
     orders: list[Order] = field(default_factory=list)
     sessions: Sessions = field(default_factory=Sessions)
     hidden_size: int = 4
+    tasks: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    pooled: Callable[[PoolingContext], PooledValues] = sums_of
+    """The values of a one-shot request; they are sent in two halves."""
     incarnation: int = field(default_factory=lambda: secrets.randbits(31))
     submits: list[Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -160,6 +173,7 @@ class SchedulerDouble:
         self._restart = threading.Event()
         self._raw: list[bytes] = []
         self.running: dict[tuple[bytes, int], Running] = {}
+        self.pooling: dict[tuple[bytes, int], PoolingContext] = {}
         self._replicas: set[bytes] = set()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -191,7 +205,7 @@ class SchedulerDouble:
         while not self._stop.is_set():
             if self._restart.is_set():
                 router.close(0)
-                self.running, self._replicas = {}, set()
+                self.running, self.pooling, self._replicas = {}, {}, set()
                 self.incarnation += 1
                 router = bind_router(context, self.endpoint)
                 self._restart.clear()
@@ -226,6 +240,9 @@ class SchedulerDouble:
             vocab_size=self.vocab_size,
             counters={},
             hidden_size=self.hidden_size,
+            tasks=self.tasks,
+            vector_width=2,
+            labels=self.labels,
         )
 
     def _take(self, router: zmq.Socket[bytes], replica: bytes, message: Any) -> None:
@@ -239,6 +256,7 @@ class SchedulerDouble:
             self.cancelled += message.handles.tolist()
             for handle in message.handles.tolist():
                 self.running.pop((replica, handle), None)
+                self.pooling.pop((replica, handle), None)
         elif isinstance(message, Detach):
             self.detached += message.handles.tolist()
             for handle in message.handles.tolist():
@@ -253,6 +271,9 @@ class SchedulerDouble:
                 send_to(router, replica, self._refusal(message, self.refuse))
                 return
             key = (replica, message.handle)
+            if isinstance(message.context, PoolingContext):
+                self.pooling[key] = message.context
+                return
             self.running[key] = Running(replica, message, self.answer(message), message.text.tokens.generated_length)
 
     def _obey(self, router: zmq.Socket[bytes], replica: bytes, order: Order) -> None:
@@ -281,7 +302,18 @@ class SchedulerDouble:
             errors={submit.handle: error},
         )
 
+    def _pool(self, router: zmq.Socket[bytes]) -> None:
+        for (replica, handle), context in self.pooling.items():
+            values = self.pooled(context)
+            middle = len(context) // 2
+            for first, end in ((middle, len(context)), (0, middle)):
+                if first < end:
+                    part = values.part(first, end)
+                    send_to(router, replica, Vectors(self.incarnation, handle, first, part, self.queued_us))
+        self.pooling.clear()
+
     def _step(self, router: zmq.Socket[bytes]) -> None:
+        self._pool(router)
         for replica, group in itertools.groupby(
             sorted(self.running.items(), key=lambda item: item[0]), key=lambda item: item[0][0]
         ):

@@ -28,6 +28,7 @@ class Device:
     """An engine that runs ahead and writes down what is asked of it. Step 4 needs the host."""
 
     counters = Counters(drafted=5, accepted=3)
+    takes = Step
 
     def __init__(self) -> None:
         self.heard: list[str] = []

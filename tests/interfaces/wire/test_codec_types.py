@@ -29,6 +29,7 @@ from interfaces.context.grammar_state import GrammarEnforcementSnapshot, Grammar
 from interfaces.context.images import ImageMetadata
 from interfaces.context.index_view import IndexState
 from interfaces.context.media import PixelContext, SpeechContext
+from interfaces.context.pooling import PoolingContext, PoolingTask
 from interfaces.context.protocols import SpecDecodingState
 from interfaces.context.stopping import EOSTracker
 from interfaces.context.text import Progress, TextContext
@@ -61,6 +62,7 @@ from interfaces.request.lora import LoRAOperation, LoRARequest, LoRAResponse, Lo
 from interfaces.request.requests import EmbeddingsGenerationRequest, PixelGenerationRequest, TextGenerationRequest
 from interfaces.request.sampling import SamplingParams, SamplingParamsGenerationConfigDefaults, SamplingParamsInput
 from interfaces.result.outputs import EmbeddingsOutput, TextGenerationOutput
+from interfaces.result.pooled_values import PooledValues
 from interfaces.result.results import RequestError, SchedulerResult
 from interfaces.wire.codec import WireError, decode, msgpack_numpy_decoder, msgpack_numpy_encoder
 from interfaces.wire.shared_memory import SharedMemoryArray
@@ -193,6 +195,22 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
         SpeechContext,
         st.builds(SpeechContext, **context_fields, audio_prompt_tokens=int64s, buffer_speech_tokens=speech),
     ),
+    (
+        PoolingContext,
+        st.builds(
+            PoolingContext.of,
+            st.lists(st.lists(i31, min_size=1, max_size=3), min_size=1, max_size=3),
+            st.sampled_from(PoolingTask),
+            dimensions=st.none() | st.integers(1, 99),
+            request_id=request_id,
+        ),
+    ),
+    (
+        PooledValues,
+        st.builds(
+            lambda rows: PooledValues(np.ones((rows, 2), np.float32), np.ones(rows, np.int32)), st.integers(0, 9)
+        ),
+    ),
     (PixelContext, st.builds(PixelContext, tokens=token_buffers(), request_id=request_id, latents=floats)),
     (GrammarEnforcementSnapshot, st.builds(GrammarEnforcementSnapshot, st.booleans(), st.booleans(), ids, ids)),
     (TextGenerationOutput, outputs),
@@ -268,6 +286,7 @@ ELSEWHERE = {
     *("Detach", "Inquiry", "InquiryAnswer", "Retire", "Terms", "WorkerGoodbye"),
     *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionOrder"),
     *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
+    *("Batch", "BatchResult", "Ready", "Vectors"),
     # what only ever is within one process
     *("AudioGenerationInputs", "EmbeddingsGenerationInputs", "PixelGenerationInputs", "TextGenerationInputs"),
     *("BatchProcessorInputs", "ProcessorInputs"),

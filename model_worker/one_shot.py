@@ -1,0 +1,85 @@
+"""Runs batches of texts on a pooling model, for the worker's loop.
+
+Knows batches and values; does not know what computes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from interfaces import Batch, BatchResult, PooledValues, PoolingContext, PoolingModel
+from model_worker.execution.base import Counters
+
+
+class PendingBatch:
+    """A batch whose values are computed when they are asked for: batches and steps run in the order they came."""
+
+    # As of a launched step.
+    steps = 1
+    left = 1
+    done = False
+
+    def __init__(self, runner: TextRunner, batch: Batch) -> None:
+        self._runner = runner
+        self._batch = batch
+
+    def result(self) -> BatchResult:
+        return self._runner.run(self._batch)
+
+
+class TextRunner:
+    """Computes the texts of batches, those with equal options together.
+
+    A `ValueError` of the model fails the part that it is about. Any other error ends the worker.
+    """
+
+    takes = Batch
+
+    def __init__(self, model: PoolingModel, index: int, epoch: int) -> None:
+        self._model = model
+        self._index = index
+        self._epoch = epoch
+
+    @property
+    def counters(self) -> Counters:
+        """Nothing is guessed here."""
+        return Counters()
+
+    def rest(self) -> None:
+        """There is nothing to prepare."""
+
+    def begin(self, batch: Batch) -> PendingBatch:
+        return PendingBatch(self, batch)
+
+    def run(self, batch: Batch) -> BatchResult:
+        begun = time.monotonic()
+        parts: list[PooledValues | None] = [None] * len(batch.parts)
+        errors: dict[int, str] = {}
+        groups: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+        for place, part in enumerate(batch.parts):
+            groups[part.options].append(place)
+        for places in groups.values():
+            for place, found in zip(places, self._run_group([batch.parts[place] for place in places]), strict=True):
+                if isinstance(found, PooledValues):
+                    parts[place] = found
+                else:
+                    errors[place] = found
+        device_us = max(1, int((time.monotonic() - begun) * 1e6))
+        return BatchResult(batch.incarnation, self._epoch, self._index, batch.number, parts, errors, device_us)
+
+    def _run_group(self, parts: Sequence[PoolingContext]) -> list[PooledValues | str]:
+        """The values of parts with equal options, or the reason why a part has none."""
+        try:
+            values, lengths = self._model.run(PoolingContext.joined(parts))
+        except ValueError as error:
+            if len(parts) == 1:
+                return [str(error)]
+            return [found for part in parts for found in self._run_group([part])]
+        everything = PooledValues(values, lengths)
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        starts = [0, *ends[:-1]]
+        return [everything.part(first, end) for first, end in zip(starts, ends, strict=True)]

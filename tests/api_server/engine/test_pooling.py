@@ -1,0 +1,169 @@
+"""One-shot requests of a replica, against a scheduler double on a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+
+from api_server.engine import health_probe
+from api_server.engine.client import EngineClient
+from api_server.engine.pooling import PooledSubmission
+from api_server.errors import ErrorKind, RequestFailed
+from interfaces import (
+    ErrorCode,
+    PooledValues,
+    PoolingContext,
+    PoolingTask,
+    RequestError,
+    SamplingParams,
+    Terms,
+    TextContext,
+    Vectors,
+)
+from shared.endpoints import RunDirectory
+from tests.api_server.conftest import SchedulerDouble, sums_of
+
+
+@pytest.fixture
+async def engine(double: SchedulerDouble, run_directory: RunDirectory) -> AsyncIterator[EngineClient]:
+    double.tasks = ["classify", "embed"]
+    double.labels = ["no", "yes"]
+    client = EngineClient(run_directory.api_endpoint, "test")
+    client.start()
+    await until(lambda: client.health().ready)
+    yield client
+    client.close()
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+def texts(count: int, task: PoolingTask = PoolingTask.EMBED) -> PoolingContext:
+    return PoolingContext.of([[i + 1] * (i % 7 + 1) for i in range(count)], task)
+
+
+def assert_sums(context: PoolingContext, values: PooledValues) -> None:
+    np.testing.assert_array_equal(values.array, sums_of(context).array)
+    np.testing.assert_array_equal(values.lengths, np.ones(len(context)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 2048])
+async def test_values_come_in_the_order_of_the_texts(engine: EngineClient, count: int) -> None:
+    context = texts(count)
+    assert_sums(context, await engine.pool(context))
+    assert engine.running == 0
+
+
+async def test_facts_of_the_model_are_kept_while_a_worker_restarts(
+    engine: EngineClient, double: SchedulerDouble
+) -> None:
+    facts = engine.model
+    assert (facts.tasks, facts.labels, facts.vector_width) == (frozenset({"classify", "embed"}), ["no", "yes"], 2)
+    double.tasks = []
+    double.ready = False
+    await until(lambda: not engine.health().ready)
+    assert (facts.tasks, facts.labels, facts.vector_width) == (frozenset({"classify", "embed"}), ["no", "yes"], 2)
+
+
+async def test_what_no_worker_can_do_is_refused_before_it_is_sent(
+    engine: EngineClient, double: SchedulerDouble
+) -> None:
+    with pytest.raises(RequestFailed, match="this model cannot sparse: it can classify, embed") as failed:
+        await engine.pool(texts(3, PoolingTask.SPARSE))
+    assert failed.value.kind is ErrorKind.INVALID
+    submission = engine.submit(TextContext.from_prompt([1], SamplingParams(max_new_tokens=1)))
+    _, update = await submission.inbox.next()
+    assert update.error is not None
+    assert (update.error.code, "cannot generate" in update.error.message) == (ErrorCode.INVALID, True)
+    assert double.submits == []
+
+
+async def test_refusals_have_the_kinds_of_generation(engine: EngineClient, double: SchedulerDouble) -> None:
+    for code, kind in (
+        (ErrorCode.OVERLOADED, ErrorKind.OVERLOADED),
+        (ErrorCode.TOO_LONG, ErrorKind.TOO_LONG),
+        (ErrorCode.TIMEOUT, ErrorKind.TIMEOUT),
+        (ErrorCode.FAILED, ErrorKind.GENERATION_FAILED),
+    ):
+        double.refuse = RequestError(code, "because")
+        with pytest.raises(RequestFailed, match="because") as failed:
+            await engine.pool(texts(3))
+        assert failed.value.kind is kind
+    assert engine.running == 0
+
+
+async def test_a_cancelled_call_cancels_its_request(engine: EngineClient, double: SchedulerDouble) -> None:
+    double.hold.set()
+    call = asyncio.create_task(engine.pool(texts(3)))
+    await until(lambda: double.pooling)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await until(lambda: double.cancelled == [double.submits[0].handle])
+    assert engine.running == 0
+
+
+async def test_a_restarted_scheduler_gets_the_texts_again(engine: EngineClient, double: SchedulerDouble) -> None:
+    double.hold.set()
+    context = texts(30)
+    call = asyncio.create_task(engine.pool(context, Terms(total_seconds=60)))
+    await until(lambda: double.pooling)
+    double.restart()
+    double.hold.clear()
+    assert_sums(context, await call)
+    first, again = double.submits
+    assert (first.again, again.again) == (False, True)
+    assert again.handle != first.handle
+    assert again.terms.total_seconds is not None
+    assert again.terms.total_seconds < 60
+
+
+async def test_a_server_that_only_pools_is_probed_by_a_text(engine: EngineClient, double: SchedulerDouble) -> None:
+    assert await health_probe.problem(engine) == ""
+    (submit,) = double.submits
+    assert isinstance(submit.context, PoolingContext)
+    double.refuse = RequestError(ErrorCode.FAILED, "broken")
+    engine._moved = 0.0
+    assert await health_probe.problem(engine) == "broken"
+
+
+def vectors(first: int, values: PooledValues) -> Vectors:
+    return Vectors(1, 1, first, values)
+
+
+async def test_only_missing_texts_are_sent_again_and_all_values_find_their_place() -> None:
+    context = texts(10)
+    values = sums_of(context)
+    submission = PooledSubmission(1, context, Terms())
+    assert submission.message.context == context
+    assert not submission.receive(vectors(2, values.part(2, 4)))
+    assert not submission.receive(vectors(7, values.part(7, 8)))
+    rest = submission.message.context
+    assert isinstance(rest, PoolingContext)
+    assert rest.lengths.tolist() == [len(context.texts()[i]) for i in (0, 1, 4, 5, 6, 8, 9)]
+    left = sums_of(rest)
+    assert not submission.receive(vectors(3, left.part(3, 7)))
+    assert submission.receive(vectors(0, left.part(0, 3)))
+    submission.finish()
+    assert_sums(context, submission.done.result())
+
+
+async def test_values_that_cannot_be_are_refused() -> None:
+    context = texts(4)
+    values = sums_of(context)
+    submission = PooledSubmission(1, context, Terms())
+    assert submission.message is not None
+    wide = PooledValues(np.zeros((1, 3), np.float32), np.ones(1, np.int32))
+    assert not submission.receive(vectors(0, values.part(0, 1)))
+    for first, wrong in ((-1, values.part(0, 1)), (3, values.part(0, 2)), (0, values.part(0, 1)), (1, wide)):
+        with pytest.raises(ValueError):
+            submission.receive(vectors(first, wrong))
+    with pytest.raises(ValueError):
+        submission.receive(vectors(1, PooledValues(np.zeros((0, 2), np.float32), np.zeros(0, np.int32))))
+    assert submission.receive(vectors(1, values.part(1, 4)))
