@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
+from numba.core.caching import NullCache
+from numba.core.dispatcher import Dispatcher
 from numpy.typing import NDArray
 
+from model_worker.cpu.gemm import products
 from model_worker.cpu.gemm.bf12_format import Bf12Format
 from model_worker.cpu.gemm.int8_format import Int8Format
 from model_worker.cpu.gemm.products import gated, run_product
@@ -23,6 +28,16 @@ SCALES = PANEL * LANE_BYTES
 # A step has two inputs of each output in a byte.
 STEP = PANEL
 FORMATS: list[type[WeightFormat]] = [WordFormat, Bf12Format, Int8Format]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uncached() -> Iterator[None]:
+    """Keep kernels of this test's format out of the cache, where other processes would look for its class."""
+    with pytest.MonkeyPatch.context() as patched:
+        for kernel in vars(products).values():
+            if isinstance(kernel, Dispatcher):
+                patched.setattr(kernel, "_cache", NullCache())
+        yield
 
 
 class Nibbles(NamedTuple):
