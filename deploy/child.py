@@ -44,6 +44,9 @@ class ChildSpec:
     `pass_fds` are descriptors of ours that it inherits under their numbers. `rereads`: it reads keys and certificates
     again at SIGHUP. A child that has sent a heartbeat (shared/phases.py: beat) may be silent for `hang_seconds`; None:
     without limit. On request it writes its stack to `stack_file`.
+
+    Children of one `group` work together, and none can without the others: when one dies, the supervisor ends the
+    others and starts all of them again. Empty: the child stands alone. ValueError for a rolling child of a group.
     """
 
     name: str
@@ -59,6 +62,14 @@ class ChildSpec:
     hang_seconds: float | None = None
     stack_file: str = ""
     pass_fds: Sequence[int] = ()
+    group: str = ""
+
+    def __post_init__(self) -> None:
+        if self.group and self.rolling:
+            raise ValueError(
+                f"{self.name} is rolling and has the group {self.group!r}: a rolling child is replaced by itself, the "
+                "members of a group only together; leave one of the two out"
+            )
 
     @property
     def role(self) -> str:

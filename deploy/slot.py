@@ -36,7 +36,8 @@ class Slot:
     wanted: bool = True
     due: float = 0.0
     deaths_in_a_row: int = 0
-    # Set while the child leaves, because another one has taken its place: its end is no death.
+    # Set while the child leaves, because another one has taken its place or a member of its group has died: its end is
+    # no death.
     kill_at: float | None = None
     # The seconds that the child has for leaving.
     patience: float = 0.0
@@ -44,9 +45,11 @@ class Slot:
     def __post_init__(self) -> None:
         self.epoch = self.spec.first_epoch
 
-    def record_death(self, child: Child, now: float) -> None:
-        served = 0.0 if child.ready_at is None else now - child.ready_at
+    def record_death(self, ready_at: float | None, now: float) -> None:
+        """Record a death: of this child, or of one in its group. `ready_at` is when the last of them began to serve."""
+        served = 0.0 if ready_at is None else now - ready_at
         self.deaths_in_a_row = 1 if served >= self.policy.settled_after else self.deaths_in_a_row + 1
+        self.due = now + self.delay
 
     def let_end(self, now: float, patience: float) -> None:
         """Record that the child is leaving; after `patience` seconds it is killed."""
@@ -55,7 +58,11 @@ class Slot:
 
     @property
     def hopeless(self) -> bool:
-        return self.deaths_in_a_row >= self.policy.deaths and not self.serves
+        return self.deaths_in_a_row >= self.policy.deaths and (not self.serves or self.leaves)
+
+    @property
+    def leaves(self) -> bool:
+        return self.child is not None and self.kill_at is not None
 
     @property
     def delay(self) -> float:

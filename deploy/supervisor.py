@@ -3,8 +3,9 @@ in order.
 
 One thread, one selector: a child's end, its events and its output are descriptors (child.py), signals arrive through a
 wakeup descriptor, and the only timers are restart delays, stop deadlines and the looks of hang_watch.py. A child that
-works in a fork (shared/forkserver.py) reports its death by an event, and its fork server starts the next one. SIGHUP is
-handled in rolling.py. Does not know what the children do; their last role in the list is stopped first.
+works in a fork (shared/forkserver.py) reports its death by an event, and its fork server starts the next one. The death
+of one member of a group (child.py) ends the whole group. SIGHUP is handled in rolling.py. Does not know what the
+children do; their last role in the list is stopped first.
 """
 
 from __future__ import annotations
@@ -94,8 +95,18 @@ class Supervisor:
     def _start_due(self) -> None:
         now = time.monotonic()
         for slot in self._slots:
-            if slot.wanted and slot.child is None and slot.due <= now:
+            if slot.due <= now and self._may_start(slot):
                 self._start(slot)
+
+    def _may_start(self, slot: Slot) -> bool:
+        if slot.child is not None or not slot.wanted:
+            return False
+        return all(other.wanted and not other.leaves for other in self._companions(slot))
+
+    def _companions(self, slot: Slot) -> list[Slot]:
+        """List the other members of the slot's group."""
+        of_group = (other for other in self._slots if slot.spec.group and other.spec.group == slot.spec.group)
+        return [other for other in of_group if other is not slot]
 
     def _start(self, slot: Slot) -> None:
         if slot.parent is not None and slot.parent.fork_again(slot.epoch):
@@ -121,7 +132,7 @@ class Supervisor:
 
     @property
     def _next_start(self) -> float | None:
-        return min((slot.due for slot in self._slots if slot.wanted and slot.child is None), default=None)
+        return min((slot.due for slot in self._slots if self._may_start(slot)), default=None)
 
     def _kill_late(self) -> None:
         now = time.monotonic()
@@ -198,6 +209,8 @@ class Supervisor:
 
     def _on_fork_death(self, slot: Slot, child: Child, pid: int, status: int) -> None:
         """Restart a fork that has died, in the child's process, which is still there."""
+        if slot.leaves:  # the fork server got SIGTERM, too, and ends
+            return
         while self._forward_output(child):
             pass
         slot.child = None
@@ -221,15 +234,21 @@ class Supervisor:
             return
         slot.child = None
         self._observer.exited(slot.spec, child.pid)
-        if slot.kill_at is not None:
-            self._slots.remove(slot)
-        elif slot.wanted:
+        if slot.kill_at is None and slot.wanted:
             self._on_death(slot, child, status)
+        elif slot.kill_at is not None and not slot.wanted:
+            self._slots.remove(slot)
+        slot.kill_at = None
 
     def _on_death(self, slot: Slot, child: Child, status: int) -> None:
         now = time.monotonic()
-        slot.record_death(child, now)
-        slot.due = now + slot.delay
+        companions = [other for other in self._companions(slot) if other.wanted]
+        ready = [one.ready_at for one in (child, *_children(companions))]
+        for member in (slot, *companions):
+            member.record_death(None if None in ready else max(at for at in ready if at is not None), now)
+        for other in companions:
+            if other.child is not None:
+                other.let_end(now, other.spec.stop_seconds)
         age = f"{now - child.started_at:.1f} s"
         story = f"{slot.spec.title} died after {age} with {describe_exit(status)}"
         story += f"; last error: {child.last_error}" if child.last_error else "; it left no message"
@@ -239,7 +258,11 @@ class Supervisor:
                 f"{story}; that is {slot.deaths_in_a_row} deaths in a row, so another start would not help", _GAVE_UP
             )
         else:
-            self._observer.say("ERROR", f"{story}; starting it again in {slot.delay:g} s")
+            names = ", ".join(other.spec.title for other in companions)
+            rest = f", with the rest of its group: {names}" if names else ""
+            self._observer.say("ERROR", f"{story}; starting it again in {slot.delay:g} s{rest}")
+            for companion in _children(companions):
+                companion.terminate()
 
     def _unwatch(self, descriptor: int) -> None:
         if descriptor in self._selector.get_map():
