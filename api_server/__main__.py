@@ -30,6 +30,7 @@ from api_server.http.protocol import HttpProtocol
 from api_server.leaving import SECONDS_FOR_LAST_FRAMES, Leaving
 from api_server.rotation import Rotation
 from api_server.state import ServerState
+from api_server.text.pooled_model import PooledModel
 from api_server.text.tokenizer import Tokenizer, hide_torch
 from shared import liveness, logs, phases
 from shared.addresses import LOOPBACK_NETWORKS
@@ -65,11 +66,13 @@ def main() -> int:
         phases.phase("load tokenizer")
         tokenizer = Tokenizer.load(settings.model, settings.control_tokens)
         AnswerFormats.of(settings, tokenizer)
+        pooled_model = PooledModel.of(settings)
     except (OSError, ValueError) as error:
         phases.fatal(str(error), may_pass(error))
         log.error("%s", error)
         return 1
-    uvloop.run(_serve(settings, run_directory, role, tokenizer, socket.socket(fileno=options.listener)))
+    listener = socket.socket(fileno=options.listener)
+    uvloop.run(_serve(settings, run_directory, role, tokenizer, pooled_model, listener))
     return 0
 
 
@@ -86,11 +89,16 @@ def tls_options(settings: Settings) -> dict[str, Any]:
 
 
 async def _serve(
-    settings: Settings, run_directory: RunDirectory, role: str, tokenizer: Tokenizer, listener: socket.socket
+    settings: Settings,
+    run_directory: RunDirectory,
+    role: str,
+    tokenizer: Tokenizer,
+    pooled_model: PooledModel | None,
+    listener: socket.socket,
 ) -> None:
     engine = EngineClient(run_directory.api_endpoint, role)
     engine.start()
-    server = ServerState(settings, tokenizer, engine, processes_file=run_directory.processes_file)
+    server = ServerState(settings, tokenizer, engine, pooled_model, processes_file=run_directory.processes_file)
     application = create(server)
     config = uvicorn.Config(
         logged(application, settings),
@@ -118,7 +126,8 @@ async def _serve(
     # All objects that exist now live as long as the process: garbage collection skips them.
     gc.collect()
     gc.freeze()
-    warming = asyncio.create_task(server.constraints.start())
+    # A model that pools has no answers to constrain.
+    warming = asyncio.create_task(server.constraints.start() if pooled_model is None else asyncio.sleep(0))
     beating = asyncio.create_task(_beat())
     phases.ready(url=f"{settings.scheme}://{settings.host}:{settings.port}", pid=os.getpid())
     try:

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_server.answers.choice import Choice
+from api_server.answers.one_shot import OneShot
 from api_server.errors import RequestFailed
 from api_server.outcomes import Outcome, outcome_of
 from shared.settings import Settings
@@ -30,7 +31,7 @@ LONGEST_PATH = 200
 
 @dataclass
 class Entry:
-    """Facts of the current request. `generation.py` and `state.py` add to it."""
+    """Facts of the current request. `generation.py`, `pooling.py` and `state.py` add to it."""
 
     started: float = field(default_factory=time.monotonic)
     status: int = 0
@@ -38,6 +39,8 @@ class Entry:
     error: RequestFailed | None = None
     # The choices of each generation; they grow until the request ends.
     choices: list[Sequence[Choice]] = field(default_factory=list)
+    # The one-shot requests.
+    shots: list[OneShot] = field(default_factory=list)
 
     def send(self, send: Send) -> Callable[[Message], Awaitable[None]]:
         """Wraps `send` to record the status and the size."""
@@ -72,8 +75,11 @@ class Entry:
         return [choice for choices in self.choices for choice in choices]
 
     def facts(self) -> dict[str, Any]:
-        """Tokens and seconds; empty for a request that generates nothing."""
+        """Outcome and seconds, and the tokens of a request that has any."""
         found: dict[str, Any] = {"outcome": self.outcome, "seconds": round(time.monotonic() - self.started, 4)}
+        if self.shots:
+            found["texts"] = sum(shot.texts for shot in self.shots)
+            found["prompt_tokens"] = sum(shot.tokens for shot in self.shots)
         choices = self._all
         if not choices:
             return found

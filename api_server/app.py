@@ -22,15 +22,17 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from api_server.dialects import anthropic, generate_route, hosted, models_route, openai
+from api_server.dialects import anthropic, generate_route, hosted, models_route, openai, pooling_routes
+from api_server.dialects.openai import embeddings as openai_embeddings
 from api_server.dialects.openai.errors import render_error
 from api_server.dialects.sglang import admin as sglang_admin
+from api_server.dialects.sglang import encode as sglang_encode
 from api_server.dialects.sglang import info as sglang_info
 from api_server.dialects.sglang import loads as sglang_loads
 from api_server.dialects.sglang import parsing as sglang_parsing
-from api_server.dialects.sglang import score as sglang_score
 from api_server.dialects.sglang import sessions as sglang_sessions
 from api_server.dialects.sglang import tokenize as sglang_tokenize
+from api_server.dialects.tei import routes as tei
 from api_server.dialects.tgi import routes as tgi
 from api_server.engine import health_probe
 from api_server.errors import ErrorKind, RequestFailed
@@ -70,8 +72,11 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
         *sglang_tokenize.routes(),
         *sglang_parsing.routes(),
         sglang_loads.route(),
-        sglang_score.route(),
         *sglang_sessions.routes(),
+        openai_embeddings.route(),
+        *tei.routes(),
+        sglang_encode.route(),
+        *pooling_routes.routes(),
         *health_routes(),
         *further_routes,
     ]
@@ -79,7 +84,9 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
     server.observers.append(metrics)
     descriptors.watchers.append(metrics.connection_refused)
     described = [*routes, metrics_route(metrics)]
-    return Application(server, [*described, *openapi.routes(described, release())], metrics)
+    return Application(
+        server, [*described, *openapi.routes(described, release(), server.pooled_model is not None)], metrics
+    )
 
 
 class Application:

@@ -29,6 +29,8 @@ class ErrorKind(enum.StrEnum):
     # The chat template is missing or refuses the messages.
     TEMPLATE = "template"
     MODEL_NOT_FOUND = "model_not_found"
+    # The route needs a model with another task than the one that is served.
+    WRONG_TASK = "wrong_task"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     # No key, or one that opens nothing.

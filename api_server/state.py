@@ -21,7 +21,9 @@ from api_server.constraints.compiler import ConstraintCompiler
 from api_server.engine.client import EngineClient
 from api_server.engine.retry_after import RetryAfterEstimator
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK, PooledModel
 from api_server.text.sealed_text import Seal
+from api_server.text.text_batches import BatchTokenizer
 from api_server.text.tokenizer import Tokenizer
 from shared import process_table
 from shared.access_keys import AccessKeys
@@ -44,6 +46,8 @@ class ServerState:
     settings: Settings
     tokenizer: Tokenizer
     engine: EngineClient
+    # What the model makes of texts; None for a model that generates.
+    pooled_model: PooledModel | None = None
     # Observers of every generation (metrics).
     observers: list[Observer] = field(default_factory=list)
     formats: AnswerFormats = field(init=False)
@@ -66,6 +70,15 @@ class ServerState:
     @cached_property
     def constraints(self) -> ConstraintCompiler:
         return ConstraintCompiler(self.tokenizer.grammar_vocabulary)
+
+    @cached_property
+    def batch_tokenizer(self) -> BatchTokenizer:
+        return BatchTokenizer(self.tokenizer.backend, self.tokenizer.has_token_types)
+
+    @property
+    def task(self) -> str:
+        """The task of this server, as in the setting `task`."""
+        return "generate" if self.pooled_model is None else self.pooled_model.task
 
     @cached_property
     def model_name(self) -> str:
@@ -92,6 +105,12 @@ class ServerState:
         return self.engine.max_model_len
 
     @property
+    def longest_text(self) -> int | None:
+        """Longest text in tokens of a model that pools; None if that is not known yet."""
+        known = (None if self.pooled_model is None else self.pooled_model.files.max_tokens, self.max_model_len)
+        return min((limit for limit in known if limit is not None), default=None)
+
+    @property
     def processes(self) -> dict[str, ProcessState]:
         """All processes of this server, from the supervisor's file."""
         return {} if self.processes_file is None else process_table.read(self.processes_file)
@@ -114,6 +133,20 @@ class ServerState:
             f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}",
             field="model",
         )
+
+    def check_family(self, pools: bool) -> None:
+        """Raises RequestFailed(WRONG_TASK) where text is to be generated and the model pools, or the other way
+        round."""
+        if pools == (self.pooled_model is not None):
+            return
+        does = f"{self.model_name!r} {IN_WORDS[self.task]} (task {self.task})"
+        if pools:
+            remedy = "start a server with --task embed, rerank or classify for this route, or ask /v1/chat/completions"
+            message = f"{does}, and this route needs a model that makes vectors or scores of texts: {remedy}"
+        else:
+            remedy = f"start a server with --task generate for this route, or ask {ROUTES_OF_TASK[self.task]}"
+            message = f"{does}, and this route needs a model that generates text: {remedy}"
+        raise RequestFailed(ErrorKind.WRONG_TASK, message)
 
 
 def _url_fetcher(hosts: FetchHosts) -> UrlFetcher | None:

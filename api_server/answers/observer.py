@@ -1,4 +1,4 @@
-"""The seam between the request path and the metrics: an observer of generations.
+"""The seam between the request path and the metrics: an observer of generations and of one-shot requests.
 
 Calls are synchronous, on the event loop, and must be cheap.
 """
@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from api_server.answers.choice import Choice
+    from api_server.answers.one_shot import OneShot
     from api_server.errors import RequestFailed
 
 
 class Observer(Protocol):
-    """Receives the events of generations. All times are in seconds, differences of `time.monotonic()`."""
+    """Receives the events of requests. All times are in seconds, differences of `time.monotonic()`."""
 
     def received(self, path: str) -> None:
-        """A request for generation reached `generate`, before validation."""
+        """A request for generation, or for values of texts, was read; it is not validated yet."""
 
     def started(self, choice: Choice) -> None:
         """A validated choice goes to the scheduler."""
@@ -30,6 +31,15 @@ class Observer(Protocol):
 
     def abandoned(self, choice: Choice) -> None:
         """The client went away (or another choice of the request failed) before the end."""
+
+    def texts_submitted(self, shot: OneShot) -> None:
+        """The texts of a one-shot request go to the scheduler."""
+
+    def texts_pooled(self, shot: OneShot) -> None:
+        """The values of all its texts are there."""
+
+    def texts_abandoned(self, shot: OneShot) -> None:
+        """The client of a one-shot request went away before the end."""
 
     def failed(self, path: str, error: RequestFailed) -> None:
         """A request on this path was answered with an error, before or after its first token."""

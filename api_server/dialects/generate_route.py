@@ -17,6 +17,8 @@ from api_server.dialects.sglang import errors as sglang_errors
 from api_server.dialects.sglang import generate as sglang
 from api_server.dialects.sglang import tokenize as sglang_tokenize
 from api_server.dialects.sglang.batch import NO_INPUT
+from api_server.dialects.tei import errors as tei_errors
+from api_server.dialects.tei import routes as tei
 from api_server.dialects.tgi import errors as tgi_errors
 from api_server.dialects.tgi import routes as tgi
 from api_server.errors import RequestFailed, invalid
@@ -50,8 +52,8 @@ def routes() -> list[Route]:
         endpoint(
             "/",
             compat_generate,
-            _errors_of(_SGLANG_INPUTS, tgi_errors.render_error),
-            document=replace(tgi.COMPAT, also=(sglang.GENERATE,)),
+            _errors_at_root,
+            document=replace(tgi.COMPAT, also=(sglang.GENERATE, tei.EMBED)),
         ),
         endpoint(
             "/tokenize",
@@ -60,6 +62,12 @@ def routes() -> list[Route]:
             document=replace(tgi.TOKENIZE, also=(sglang_tokenize.TOKENIZE,)),
         ),
     ]
+
+
+def _errors_at_root(error: RequestFailed, call: Call) -> Response:
+    if call.server.pooled_model is not None:
+        return tei_errors.render_error(error, call)
+    return _errors_of(_SGLANG_INPUTS, tgi_errors.render_error)(error, call)
 
 
 async def generate(call: Call) -> Response:
@@ -77,7 +85,9 @@ async def generate_stream(call: Call) -> Response:
 
 
 async def compat_generate(call: Call) -> Response:
-    """POST /."""
+    """POST /; of a model that pools, as TEI."""
+    if call.server.pooled_model is not None:
+        return await tei.at_root(call)
     return await _dispatch(call, tgi.compat_generate, sglang.generate_native)
 
 

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from api_server.answers.choice import Choice
 from api_server.body.item_limits import check_count
 from api_server.body.validation import Mismatch, parse
+from api_server.dialects.openai import embeddings
 from api_server.dialects.openai import errors as openai_errors
 from api_server.dialects.openai import requests as openai_requests
 from api_server.dialects.openai.routes import TAG as OPENAI
@@ -32,6 +33,8 @@ from api_server.dialects.openai.schema import (
 )
 from api_server.dialects.sglang import errors as sglang_errors
 from api_server.dialects.sglang import generate as sglang
+from api_server.dialects.tei import errors as tei_errors
+from api_server.dialects.tei import routes as tei
 from api_server.dialects.tgi import errors as tgi_errors
 from api_server.dialects.tgi import routes as tgi
 from api_server.dialects.tgi.generate import check, internal_request, read
@@ -101,7 +104,7 @@ def routes() -> list[Route]:
         frame=CompletionAnswer,
         errors=_OPENAI_ERRORS,
     )
-    by_keys = replace(tgi.COMPAT, also=(sglang.GENERATE, chat, completion))
+    by_keys = replace(tgi.COMPAT, also=(sglang.GENERATE, chat, completion, tei.EMBED))
     return [
         endpoint("/invocations", invocations, _render_error, document=by_keys),
         endpoint("/vertex", vertex, tgi_errors.render_error, document=_VERTEX),
@@ -110,6 +113,8 @@ def routes() -> list[Route]:
 
 async def invocations(call: Call) -> Response:
     """Serves bodies of `POST /`, `/generate`, `/v1/chat/completions` and `/v1/completions`, by their keys."""
+    if call.server.pooled_model is not None:
+        return await (embeddings.embeddings if "input" in call.json else tei.at_root)(call)
     names = _given(call.json)
     forms = {_KEYS[name] for name in names}
     if len(forms) > 1:
@@ -187,6 +192,9 @@ def _given(body: Mapping[str, Any]) -> list[str]:
 def _render_error(error: RequestFailed, call: Call) -> Response:
     """Renders an error in the dialect of the body that caused it, and in TGI's when that is unknown."""
     try:
+        if call.server.pooled_model is not None:
+            render = openai_errors.render_error if "input" in call.json else tei_errors.render_error
+            return render(error, call)
         forms = {_KEYS[name] for name in _given(call.json)}
     except RequestFailed:
         forms = set()

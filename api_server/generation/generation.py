@@ -47,6 +47,7 @@ async def generate(
     server: ServerState, requests: TextGenerationRequest | Sequence[TextGenerationRequest]
 ) -> Generation:
     """Validates, tokenizes and submits; returns with the first delta at hand. Raises RequestFailed."""
+    server.check_family(False)
     batch = [requests] if isinstance(requests, TextGenerationRequest) else list(requests)
     path = batch[0].request_path
     for observer in server.observers:

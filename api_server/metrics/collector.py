@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from api_server.answers.choice import Choice
+from api_server.answers.one_shot import OneShot
 from api_server.dialects.openai.errors import render_error
 from api_server.errors import RequestFailed
 from api_server.metrics.aliases import aliases
@@ -92,7 +93,7 @@ class Metrics:
     Events are added up in plain numbers, which `write` adds to the shared counters: a tenth of a second after the
     first of them, at a scrape, and when the server ends. PROMETHEUS_MULTIPROC_DIR names where replicas keep their
     counters, from before prometheus_client is imported; without it this process counts alone. `routes` are the paths
-    that generate: errors of others are not counted.
+    that generate or pool: errors of others are not counted.
     """
 
     def __init__(self, model_name: str, routes: Collection[str]) -> None:
@@ -103,7 +104,9 @@ class Metrics:
         self._requests = Counter(
             "tokenyard_requests", "Answers that ended, and requests that failed", ["route", "outcome"], registry=own
         )
-        self._received = Counter("tokenyard_requests_received", "Requests for generation", ["route"], registry=own)
+        self._received = Counter(
+            "tokenyard_requests_received", "Requests for generation or pooling", ["route"], registry=own
+        )
         self._ended_by: dict[tuple[str, str], _Tally] = {}
         self._received_by: dict[str, _Tally] = {}
         self._prompt_tokens = _Tally(Counter("tokenyard_prompt_tokens", "Prompt tokens submitted", registry=own))
@@ -111,10 +114,19 @@ class Metrics:
         self._cached_tokens = _Tally(
             Counter("tokenyard_cached_prompt_tokens", "Prompt tokens that came from the prefix cache", registry=own)
         )
+        self._pooled_texts = _Tally(
+            Counter("tokenyard_pooled_texts", "Texts whose vectors or scores were computed", registry=own)
+        )
         self._refused_connections = _Tally(
             Counter("tokenyard_connections_refused", "Connections beyond the limit of open files", registry=own)
         )
-        self._totals = (self._prompt_tokens, self._generation_tokens, self._cached_tokens, self._refused_connections)
+        self._totals = (
+            self._prompt_tokens,
+            self._generation_tokens,
+            self._cached_tokens,
+            self._pooled_texts,
+            self._refused_connections,
+        )
         self._histograms: list[_TalliedHistogram] = []
         self._validation = self._histogram("request_validation_seconds", "Arrival to submission", SECONDS)
         self._wait = self._histogram(
@@ -175,6 +187,21 @@ class Metrics:
         self._count(choice.request.request_path, Outcome.CANCELLED)
         self._note_lengths(choice)
 
+    def texts_submitted(self, shot: OneShot) -> None:
+        self._prompt_tokens.amount += shot.tokens
+        self._validation.note(shot.submitted - shot.received)
+        self._write_soon()
+
+    def texts_pooled(self, shot: OneShot) -> None:
+        self._count(shot.path, Outcome.OK)
+        self._pooled_texts.amount += shot.texts
+        self._prompt_length.note(shot.tokens)
+        if shot.ended is not None:
+            self._e2e.note(shot.ended - shot.received)
+
+    def texts_abandoned(self, shot: OneShot) -> None:
+        self._count(shot.path, Outcome.CANCELLED)
+
     def failed(self, path: str, error: RequestFailed) -> None:
         if path in self._routes:
             self._count(path, outcome_of(error.kind))
@@ -233,12 +260,12 @@ class Metrics:
 
 
 def generation_paths(routes: Iterable[BaseRoute]) -> list[str]:
-    """The paths that generate. Requests to other paths are not counted."""
+    """The paths that generate or pool. Requests to other paths are not counted."""
     documents = ((route, getattr(getattr(route, "endpoint", None), "document", None)) for route in routes)
     return [
         route.path
         for route, found in documents
-        if isinstance(route, Route) and found and (found.frame or found.generates)
+        if isinstance(route, Route) and found and (found.generating or found.pools)
     ]
 
 

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from api_server.body.item_limits import MAX_TEXT
 from api_server.chat import template
 from api_server.chat.control_tokens import ControlTokens
+from api_server.chat.control_tokens import parts as split_at_names
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.text.detokenizer import Detokenizer, Vocabulary
 from interfaces import SamplingParamsGenerationConfigDefaults, TextGenerationRequest
@@ -107,7 +108,7 @@ class Tokenizer:
             raise invalid("exactly one of prompt and messages must be given", "prompt")
         if isinstance(request.prompt, Sequence) and not isinstance(request.prompt, str):
             return Prompt(None, _truncated(self._checked(request.prompt), request))
-        return await self._in_thread(lambda: self._encode_prompt(request, max_tokens))
+        return await self.in_thread(lambda: self._encode_prompt(request, max_tokens))
 
     async def spans(self, text: str, add_special_tokens: bool = True, parts: Sequence[str] = ()) -> list[TokenSpan]:
         """The tokens of a text with their places in it (TGI's /tokenize). Raises RequestFailed when it is too long.
@@ -115,12 +116,12 @@ class Tokenizer:
         `parts` of the text, if given, are tokenized one by one.
         """
         refuse_long(len(text), "inputs")
-        return await self._in_thread(lambda: self._spans(text, parts or [text], add_special_tokens))
+        return await self.in_thread(lambda: self._spans(text, parts or [text], add_special_tokens))
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of token ids. Raises RequestFailed for ids outside the vocabulary."""
         ids = self._checked(tokens).tolist()
-        return await self._in_thread(lambda: str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens)))
+        return await self.in_thread(lambda: str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens)))
 
     def detokenizer(self, context: Sequence[int], skip_special_tokens: bool, kept: Collection[int] = ()) -> Detokenizer:
         """A detokenizer for the continuation of `context`; the special tokens in `kept` are not skipped."""
@@ -164,7 +165,7 @@ class Tokenizer:
 
     async def pieces(self, tokens: Sequence[int]) -> list[str]:
         """The text that each token adds to the text of all of them, special ones included."""
-        return await self._in_thread(lambda: list(map(self.detokenizer([], False).add, tokens)))
+        return await self.in_thread(lambda: list(map(self.detokenizer([], False).add, tokens)))
 
     def exact(self, text: str) -> list[int]:
         """The tokens of a text: special tokens that it names become those tokens, and none is added."""
@@ -175,10 +176,31 @@ class Tokenizer:
         """The vocabulary for a grammar matcher: the tokenizer as JSON, and the tokens that end a text."""
         return str(self._backend.to_str()), self.eos_token_ids
 
+    @property
+    def backend(self) -> Any:
+        """The tokenizer of the tokenizers library. It must not be changed."""
+        return self._backend
+
+    @property
+    def has_token_types(self) -> bool:
+        """True when the model wants to know the two halves of a pair apart."""
+        return "token_type_ids" in self._tokenizer.model_input_names
+
+    def guarded(self, form: Callable[..., str], *texts: str | None) -> list[str]:
+        """The text that `form` makes of clients' texts, in parts to be tokenized one by one.
+
+        Control tokens that the clients' texts name stay text.
+        """
+        if self._control is None:
+            return [form(*texts)]
+        turns, _, sign = self._control.guarded([{"role": "user", "content": text} for text in texts], None)
+        return split_at_names(form(*(turn["content"] for turn in turns)), sign)
+
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, job: Callable[[], T]) -> T:
+    async def in_thread(self, job: Callable[[], T]) -> T:
+        """Runs tokenization in a thread. Raises RequestFailed(OVERLOADED) when too much waits for one."""
         if self._jobs >= MAX_JOBS:
             raise RequestFailed(
                 ErrorKind.OVERLOADED,

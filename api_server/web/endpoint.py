@@ -169,6 +169,19 @@ class Document:
     also: Sequence[Document] = ()
     # True when text is generated although no answer can be streamed (a streamed answer implies it).
     generates: bool = False
+    # True when vectors or scores of texts are computed.
+    pools: bool = False
+
+    @property
+    def generating(self) -> bool:
+        """True when text is generated."""
+        return self.generates or self.frame is not None
+
+    @property
+    def family(self) -> bool | None:
+        """The models that all documents of this path are for: True if they pool, False if they generate, else None."""
+        families = {found.pools for found in (self, *self.also) if found.pools or found.generating}
+        return families.pop() if len(families) == 1 else None
 
 
 def endpoint(
@@ -188,11 +201,12 @@ class Endpoint:
     def __init__(self, handler: Handler, render_error: ErrorRenderer, document: Document | None) -> None:
         self.document = document
         self._handler = handler
+        self._family = document.family if document is not None else None
         self.render_error = render_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
-        generates = self.document is not None and (self.document.generates or self.document.frame is not None)
+        generates = self.document is not None and (self.document.generating or self.document.pools)
         call = Call(state["server"], scope, b"", state["request_id"], generates=generates)
         with call.server.bodies.hold() as held:
             await self._answer(call, held, receive, send)
@@ -225,6 +239,8 @@ class Endpoint:
 
     async def _respond(self, call: Call) -> Response:
         try:
+            if self._family is not None:
+                call.server.check_family(self._family)
             if not call.light:
                 await call.apart(lambda: call.parsed)
                 # Terms belong to this task, not to the thread in which a handler may have the body read.

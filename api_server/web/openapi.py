@@ -59,12 +59,15 @@ class _Schemas:
     references: dict[tuple[Model, JsonSchemaMode], dict[str, Any]] = field(default_factory=dict)
 
 
-def routes(described: Sequence[BaseRoute], version: str) -> list[BaseRoute]:
-    """GET /openapi.json (on TGI's servers also /api-doc/openapi.json) and GET /docs, for these routes."""
+def routes(described: Sequence[BaseRoute], version: str, pools: bool) -> list[BaseRoute]:
+    """GET /openapi.json (on TGI's servers also /api-doc/openapi.json) and GET /docs, for these routes.
+
+    Routes that the served model cannot answer, because it pools or because it generates, are left out.
+    """
 
     @cache
     def encoded() -> bytes:
-        return json.dumps(document(described, version)).encode()  # orjson refuses bounds above 64 bits
+        return json.dumps(document(described, version, pools)).encode()  # orjson refuses bounds above 64 bits
 
     async def openapi(_: Request) -> Response:
         return Response(encoded(), media_type=JSON)
@@ -75,12 +78,12 @@ def routes(described: Sequence[BaseRoute], version: str) -> list[BaseRoute]:
     return [Route("/openapi.json", openapi), Route("/api-doc/openapi.json", openapi), Route("/docs", docs)]
 
 
-def document(described: Iterable[BaseRoute], version: str) -> dict[str, Any]:
-    """The OpenAPI document of the routes that have a `Document`.
+def document(described: Iterable[BaseRoute], version: str, pools: bool = False) -> dict[str, Any]:
+    """The OpenAPI document of the routes that have a `Document` and that a model which `pools`, or generates, answers.
 
     Several dialects on one path and method become one operation with a choice of bodies.
     """
-    ordered = list(_operations(described))
+    ordered = list(_operations(described, pools))
     schemas = {dialect: _schemas(dialect, ordered) for dialect in dict.fromkeys(o.dialect for o in ordered)}
     paths: dict[str, dict[str, Any]] = {}
     by_route = sorted(ordered, key=lambda o: (o.path, o.method))
@@ -96,13 +99,15 @@ def document(described: Iterable[BaseRoute], version: str) -> dict[str, Any]:
     }
 
 
-def _operations(described: Iterable[BaseRoute]) -> Iterator[_Operation]:
+def _operations(described: Iterable[BaseRoute], pools: bool) -> Iterator[_Operation]:
     for route in described:
         first = getattr(getattr(route, "endpoint", None), "document", None)
         if not isinstance(route, Route) or not isinstance(first, Document):
             continue
         for method in sorted((route.methods or set()) - {"HEAD"}):
             for one in (first, *first.also):
+                if one.pools != pools and (one.pools or one.generating):
+                    continue
                 yield _Operation(method, _CONVERTOR.sub("}", route.path), one)
 
 

@@ -28,6 +28,7 @@ from api_server.app import create
 from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from api_server.state import ServerState
+from api_server.text.pooled_model import PooledModel
 from api_server.text.tokenizer import Tokenizer
 from interfaces.context.pooling import PoolingContext
 from interfaces.messages import (
@@ -423,7 +424,7 @@ def serving(
     async def serve() -> None:
         engine = EngineClient(run_directory.api_endpoint, "test")
         engine.start()
-        found["state"] = ServerState(settings, tokenizer, engine)
+        found["state"] = ServerState(settings, tokenizer, engine, PooledModel.of(settings))
         found["web"] = _Server(
             uvicorn.Config(
                 logged(create(found["state"]), settings),

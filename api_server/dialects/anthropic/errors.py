@@ -21,6 +21,7 @@ _FORM = {
     ErrorKind.UNSUPPORTED: (400, _INVALID),
     ErrorKind.TOO_LONG: (400, _INVALID),
     ErrorKind.TEMPLATE: (400, _INVALID),
+    ErrorKind.WRONG_TASK: (400, _INVALID),
     ErrorKind.MODEL_NOT_FOUND: (404, "not_found_error"),
     ErrorKind.NOT_FOUND: (404, "not_found_error"),
     ErrorKind.METHOD_NOT_ALLOWED: (405, _INVALID),

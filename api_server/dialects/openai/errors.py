@@ -21,6 +21,7 @@ _FORM: dict[ErrorKind, tuple[int, str, str | None]] = {
     ErrorKind.UNSUPPORTED: (400, _INVALID_REQUEST, "unsupported_parameter"),
     ErrorKind.TOO_LONG: (400, _INVALID_REQUEST, "context_length_exceeded"),
     ErrorKind.TEMPLATE: (400, _INVALID_REQUEST, "chat_template_error"),
+    ErrorKind.WRONG_TASK: (400, _INVALID_REQUEST, "wrong_task"),
     ErrorKind.MODEL_NOT_FOUND: (404, _INVALID_REQUEST, "model_not_found"),
     ErrorKind.NOT_FOUND: (404, _INVALID_REQUEST, "not_found"),
     ErrorKind.METHOD_NOT_ALLOWED: (405, _INVALID_REQUEST, "method_not_allowed"),

@@ -121,6 +121,7 @@ def _model(server: ServerState) -> dict[str, Any]:
         "owned_by": "tokenyard",
         "root": server.model_name,
         "max_model_len": server.max_model_len,
+        "task": server.task,
     }
 
 

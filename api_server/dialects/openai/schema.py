@@ -323,6 +323,7 @@ class Model(BaseModel):
     owned_by: str
     root: str
     max_model_len: int | None
+    task: str = Field(description="generate, or what the model makes of texts: embed, rerank, classify...")
 
 
 class ModelList(BaseModel):

@@ -65,7 +65,7 @@ async def model_info(call: Call) -> Response:
     facts = ModelInfo(
         model_path=path,
         tokenizer_path=path,
-        is_generation=True,
+        is_generation=call.server.pooled_model is None,
         served_model_name=name,
         preferred_sampling_params=None,
         weight_version=WEIGHT_VERSION,

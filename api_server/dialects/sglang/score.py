@@ -1,4 +1,4 @@
-"""POST /v1/score: the probability of each of some tokens after a query and an item, for every item."""
+"""POST /v1/score in SGLang's form: the probability of each of some tokens after a query and an item, for every item."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
-from starlette.routing import Route
 
 from api_server.answers.choice import Choice, complete
 from api_server.body.item_limits import check_prompts, check_total
 from api_server.body.validation import Mismatch, parse
-from api_server.dialects.sglang.errors import ERROR_STATUSES, render_error
+from api_server.dialects.sglang.errors import ERROR_STATUSES
 from api_server.dialects.sglang.schema import ErrorResponse, Integers, Texts
 from api_server.errors import invalid
 from api_server.generation.generation import generate
-from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.endpoint import Call, Document
 from interfaces import MOST_LOGPROB_IDS, LogprobMode, RequestID, SamplingParamsInput, TextGenerationRequest
 
 
@@ -50,20 +49,20 @@ class ScoreResponse(BaseModel):
     object: str
 
 
-def route() -> Route:
-    document = Document(
-        summary="Probability of tokens after each of several texts",
-        tag="sglang",
-        body=ScoreRequest,
-        answer=ScoreResponse,
-        example={"query": "Is it true? ", "items": ["2 + 3 = 5", "2 + 3 = 6"], "label_token_ids": [5, 6]},
-        errors=dict.fromkeys((*ERROR_STATUSES, 404), ErrorResponse),
-        generates=True,
-    )
-    return endpoint("/v1/score", score, render_error, document=document)
+SCORE = Document(
+    summary="Probability of tokens after each of several texts",
+    tag="sglang",
+    body=ScoreRequest,
+    answer=ScoreResponse,
+    example={"query": "Is it true? ", "items": ["2 + 3 = 5", "2 + 3 = 6"], "label_token_ids": [5, 6]},
+    errors=dict.fromkeys((*ERROR_STATUSES, 404), ErrorResponse),
+    generates=True,
+)
 
 
 async def score(call: Call) -> Response:
+    """POST /v1/score with `label_token_ids`."""
+    call.server.check_family(False)
     body = await call.apart(lambda: _read(call))
     call.server.check_model(body.model or "")
     prompts = await _prompts(body, call)

@@ -18,6 +18,7 @@ _STATUS_AND_TYPE = {
     ErrorKind.UNSUPPORTED: (422, "validation"),
     ErrorKind.TOO_LONG: (422, "validation"),
     ErrorKind.TEMPLATE: (422, "template_error"),
+    ErrorKind.WRONG_TASK: (400, "wrong_task"),
     ErrorKind.MODEL_NOT_FOUND: (404, "not_found"),
     ErrorKind.NOT_FOUND: (404, "not_found"),
     ErrorKind.METHOD_NOT_ALLOWED: (405, "method_not_allowed"),

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.dialects.tgi import chat_tokenize
-from api_server.dialects.tgi.errors import ERROR_STATUSES, error_frame, render_error
+from api_server.dialects.tgi.errors import ERROR_STATUSES, error_frame
 from api_server.dialects.tgi.generate import check, internal_request, read
 from api_server.dialects.tgi.rendering import answer, events, headers, is_complete, stream_headers
 from api_server.dialects.tgi.schema import (
@@ -25,7 +25,7 @@ from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation.generation import generate
 from api_server.release import release
 from api_server.text.tokenizer import THREADS
-from api_server.web.endpoint import Call, Document, endpoint
+from api_server.web.endpoint import Call, Document
 from api_server.web.sse import EventStream
 
 TAG = "tgi"
@@ -41,6 +41,7 @@ GENERATE = Document(
     example=_EXAMPLE,
     errors=_ERRORS,
     description="Greedy unless `parameters` ask for sampling; without `parameters` tokens are sampled.",
+    generates=True,
 )
 GENERATE_STREAM = Document(
     summary="Generate text, one event per token",
@@ -71,11 +72,11 @@ TOKENIZE = Document(
     example={"inputs": "My name is Olivier and I"},
     errors={400: ErrorResponse, 422: ErrorResponse},
 )
-_INFO = Document(summary="Model and limits", tag=TAG, answer=Info, errors={503: ErrorResponse})
+INFO = Document(summary="Model and limits", tag=TAG, answer=Info, errors={503: ErrorResponse})
 
 
 def routes() -> list[Route]:
-    return [endpoint("/info", info, render_error, methods=("GET",), document=_INFO), chat_tokenize.route()]
+    return [chat_tokenize.route()]
 
 
 async def generate_once(call: Call) -> Response:
@@ -105,7 +106,7 @@ async def tokenize(call: Call) -> Response:
 
 
 async def info(call: Call) -> Response:
-    """GET /info."""
+    """GET /info of a model that generates."""
     settings = call.server.settings
     total = call.server.max_model_len
     if total is None:

@@ -1,0 +1,1 @@
+"""The dialect of text-embeddings-inference (TEI): vectors, sparse vectors, scores and labels of texts."""

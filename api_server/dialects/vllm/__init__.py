@@ -1,0 +1,1 @@
+"""vLLM's routes for one-shot requests; their errors have OpenAI's form."""

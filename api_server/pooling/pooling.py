@@ -1,0 +1,117 @@
+"""Values of texts from the model: the one path that every dialect's one-shot requests take.
+
+Knows contexts, limits of the model, metrics and time; knows neither text nor dialects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from api_server import access_log
+from api_server.answers.one_shot import OneShot
+from api_server.engine import scheduling
+from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.pooling.reading import Item, Reading, read_texts
+from api_server.state import ServerState
+from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK
+from api_server.text.text_batches import TextBatch
+from api_server.web.endpoint import Call
+from interfaces import PooledValues, PoolingContext, PoolingTask, RequestID
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a request wants of its texts."""
+
+    task: PoolingTask
+    dimensions: int | None = None
+    normalize: bool = True
+    activate: bool = True
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """The values of a request's texts, and its tokens."""
+
+    values: PooledValues
+    batch: TextBatch
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all texts."""
+        return len(self.batch.tokens)
+
+    @property
+    def rows(self) -> NDArray[np.float32]:
+        """The values of a task with one row for each text: f32[texts, width]."""
+        return self.values.array
+
+
+async def pool_texts(call: Call, items: Sequence[Item], reading: Reading, ask: Ask) -> Pooled:
+    """Tokenizes texts and has the model compute them. Raises RequestFailed."""
+    begin(call, ask)
+    return await pool(call, await read_texts(call.server, items, reading), ask)
+
+
+def begin(call: Call, ask: Ask) -> None:
+    """Must be called before the texts are tokenized. Raises RequestFailed for what the served model cannot do."""
+    server = call.server
+    server.check_family(True)
+    for observer in server.observers:
+        observer.received(call.path)
+    facts = server.engine.model
+    if facts.tasks and ask.task not in facts.tasks:
+        raise other_task(server, ask.task)
+    width = facts.vector_width
+    if ask.dimensions is not None and width and ask.dimensions > width:
+        raise invalid(
+            f"dimensions must be at most {width}, the width of this model's vectors, got {ask.dimensions}", "dimensions"
+        )
+
+
+async def pool(call: Call, batch: TextBatch, ask: Ask) -> Pooled:
+    """Has the model compute texts. Raises RequestFailed; the work ends when the client leaves."""
+    server = call.server
+    context = PoolingContext(
+        tokens=batch.tokens,
+        lengths=batch.lengths,
+        token_types=batch.token_types,
+        task=ask.task,
+        dimensions=ask.dimensions,
+        normalize=ask.normalize,
+        activate=ask.activate,
+        request_id=RequestID(call.request_id),
+        model_name=server.model_name,
+    )
+    shot = OneShot(call.path, call.received, len(batch.lengths), len(batch.tokens))
+    if (entry := access_log.current.get()) is not None:
+        entry.shots.append(shot)
+    for observer in server.observers:
+        observer.texts_submitted(shot)
+    try:
+        values = await server.engine.pool(context, scheduling.current.get())
+    except RequestFailed:
+        raise  # the endpoint records it
+    except BaseException:
+        for observer in server.observers:
+            observer.texts_abandoned(shot)
+        raise
+    shot.ended = time.monotonic()
+    server.retry_after.served()
+    for observer in server.observers:
+        observer.texts_pooled(shot)
+    return Pooled(values, batch)
+
+
+def other_task(server: ServerState, task: str) -> RequestFailed:
+    """The error for a route that needs a model with this task, which the served one does not have."""
+    return RequestFailed(
+        ErrorKind.WRONG_TASK,
+        f"this route needs a model that {IN_WORDS[task]}, and {server.model_name!r} {IN_WORDS[server.task]} (task "
+        f"{server.task}): ask {ROUTES_OF_TASK[server.task]}, or start a server with --task {task}",
+    )

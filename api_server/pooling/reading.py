@@ -1,0 +1,141 @@
+"""Turns the texts of a request into the tokens of a one-shot context: prompts, truncation, pairs and templates.
+
+Large requests are tokenized in pieces, so that one of them neither holds a thread for long nor runs on when its client
+has left. Knows the served model's facts; knows no dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from api_server.body.item_limits import check_count, check_total
+from api_server.errors import ErrorKind, RequestFailed, invalid
+from api_server.state import ServerState
+from api_server.text.pooled_model import PooledModel
+from api_server.text.text_batches import Bounds, TextBatch
+
+# Most texts of one request.
+MOST_TEXTS = 2048
+# Texts, and characters of texts, that are tokenized in one piece of work.
+_TEXTS_AT_A_TIME = 64
+_CHARACTERS_AT_A_TIME = 1 << 17
+
+Item = str | list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How a request wants its texts read."""
+
+    # The field that has the texts, for errors.
+    field: str = "input"
+    truncate: bool = False
+    keep_end: bool = False
+    # Most tokens of a text; None for the model's own limit.
+    most_tokens: int | None = None
+    add_special_tokens: bool = True
+    prompt_name: str | None = None
+    # False for texts that get no prompt, not even the default one.
+    prompted: bool = True
+    # How a client asks for truncation, for errors.
+    remedy: str = ""
+    listed: bool = True
+
+
+async def read_texts(server: ServerState, items: Sequence[Item], reading: Reading) -> TextBatch:
+    """Tokenizes texts, and takes token ids as they are. Raises RequestFailed that names the text."""
+    model = _model(server)
+    _check_number(len(items), reading.field)
+    bounds = _bounds(server, reading)
+    prompt = model.prompt(reading.prompt_name, "prompt_name") if reading.prompted else ""
+    batches = server.batch_tokenizer
+    parts = []
+    for first, group in _groups(items):
+        part = replace(bounds, first=first)
+        if isinstance(group[0], str):
+            texts = [model.prompted(text, prompt) for text in group if isinstance(text, str)]
+            parts.append(await server.tokenizer.in_thread(partial(batches.texts, texts, part)))
+        else:
+            ids = [item for item in group if isinstance(item, list)]
+            for i, item in enumerate(ids):
+                server.tokenizer.check_ids(item, part.where(i))
+            parts.append(batches.ids(ids, part))
+        check_total(sum(len(part.tokens) for part in parts), reading.field)
+    return TextBatch.joined(parts)
+
+
+async def read_pairs(
+    server: ServerState,
+    pairs: Sequence[tuple[str, str]],
+    reading: Reading,
+    *,
+    instruction: str | None = None,
+    most_of_second: int | None = None,
+) -> TextBatch:
+    """Tokenizes pairs of texts, in the form that the model was trained on. Raises RequestFailed that names the pair."""
+    model = _model(server)
+    _check_number(len(pairs), reading.field)
+    bounds = _bounds(server, reading)
+    template = model.files.pair_template
+    if instruction is not None and template is None:
+        raise invalid("instruct: this reranker takes no instruction; leave it out", "instruct")
+    parts = []
+    for first, group in _groups([second for _, second in pairs]):
+        part = replace(bounds, first=first)
+        chosen = pairs[first : first + len(group)]
+        if template is None:
+            firsts = [model.prompted(text, "") for text, _ in chosen]
+            seconds = [model.prompted(text, "") for _, text in chosen]
+            job = partial(server.batch_tokenizer.pairs, firsts, seconds, part, most_of_second)
+        else:
+            bodies = [server.tokenizer.guarded(template.body, first, second, instruction) for first, second in chosen]
+            job = partial(server.batch_tokenizer.framed, bodies, template.prefix, template.suffix, part)
+        parts.append(await server.tokenizer.in_thread(job))
+        check_total(sum(len(part.tokens) for part in parts), reading.field)
+    return TextBatch.joined(parts)
+
+
+def _groups(items: Sequence[Item]) -> Iterator[tuple[int, list[Item]]]:
+    """Items of one kind that follow each other, a bounded number at a time, with the index of the first."""
+    first = 0
+    group: list[Item] = []
+    size = 0
+    for i, item in enumerate(items):
+        other = bool(group) and isinstance(item, str) != isinstance(group[0], str)
+        if group and (other or len(group) == _TEXTS_AT_A_TIME or size + len(item) > _CHARACTERS_AT_A_TIME):
+            yield first, group
+            first = i
+            group = []
+            size = 0
+        group.append(item)
+        size += len(item)
+    if group:
+        yield first, group
+
+
+def _model(server: ServerState) -> PooledModel:
+    assert server.pooled_model is not None, "the endpoint lets no request through to a model that generates"
+    return server.pooled_model
+
+
+def _bounds(server: ServerState, reading: Reading) -> Bounds:
+    most = server.longest_text
+    if most is None:
+        raise RequestFailed(ErrorKind.UNAVAILABLE, "the model is not loaded yet", retry_after=1)
+    return Bounds(
+        limit=most if reading.most_tokens is None else min(most, reading.most_tokens),
+        truncate=reading.truncate,
+        keep_end=reading.keep_end,
+        add_special_tokens=reading.add_special_tokens,
+        field=reading.field,
+        remedy=reading.remedy,
+        listed=reading.listed,
+    )
+
+
+def _check_number(texts: int, field: str) -> None:
+    if not texts:
+        raise invalid(f"{field} must not be empty", field)
+    check_count(texts, "texts", field, MOST_TEXTS)

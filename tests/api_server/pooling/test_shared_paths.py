@@ -1,0 +1,255 @@
+"""Reranking, scoring and classification: each body is answered in its dialect, by scores that the model gave."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.api_server.conftest import LiveServer
+from tests.api_server.pooling.conftest import LABELS, LIMIT, PoolingServer, Serve, activated, checkpoint, vector_of
+
+DOCUMENTS = ["the fox jumps", "Hello, world!", "fox", "the quick brown fox"]
+
+
+def post(server: PoolingServer | LiveServer, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=20)
+
+
+def unit(tokens: list[int]) -> Any:
+    vector = vector_of(np.array(tokens, np.int32))
+    return vector / np.linalg.norm(vector)
+
+
+def scores(server: PoolingServer, query: str, texts: list[str], raw: bool = False) -> list[float]:
+    logits = [float(vector_of(np.array(server.ids(query, text), np.int32), 1)[0]) for text in texts]
+    return logits if raw else [1 / (1 + np.exp(-logit)) for logit in logits]
+
+
+def order(values: list[float]) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: -values[i])
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_cohere_and_jina(reranking: PoolingServer, path: str) -> None:
+    expected = scores(reranking, "fox?", DOCUMENTS)
+    body = {"model": "tiny-reranker", "query": "fox?", "documents": [*DOCUMENTS[:3], {"text": DOCUMENTS[3]}]}
+    answer = post(reranking, path, **body).json()
+    best = order(expected)
+    assert [item["index"] for item in answer["results"]] == best
+    assert [item["relevance_score"] for item in answer["results"]] == pytest.approx([expected[i] for i in best])
+    tokens = sum(len(reranking.ids("fox?", text)) for text in DOCUMENTS)
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert answer["model"] == "tiny-reranker"
+    assert answer["id"]
+    shown = [item.get("document") for item in answer["results"]]
+    assert shown == ([None] * 4 if path == "/v2/rerank" else [{"text": DOCUMENTS[i]} for i in best])
+    asked = post(reranking, path, **body, return_documents=path == "/v2/rerank", top_n=2).json()["results"]
+    assert [item["index"] for item in asked] == best[:2]
+    assert ("document" in asked[0]) == (path == "/v2/rerank")
+
+
+def test_cohere_cuts_documents(reranking: PoolingServer) -> None:
+    query = "the fox"
+    long = "fox " * 100
+    post(reranking, "/rerank", query=query, documents=[long, "fox"])
+    context = reranking.double.contexts[-1]
+    assert context.lengths.tolist() == [LIMIT, len(reranking.ids(query, "fox"))]
+    assert context.tokens[: len(reranking.ids(query))].tolist() == reranking.ids(query)
+    assert context.token_types is not None
+    assert context.token_types[:LIMIT].tolist() == [0] * len(reranking.ids(query)) + [1] * (
+        LIMIT - len(reranking.ids(query))
+    )
+    post(reranking, "/rerank", query=query, documents=[long], max_tokens_per_doc=5)
+    assert reranking.double.contexts[-1].tokens.tolist() == reranking.ids(query, "fox " * 5)
+    refused = post(reranking, "/rerank", query=query, documents=["fox", long], truncation=False)
+    assert refused.status_code == 400
+    assert refused.json()["message"].startswith("documents[1] has 105 tokens")
+
+
+def test_sglangs_rerank_is_a_bare_list(reranking: PoolingServer) -> None:
+    expected = scores(reranking, "fox?", DOCUMENTS)
+    answer = post(reranking, "/v1/rerank", query="fox?", documents=DOCUMENTS).json()
+    best = order(expected)
+    assert [(item["index"], item["document"]) for item in answer] == [(i, DOCUMENTS[i]) for i in best]
+    assert [item["score"] for item in answer] == pytest.approx([expected[i] for i in best])
+    lengths = [len(reranking.ids("fox?", DOCUMENTS[i])) for i in best]
+    assert [item["meta_info"]["prompt_tokens"] for item in answer] == lengths
+    few = post(reranking, "/v1/rerank", query="fox?", documents=DOCUMENTS, top_n=1, return_documents=False).json()
+    assert [set(item) for item in few] == [{"score", "index", "meta_info"}]
+    refused = post(reranking, "/v1/rerank", model="x", query="a", documents=["b"], instruct="be fair").json()
+    assert refused["error"]["message"] == "instruct: this reranker takes no instruction; leave it out"
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+@pytest.mark.parametrize("names", [("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2")])
+def test_vllms_score(reranking: PoolingServer, path: str, names: tuple[str, str]) -> None:
+    first, second = names
+    answer = post(reranking, path, **{first: "fox?", second: DOCUMENTS}).json()
+    assert [(item["index"], item["object"]) for item in answer["data"]] == [(i, "score") for i in range(4)]
+    assert [item["score"] for item in answer["data"]] == pytest.approx(scores(reranking, "fox?", DOCUMENTS))
+    paired = post(reranking, path, **{first: DOCUMENTS, second: DOCUMENTS[::-1]}, use_activation=False).json()
+    expected = [scores(reranking, a, [b], raw=True)[0] for a, b in zip(DOCUMENTS, DOCUMENTS[::-1], strict=True)]
+    assert [item["score"] for item in paired["data"]] == pytest.approx(expected, rel=1e-5)
+    assert post(reranking, path, **{first: DOCUMENTS[:2], second: DOCUMENTS}).status_code == 400
+
+
+def test_a_model_that_makes_vectors_ranks_by_cosine(embedding: PoolingServer) -> None:
+    """The query and the documents get the prompts that the checkpoint has for them."""
+    query = unit(embedding.ids("query: fox?"))
+    expected = [float(query @ unit(embedding.ids("passage: " + text))) for text in DOCUMENTS]
+    answer = post(embedding, "/v1/rerank", model="", query="fox?", documents=DOCUMENTS).json()
+    best = order(expected)
+    assert [item["index"] for item in answer["results"]] == best
+    assert [item["relevance_score"] for item in answer["results"]] == pytest.approx([expected[i] for i in best])
+    score = post(embedding, "/score", text_1="fox?", text_2=DOCUMENTS).json()["data"]
+    assert [item["score"] for item in score] == pytest.approx(expected)
+    assert embedding.double.contexts[-1].lengths.shape == (5,)
+
+
+@pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
+def test_classify(classifying: PoolingServer, path: str) -> None:
+    logits = [vector_of(np.array(classifying.ids(text), np.int32), 3) for text in DOCUMENTS]
+    answer = post(classifying, path, input=DOCUMENTS).json()
+    for i, item in enumerate(answer["data"]):
+        assert item["probs"] == pytest.approx(activated(logits[i]).tolist(), rel=1e-5)
+        assert (item["index"], item["label"], item["num_classes"]) == (i, LABELS[int(logits[i].argmax())], 3)
+    raw = post(classifying, path, input=DOCUMENTS[0], use_activation=False).json()["data"][0]
+    assert raw["probs"] == pytest.approx(logits[0].tolist(), rel=1e-5)
+    listed = post(classifying, path, text=DOCUMENTS).json()
+    assert [item["embedding"] for item in listed] == [item["probs"] for item in answer["data"]]
+    single = post(classifying, path, input_ids=classifying.ids(DOCUMENTS[0])).json()
+    assert single["embedding"] == listed[0]["embedding"]
+
+
+def test_encode(embedding: PoolingServer) -> None:
+    single = post(embedding, "/encode", text="the fox").json()
+    assert single["embedding"] == pytest.approx(unit(embedding.ids("the fox")).tolist(), abs=1e-6)
+    assert single["meta_info"]["prompt_tokens"] == len(embedding.ids("the fox"))
+    listed = post(embedding, "/encode", text=["the fox", "fox"], dimensions=4).json()
+    assert [len(item["embedding"]) for item in listed] == [4, 4]
+    ids = post(embedding, "/encode", input_ids=[[5, 6], [7]]).json()
+    assert ids[1]["embedding"] == pytest.approx(unit([7]).tolist(), abs=1e-6)
+    refused = post(embedding, "/encode", text="a", input_ids=[5])
+    assert refused.json()["error"]["message"] == "exactly one of text and input_ids must be given"
+
+
+def test_pooling(embedding: PoolingServer, classifying: PoolingServer) -> None:
+    answer = post(embedding, "/pooling", input=["the fox"]).json()["data"][0]
+    assert answer["data"] == pytest.approx(unit(embedding.ids("the fox")).tolist(), abs=1e-6)
+    tokens = post(embedding, "/pooling", input=["the fox"], task="token_embed").json()["data"][0]
+    assert tokens["data"] == [pytest.approx(unit([token]).tolist(), abs=1e-6) for token in embedding.ids("the fox")]
+
+
+def test_a_decoder_that_reranks_gets_its_form(serve: Serve, tmp_path: Path) -> None:
+    """The form of Qwen3-Reranker, in which names of control tokens stay text."""
+    model = checkpoint(tmp_path / "tiny-decoder", "Qwen3ForCausalLM", limit=512, model_type="qwen3")
+    (model / "modules.json").write_text(
+        '[{"path": "", "type": "x.Transformer"}, {"path": "1_LogitScore", "type": "x.LogitScore"}]'
+    )
+    (model / "1_LogitScore").mkdir()
+    (model / "1_LogitScore" / "config.json").write_text('{"true_token_id": 5, "false_token_id": 6}')
+    with serve(model, tasks=["classify"], labels=["yes"]) as server:
+        assert httpx.get(server.url + "/v1/models").json()["data"][0]["task"] == "rerank"
+        template = server.live.state.pooled_model.files.pair_template  # type: ignore[union-attr]
+        assert template is not None
+        encode = server.tokenizer.backend.encode
+        framed = [
+            *encode(template.prefix, add_special_tokens=False).ids,
+            *encode(template.body("fox?", "the fox", "be fair"), add_special_tokens=False).ids,
+            *encode(template.suffix, add_special_tokens=False).ids,
+        ]
+        post(server, "/v1/rerank", query="fox?", documents=["the fox"], instruct="be fair")
+        assert server.double.contexts[-1].tokens.tolist() == framed
+        post(server, "/rerank", query="fox?", documents=["[SEP] the [CLS] fox", "the fox " * 500])
+        spelled, long = server.double.contexts[-1].texts()
+        assert not {2, 3} & set(spelled.tolist())
+        suffix = encode(template.suffix, add_special_tokens=False).ids
+        assert len(long) == 512
+        assert long[-len(suffix) :].tolist() == suffix
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/rerank", {"query": "a", "texts": ["b"], "documents": ["b"]}, "`documents` and `texts` were given"),
+        ("/rerank", {"query": "a"}, "give `documents`, or `texts`"),
+        ("/classify", {"input": "a", "text": "b"}, "`input` and `text` were given"),
+        ("/classify", {}, "give `input`, or `text`, `input_ids`"),
+        ("/v1/score", {"text_1": "a", "items": "b"}, "`items` and `text_1` were given"),
+        ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [5]}, "needs a model that generates text"),
+        ("/v1/rerank", {"model": "gpt", "query": "a", "documents": ["b"]}, "the model 'gpt' does not exist"),
+        ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents has 2049 texts"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "", "documents": ["b"]}, "query"),
+        ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1] must not be empty"),
+        ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents[0] must be a text, or an object with a"),
+        ("/rerank", {"query": "a", "documents": [5]}, "documents"),
+        ("/v1/embeddings", {"input": "a"}, "start a server with --task embed"),
+        ("/encode", {"text": "a"}, "start a server with --task embed"),
+        ("/pooling", {"input": "a", "task": "embed"}, "start a server with --task embed"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "ask /v1/rerank"),
+        ("/v1/completions", {"prompt": "x"}, "start a server with --task generate"),
+        ("/v1/messages", {"messages": [], "max_tokens": 1}, "start a server with --task generate"),
+        ("/generate", {"text": "x"}, "start a server with --task generate"),
+        ("/generate", {"inputs": "x"}, "start a server with --task generate"),
+    ],
+)
+def test_what_is_refused(reranking: PoolingServer, path: str, body: dict[str, Any], words: str) -> None:
+    response = post(reranking, path, **body)
+    assert response.status_code == (404 if "gpt" in words else 400), response.text
+    error = response.json()["error"]
+    assert words in (error if isinstance(error, str) else error["message"])
+    assert reranking.double.submits == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/embed", {"inputs": "a"}),
+        ("/rerank", {"query": "a", "texts": ["b"]}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v2/rerank", {"query": "a", "documents": ["b"]}),
+        ("/predict", {"inputs": "a"}),
+        ("/encode", {"text": "a"}),
+        ("/classify", {"input": "a"}),
+        ("/pooling", {"input": "a"}),
+        ("/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+    ],
+)
+def test_a_model_that_generates_names_the_remedy(live: LiveServer, path: str, body: dict[str, Any]) -> None:
+    response = post(live, path, **body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert "'tiny-chat' generates text (task generate)" in message
+    assert "start a server with --task embed, rerank or classify" in message
+    assert live.double.submits == []
+
+
+def test_the_document_has_the_routes_that_the_model_can_answer(embedding: PoolingServer) -> None:
+    paths = httpx.get(embedding.url + "/openapi.json").json()["paths"]
+    expected = {"/v1/embeddings", "/embed", "/embed_all", "/rerank", "/v2/rerank", "/score", "/pooling", "/encode", "/"}
+    assert expected <= set(paths)
+    found = {path for path in ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages") if path in paths}
+    assert found == set()
+    assert "sglang.ScoreRequest" not in str(paths["/v1/score"])
+
+
+def test_examples_work(embedding: PoolingServer) -> None:
+    document = httpx.get(embedding.url + "/openapi.json").json()
+    answered = set()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            for example in content.get("examples", {}).values():
+                response = httpx.request(method, embedding.url + path, json=example["value"], timeout=20)
+                wrong = "needs a model that" in response.text or "no chat template" in response.text
+                assert response.status_code == 200 or wrong, (path, response.text)
+                answered |= set() if wrong else {path}
+    assert {"/v1/embeddings", "/embed", "/embed_all", "/similarity", "/v1/rerank", "/score", "/encode", "/"} <= answered
