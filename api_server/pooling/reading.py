@@ -51,12 +51,14 @@ async def read_texts(server: ServerState, items: Sequence[Item], reading: Readin
     bounds = _bounds(server, reading)
     prompt = model.prompt(reading.prompt_name, "prompt_name") if reading.prompted else ""
     batches = server.batch_tokenizer
+    left_out = 0 if model.files.includes_prompt or not prompt else batches.prompt_length(prompt)
     parts = []
     for first, group in _groups(items):
         part = replace(bounds, first=first)
         if isinstance(group[0], str):
             texts = [model.prompted(text, prompt) for text in group if isinstance(text, str)]
-            parts.append(await server.tokenizer.in_thread(partial(batches.texts, texts, part)))
+            batch = await server.tokenizer.in_thread(partial(batches.texts, texts, part))
+            parts.append(batch.without_prompt(left_out) if left_out else batch)
         else:
             ids = [item for item in group if isinstance(item, list)]
             for i, item in enumerate(ids):

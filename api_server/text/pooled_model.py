@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
 
-from api_server.errors import invalid, unsupported
+from api_server.errors import invalid
 from shared.pooling_files import PoolingFiles, pooling_modes, task_of
 from shared.settings import Settings
 
@@ -65,9 +65,6 @@ class PooledModel:
     def prompt(self, name: str | None, field: str) -> str:
         """The text of a prompt, without a name that of the default prompt. Raises RequestFailed."""
         try:
-            found = self.files.prompt(name)
+            return self.files.prompt(name)
         except ValueError as error:
             raise invalid(str(error), field) from None
-        if found and not self.files.includes_prompt:
-            raise unsupported(field, "a prompt that pooling leaves out")
-        return found

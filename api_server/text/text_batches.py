@@ -6,7 +6,8 @@ A text that is cut is tokenized only as far as it is kept. Knows a tokenizer's b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any, Self
 
@@ -22,6 +23,9 @@ _CHARACTERS_PER_TOKEN = 6
 _UNSURE_TOKENS = 32
 # Texts longer than this are tokenized apart from the others, as far as they are kept.
 _SHORTEST_LONG = 256
+
+# A text that every tokenizer knows: with it the special tokens around texts are found.
+_ANY_TEXT = "a"
 
 _WHITESPACE = " \n\t"
 
@@ -62,6 +66,12 @@ class TextBatch:
         kinds = None if types is None else np.fromiter(chain.from_iterable(types), np.int8)
         return cls(np.fromiter(chain.from_iterable(texts), np.int32), lengths, kinds)
 
+    def without_prompt(self, tokens: int) -> Self:
+        """The same texts; pooling leaves their first tokens out, which a negative type marks."""
+        starts = self.lengths.cumsum() - self.lengths
+        places = np.arange(len(self.tokens)) - np.repeat(starts, self.lengths)
+        return replace(self, token_types=np.where(places < tokens, -1, 0).astype(np.int8))
+
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
         """The texts of all parts. Without token types of its own, a part has type 0."""
@@ -75,27 +85,75 @@ class TextBatch:
         return cls(tokens, np.concatenate([part.lengths for part in parts]), types)
 
 
+@dataclass(frozen=True)
+class Frame:
+    """The special tokens that a tokenizer puts before, between and after texts, and the token types of all."""
+
+    special: tuple[list[int], ...]
+    special_types: tuple[list[int], ...]
+    # One for each text.
+    types: tuple[int, ...]
+
+    @classmethod
+    def of(cls, encoding: Any, texts: int) -> Self:
+        """The frame of an encoding of so many texts."""
+        special: list[list[int]] = [[] for _ in range(texts + 1)]
+        special_types: list[list[int]] = [[] for _ in range(texts + 1)]
+        types = [0] * texts
+        place = 0
+        for token, kind, text in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
+            if text is None:
+                special[place].append(token)
+                special_types[place].append(kind)
+            else:
+                place = text + 1
+                types[text] = kind
+        return cls(tuple(special), tuple(special_types), tuple(types))
+
+    @cached_property
+    def size(self) -> int:
+        return sum(map(len, self.special))
+
+    def around(self, *texts: list[int]) -> list[int]:
+        found = list(self.special[0])
+        for text, special in zip(texts, self.special[1:], strict=True):
+            found += text
+            found += special
+        return found
+
+    def types_of(self, *lengths: int) -> list[int]:
+        found = list(self.special_types[0])
+        for length, kind, special in zip(lengths, self.types, self.special_types[1:], strict=True):
+            found += [kind] * length
+            found += special
+        return found
+
+
+_NO_FRAME = Frame(([], []), ([], []), (0,))
+
+
 class BatchTokenizer:
     """Tokenizes batches with a backend whose state it does not change. Safe to use from several threads."""
 
     def __init__(self, backend: Any, has_token_types: bool) -> None:
         self._backend = backend
         self._has_token_types = has_token_types
+        self._single = Frame.of(backend.encode(_ANY_TEXT), 1)
+        self._pair = Frame.of(backend.encode(_ANY_TEXT, _ANY_TEXT), 2)
 
     def texts(self, texts: Sequence[str], bounds: Bounds) -> TextBatch:
         """Tokenizes texts. Raises RequestFailed that names the first text that is too long, or has no tokens."""
         _refuse_long(texts, bounds)
-        special = bounds.add_special_tokens
-        if not bounds.truncate:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special)
-            return _checked(TextBatch.of([each.ids for each in encodings]), bounds)
-        room = max(0, bounds.limit - (self._backend.num_special_tokens_to_add(False) if special else 0))
-        kept = self._encoded(texts, room, bounds.keep_end)
-        if special:
-            kept = [self._backend.post_process(each, add_special_tokens=True) for each in kept]
-        return _checked(TextBatch.of([each.ids for each in kept]), bounds)
+        frame = self._single if bounds.add_special_tokens else _NO_FRAME
+        room = max(0, bounds.limit - frame.size) if bounds.truncate else None
+        found = self._ids(texts, room, bounds.keep_end)
+        return _checked(TextBatch.of([frame.around(ids) for ids in found]), bounds)
 
-    def ids(self, texts: Sequence[Sequence[int]], bounds: Bounds) -> TextBatch:
+    def prompt_length(self, prompt: str) -> int:
+        """The tokens before a text that come from its prompt, and from the tokenizer's own beginning."""
+        return len(self._single.special[0]) + len(self._backend.encode(prompt, add_special_tokens=False).ids)
+
+    def ids(self, texts: Sequence[list[int]], bounds: Bounds) -> TextBatch:
         """Takes token ids as they are, and cuts them. Raises RequestFailed for one that is too long, or empty."""
         if bounds.truncate:
             texts = [_cut(text, bounds.limit, bounds.keep_end) for text in texts]
@@ -109,15 +167,12 @@ class BatchTokenizer:
         _refuse_long(["".join(body) for body in bodies], bounds)
         first = self._backend.encode(before, add_special_tokens=False).ids
         last = self._backend.encode(after, add_special_tokens=False).ids
-        room = max(0, bounds.limit - len(first) - len(last))
-        whole = [body[0] if len(body) == 1 else "" for body in bodies]
-        encodings = self._encoded(whole, room if bounds.truncate else None, bounds.keep_end)
-        found = [each.ids for each in encodings]
+        room = max(0, bounds.limit - len(first) - len(last)) if bounds.truncate else None
+        found = self._ids([body[0] if len(body) == 1 else "" for body in bodies], room, bounds.keep_end)
         for i, body in enumerate(bodies):
             if len(body) > 1:
                 parts = self._backend.encode_batch_fast(body, add_special_tokens=False)
-                ids = [token for part in parts for token in part.ids]
-                found[i] = ids if not bounds.truncate else _cut(ids, room, bounds.keep_end)
+                found[i] = _cut([token for part in parts for token in part.ids], room, bounds.keep_end)
         return _checked(TextBatch.of([[*first, *ids, *last] for ids in found]), bounds)
 
     def pairs(
@@ -129,53 +184,48 @@ class BatchTokenizer:
         first if `bounds` ask for it. Raises RequestFailed for a pair that is too long.
         """
         _refuse_long(seconds, bounds)
-        beginnings = {text: self._backend.encode(text, add_special_tokens=False) for text in dict.fromkeys(firsts)}
-        special = self._backend.num_special_tokens_to_add(True)
-        rooms = [bounds.limit - special - len(beginnings[text].ids) for text in firsts]
+        distinct = list(dict.fromkeys(firsts))
+        ids = dict(zip(distinct, self._ids(distinct, None, False), strict=True))
+        frame = self._pair
+        rooms = [bounds.limit - frame.size - len(ids[text]) for text in firsts]
         if min(rooms) < 1:
             i = rooms.index(min(rooms))
             tokens = bounds.limit - rooms[i]
             raise _too_long(f"the text beside {bounds.where(i)}", tokens, bounds.limit, "shorten it", bounds.field)
         limits = [most_of_second, max(rooms) if bounds.truncate else None]
         most = min((limit for limit in limits if limit is not None), default=None)
-        ends = self._encoded(seconds, most, bounds.keep_end)
-        found = []
-        for first, room, end in zip(firsts, rooms, ends, strict=True):
-            if bounds.truncate and len(end.ids) > room:
-                end.truncate(room, direction=_direction(bounds.keep_end))
-            found.append(self._backend.post_process(beginnings[first], end, add_special_tokens=True))
-        types = [each.type_ids for each in found] if self._has_token_types else None
-        return _checked(TextBatch.of([each.ids for each in found], types), bounds)
+        ends = self._ids(seconds, most, bounds.keep_end)
+        if bounds.truncate:
+            ends = [_cut(end, room, bounds.keep_end) for end, room in zip(ends, rooms, strict=True)]
+        pairs = [(ids[first], end) for first, end in zip(firsts, ends, strict=True)]
+        types = [frame.types_of(*map(len, pair)) for pair in pairs] if self._has_token_types else None
+        return _checked(TextBatch.of([frame.around(*pair) for pair in pairs], types), bounds)
 
-    def _encoded(self, texts: Sequence[str], most: int | None, keep_end: bool) -> list[Any]:
-        """The encodings of texts without special tokens, each cut to `most` tokens."""
+    def _ids(self, texts: Sequence[str], most: int | None, keep_end: bool) -> list[list[int]]:
+        """The ids of texts without special tokens, each cut to `most`."""
         backend = self._backend
         if most is None:
-            encodings: list[Any] = backend.encode_batch_fast(texts, add_special_tokens=False)
-            return encodings
+            return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
         size = _size(most)
         short = ["" if len(text) > size else text for text in texts]
-        encodings = backend.encode_batch_fast(short, add_special_tokens=False)
+        found = [_cut(each.ids, most, keep_end) for each in backend.encode_batch_fast(short, add_special_tokens=False)]
         for i, text in enumerate(texts):
             if len(text) > size:
-                encodings[i] = _kept(backend, text, most, keep_end)
-            elif len(encodings[i].ids) > most:
-                encodings[i].truncate(most, direction=_direction(keep_end))
-        return encodings
+                found[i] = _kept(backend, text, most, keep_end)
+        return found
 
 
-def _kept(backend: Any, text: str, most: int, keep_end: bool) -> Any:
-    """The encoding of the first or last `most` tokens of a long text, without special tokens.
+def _kept(backend: Any, text: str, most: int, keep_end: bool) -> list[int]:
+    """The first or last `most` tokens of a long text, without special tokens.
 
     Tokenizes a part of the text that is large enough, and ends at a space if it has one.
     """
     size = _size(most)
     while True:
         part = _part(text, size, keep_end)
-        encoding = backend.encode(part, add_special_tokens=False)
-        if len(encoding.ids) >= most + _UNSURE_TOKENS or len(part) == len(text):
-            encoding.truncate(most, direction=_direction(keep_end))
-            return encoding
+        ids: list[int] = backend.encode(part, add_special_tokens=False).ids
+        if len(ids) >= most + _UNSURE_TOKENS or len(part) == len(text):
+            return _cut(ids, most, keep_end)
         size *= 4
 
 
@@ -196,12 +246,10 @@ def _size(tokens: int) -> int:
     return _CHARACTERS_PER_TOKEN * (tokens + _UNSURE_TOKENS) + _SHORTEST_LONG
 
 
-def _cut(ids: Sequence[int], most: int, keep_end: bool) -> Sequence[int]:
-    return ids[max(0, len(ids) - most) :] if keep_end else ids[:most]
-
-
-def _direction(keep_end: bool) -> str:
-    return "left" if keep_end else "right"
+def _cut(ids: list[int], most: int | None, keep_end: bool) -> list[int]:
+    if most is None or len(ids) <= most:
+        return ids
+    return ids[len(ids) - most :] if keep_end else ids[:most]
 
 
 def _refuse_long(texts: Sequence[str], bounds: Bounds) -> None:

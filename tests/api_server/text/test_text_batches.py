@@ -169,3 +169,15 @@ def test_parts_with_and_without_types_are_joined() -> None:
     assert joined.lengths.tolist() == [2, 1, 2]
     assert joined.token_types is not None
     assert joined.token_types.tolist() == [0, 0, 1, 0, 1]
+
+
+def test_tokens_of_a_prompt_are_marked() -> None:
+    """As sentence-transformers counts them: the tokenizer's own beginning and the prompt, without its end."""
+    backend = wordpiece_backend()
+    batches = BatchTokenizer(backend, True)
+    count = batches.prompt_length("the quick ")
+    assert count == 1 + len(backend.encode("the quick ", add_special_tokens=False).ids)
+    batch = batches.texts(["the quick fox", "the"], Bounds(limit=20)).without_prompt(count)
+    fox = len(backend.encode("the quick fox").ids) - count
+    assert batch.token_types is not None
+    assert batch.token_types.tolist() == [-1] * count + [0] * fox + [-1] * min(3, count) + [0] * max(0, 3 - count)
