@@ -26,7 +26,7 @@ class ForwardBatch:
     """S sequences, T query tokens, L rows of logits. The query tokens of a sequence are its last ones."""
 
     tokens: Tensor  # i64[T]
-    positions: Tensor  # i64[T]
+    positions: Tensor  # i64[T], or i64[3, T] where images have positions in three directions
     query_start: Tensor  # i32[S+1]: sequence s owns tokens query_start[s] to query_start[s+1]
     kv_len: Tensor  # i32[S]: tokens in the cache once this step's are written
     block_tables: Tensor  # i32[S, max_blocks]: entries past a sequence's last block are never read
@@ -36,10 +36,13 @@ class ForwardBatch:
     # Bounds known on the host, so that no backend must wait for a device to learn them.
     max_query: int
     max_kv: int
-    # Indices into the T tokens, and the vectors f32[K, hidden] that stand for those tokens' embeddings.
+    # Indices into the T tokens, and the vectors f32[K, (1 + levels) x hidden] that stand for those tokens' embeddings
+    # and, level by level, for what is added behind the first layers.
     embeddings: tuple[Tensor, Tensor] | None = None
     # The host's copy of `logit_positions`.
     wanted: IntColumn | None = None
+    # i32[2, T]: the first and the last key that each token sees beside those up to its own, by index in the sequence.
+    seen: Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -80,8 +83,11 @@ class ForwardBatch:
         logit_positions: IntColumn,
         device: torch.device | str = "cpu",
         embeddings: tuple[IntColumn, NDArray[np.float32]] | None = None,
+        angles: IntColumn | None = None,
+        seen: IntColumn | None = None,
     ) -> ForwardBatch:
-        """Derive positions and slots from the lengths. `kv_lens` count this step's tokens too."""
+        """Derive positions and slots from the lengths. `kv_lens` count this step's tokens too. `angles` are the
+        positions where they do not follow from the lengths."""
         query_start = np.zeros(len(query_lens) + 1, np.int32)
         np.cumsum(query_lens, out=query_start[1:])
         _check_columns(tokens, query_lens, kv_lens, block_tables, block_size, query_start)
@@ -95,11 +101,13 @@ class ForwardBatch:
         block = block_tables[sequence, positions // block_size].astype(np.int64)
 
         slots = block * block_size + positions % block_size
-        wide = _columns((tokens, positions, slots, logit_positions), np.int64, device)
+        three = angles is not None and angles.ndim == 2
+        shown = positions if angles is None or three else angles
+        wide = _columns((tokens, shown, slots, logit_positions), np.int64, device)
         narrow = _columns((query_start, kv_lens, block_tables), np.int32, device)
         return cls(
             tokens=wide[0],
-            positions=wide[1],
+            positions=torch.from_numpy(angles).to(device) if three else wide[1],
             query_start=narrow[0],
             kv_len=narrow[1],
             block_tables=narrow[2],
@@ -112,6 +120,7 @@ class ForwardBatch:
             if embeddings is None
             else (torch.from_numpy(embeddings[0]).to(device), torch.tensor(embeddings[1], device=device)),
             wanted=logit_positions,
+            seen=None if seen is None else torch.from_numpy(seen).to(device),
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from model_worker.batch import ForwardBatch
@@ -24,8 +25,9 @@ def given_embeddings(embedding: nn.Module, batch: ForwardBatch) -> Iterator[None
     places, vectors = batch.embeddings
 
     def replace(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
+        width = output.shape[-1]
         changed = output.clone()
-        changed.view(-1, output.shape[-1])[places] = vectors.to(output.dtype)
+        changed.view(-1, width)[places] = vectors[:, :width].to(output.dtype)
         return changed
 
     handle = embedding.register_forward_hook(replace)
@@ -33,6 +35,17 @@ def given_embeddings(embedding: nn.Module, batch: ForwardBatch) -> Iterator[None
         yield
     finally:
         handle.remove()
+
+
+def added_behind_layers(batch: ForwardBatch, levels: int) -> dict[str, Any]:
+    """Arguments of a decoder that adds vectors to the outputs of its first layers (DeepStack)."""
+    assert batch.embeddings is not None
+    places, vectors = batch.embeddings
+    order = torch.argsort(places)
+    mask = torch.zeros(1, batch.num_tokens, dtype=torch.bool, device=places.device)
+    mask[0, places] = True
+    parts = vectors[order].chunk(levels + 1, dim=1)
+    return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(parts[1:])}
 
 
 @contextmanager

@@ -68,6 +68,8 @@ class Engine:
         for row in self._held:
             self._drop(row)
         self._held.clear()
+        if self._running.images is not None:
+            self._running.images.clear()
         self._running.isolated.clear()
         self._running.refused.clear()
 
@@ -77,6 +79,8 @@ class Engine:
             self._held.discard(row)
             running.isolated.discard(row)
             running.refused.pop(row, None)
+            if running.images is not None:
+                running.images.drop(row)
             self._drop(row)
         running.rows.apply(step)
         for join in step.joins:
@@ -93,7 +97,9 @@ class Engine:
 
     def _join(self, join: Join) -> None:
         if join.images:
-            raise ValueError("this model takes no images")
+            if self._running.images is None:
+                raise ValueError("this model takes no images")
+            self._running.images.join(join)
         if join.hidden_from is not None and not self._running.gives_hidden_states:
             raise ValueError("hidden states are not supported for this model")
         prompt, emitted = np.split(join.tokens, [join.prompt_len])

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import AttentionParams, KVCache, KVLayout
+from model_worker.vision.encoder import Encoder
 
 # Tokens of a KV block where the attention backend does not mind.
 BLOCK_SIZE = 16
@@ -91,6 +92,7 @@ class LoadedModel:
     unproven: Unproven | None = None  # what will be `stack` once kernels are compiled; None if they are
     backend: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
     block_size: int = BLOCK_SIZE  # tokens of a KV block, as the backend likes them
+    encoder: Encoder | None = None  # of images; None for a model that takes none
 
 
 def check_positions(max_model_len: int | None, max_position: int | None) -> None:

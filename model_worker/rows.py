@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,9 @@ class PackedStep:
     `tokens` i32[T] of all rows one after the other; `ntok`, `kv_len` i32[S] (K/V length after the step);
     `block_tables` i32[S, B]; `sampling` i32[L]: indices into the step's rows that sample; `positions` i64[L]: index
     the new token will have in its sequence; `prompts`: parts of prompts to report; `hidden`: tokens whose hidden
-    states are reported; `embeddings`: packed tokens i64[K] with the vectors f32[K, hidden] that stand for theirs.
+    states are reported; `embeddings`: packed tokens i64[K] with the vectors f32[K, (1 + levels) x hidden] that stand
+    for theirs, and are added by the first layers. `angles` i64[T] or i64[3, T]: positions of the tokens, where they are
+    not their indices; `seen` i32[2, T]: first and last index of keys that each token sees beside those up to its own.
     """
 
     rows: NDArray[np.int32]
@@ -62,6 +65,8 @@ class PackedStep:
     prompts: list[PromptPart]
     hidden: list[HiddenPart]
     embeddings: tuple[NDArray[np.int64], NDArray[np.float32]] | None
+    angles: NDArray[np.int64] | None = None
+    seen: NDArray[np.int32] | None = None
 
     @property
     def plain(self) -> bool:
@@ -69,10 +74,17 @@ class PackedStep:
         return not self.prompts and not self.hidden and self.embeddings is None
 
 
+class Images(Protocol):
+    """What the images of rows bring to a step."""
+
+    def fill(self, packed: PackedStep) -> PackedStep: ...
+
+
 class WorkerRows:
     """`max_rows` rows of sequences up to `max_model_len` tokens."""
 
     def __init__(self, max_rows: int, max_model_len: int, block_size: int, num_blocks: int) -> None:
+        self.images: Images | None = None
         self.max_rows = max_rows
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -124,7 +136,7 @@ class WorkerRows:
             raise StepError(f"step {step.step} computes tokens that a row does not have")
         sampling = np.flatnonzero(kv_len == self.known[rows])
         blocks = -(-most // self.block_size)
-        return PackedStep(
+        packed = PackedStep(
             rows=rows,
             tokens=self._next_tokens(rows, ntok),
             ntok=ntok,
@@ -136,6 +148,7 @@ class WorkerRows:
             hidden=self._hidden_parts(rows, ntok) if self._hidden else [],
             embeddings=self._given_embeddings(rows, ntok) if self._embeddings else None,
         )
+        return packed if self.images is None else self.images.fill(packed)
 
     def computed_step(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
         """Books a forward and the tokens it sampled for `packed.sampling`."""

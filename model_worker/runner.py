@@ -26,13 +26,13 @@ from model_worker.attention import (
 )
 from model_worker.batch import ForwardBatch
 from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
-from model_worker.embedding_hooks import given_embeddings, taken_inputs
+from model_worker.embedding_hooks import added_behind_layers, given_embeddings, taken_inputs
 from model_worker.kv_cache import KVCache
 from model_worker.sampling.sampler import largest
 
 if TYPE_CHECKING:
     from model_worker.cpu.fused.stack import Drawn, Passes
-    from model_worker.model import LoadedModel
+    from model_worker.model import CompiledStack, LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -124,19 +124,21 @@ class ModelRunner:
             with torch.inference_mode():
                 return self._graphs.run(batch)
         with torch.inference_mode(), given_embeddings(self._embedding, batch):
-            return self._logits(batch) if self._stack is None else self._stack.forward(batch, self.cache)
+            stack = self._stack_for(batch)
+            return self._logits(batch) if stack is None else stack.forward(batch, self.cache)
 
     def pick(self, batch: ForwardBatch, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Tensor]:
         """The token of the largest logit of each of the L rows (-1: not finite), and the logits of the rows `wanted`.
 
         The stack finds the largest while it multiplies, and the other logits never come to memory.
         """
-        if self._stack is None:
+        stack = self._stack_for(batch)
+        if stack is None:
             logits = self.forward(batch)
             return largest(logits[:, : self.loaded.vocab_size]), logits[torch.from_numpy(wanted)]
         self._check(batch)
         with torch.inference_mode(), given_embeddings(self._embedding, batch):
-            return self._stack.pick(batch, self.cache, wanted)
+            return stack.pick(batch, self.cache, wanted)
 
     @property
     def runs_ahead(self) -> bool:
@@ -164,8 +166,9 @@ class ModelRunner:
         """As `forward`, and what the logits were made of: the hidden states [L, hidden] after the last norm."""
         self._check(batch)
         with torch.inference_mode(), given_embeddings(self._embedding, batch):
-            if self._stack is not None:
-                return self._stack.forward_with_hidden(batch, self.cache)
+            stack = self._stack_for(batch)
+            if stack is not None:
+                return stack.forward_with_hidden(batch, self.cache)
             with taken_inputs(self.loaded.model.get_output_embeddings()) as taken:
                 logits = self._logits(batch)
             return logits, taken[0].reshape(len(logits), -1)
@@ -178,15 +181,36 @@ class ModelRunner:
         if batch.block_size != self.cache.block_size:
             raise ValueError(f"the batch has blocks of {batch.block_size} tokens, the cache of {self.cache.block_size}")
 
+    def _stack_for(self, batch: ForwardBatch) -> CompiledStack | None:
+        """The stack, if it can compute this batch: it knows no attention to later keys, and nothing that images add
+        behind a layer."""
+        return None if batch.seen is not None or self._levels(batch) else self._stack
+
+    def _levels(self, batch: ForwardBatch) -> int:
+        """How many layers have something to add behind them for the batch's embeddings."""
+        return 0 if batch.embeddings is None else batch.embeddings[1].shape[1] // self.hidden_size - 1
+
     def _logits(self, batch: ForwardBatch) -> Tensor:
         attention = self.loaded.attention
-        context = PagedForward(batch, self._tiled or self.cache, self.backend, attention.layer_of, attention.params)
+        cache = self._tiled or self.cache
+        backend = self.backend
+        if self._stack is not None:
+            cache = tiled.TiledCache(self.cache)
+            backend = tiled.attend
+        elif batch.seen is not None and self._tiled is None:
+            backend = reference.attend
+        context = PagedForward(batch, cache, backend, attention.layer_of, attention.params)
+        positions = batch.positions.unsqueeze(-2)
+        added: dict[str, Any] = {}
+        if levels := self._levels(batch):
+            added = added_behind_layers(batch, levels)
         with paged_forward(context):
             output = self.loaded.model(
                 input_ids=batch.tokens.unsqueeze(0),
-                position_ids=batch.positions.unsqueeze(0),
+                position_ids=positions,
                 logits_to_keep=batch.logit_positions,
                 use_cache=False,
+                **added,
             )
         logits: Tensor = output.logits[0]
         return logits

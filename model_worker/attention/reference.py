@@ -32,18 +32,20 @@ def attend_to(q: Tensor, v_dim: int, batch: ForwardBatch, params: AttentionParam
         tokens = slice(starts[sequence], starts[sequence + 1])
         blocks = batch.block_tables[sequence, : -(-kv_len // batch.block_size)].long()
         k, v = gather(blocks)
-        out[tokens] = _attend_one(q[tokens], k[:kv_len], v[:kv_len], params).to(out.dtype)
+        seen = None if batch.seen is None else batch.seen[:, tokens]
+        out[tokens] = _attend_one(q[tokens], k[:kv_len], v[:kv_len], params, seen).to(out.dtype)
     return out
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, seen: Tensor | None) -> Tensor:
     """Attend with one sequence's last queries [Q, Hq, D] to all its keys [K, Hkv, D] and values [K, Hkv, Dv]."""
     group = q.shape[1] // k.shape[1]
     k, v = (kv.float().repeat_interleave(group, dim=1) for kv in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q.float(), k) * params.scale
     if params.softcap is not None:
         logits = params.softcap * torch.tanh(logits / params.softcap)
-    logits = logits.masked_fill(~_visible(q.shape[0], k.shape[0], params.sliding_window, q.device), -torch.inf)
+    visible = _visible(q.shape[0], k.shape[0], params.sliding_window, q.device, seen)
+    logits = logits.masked_fill(~visible, -torch.inf)
     if params.sinks is not None:
         sinks = params.sinks.float().view(-1, 1, 1).expand(-1, q.shape[0], 1)
         logits = torch.cat([logits, sinks], dim=-1)
@@ -51,9 +53,17 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Ten
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
-def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return which key each query sees, bool[queries, keys]. Queries are the last positions of the sequence."""
+def _visible(queries: int, keys: int, window: int | None, device: torch.device, seen: Tensor | None = None) -> Tensor:
+    """Return which key each query sees, bool[queries, keys]. Queries are the last positions of the sequence.
+
+    `seen` [2, queries] are the first and the last key that they see, whatever their own position and the window.
+    """
     key = torch.arange(keys, device=device)
     query = key[keys - queries :, None]
     visible = key <= query
-    return visible if window is None else visible & (key > query - window)
+    if window is not None:
+        visible = visible & (key > query - window)
+    if seen is not None:
+        first, last = seen[:, :, None]
+        visible = visible | ((key >= first) & (key <= last))
+    return visible

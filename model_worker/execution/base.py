@@ -20,6 +20,7 @@ from model_worker.execution.flight import InFlight, Pending
 from model_worker.grammar.masks import Masks
 from model_worker.rows import PackedStep, WorkerRows
 from model_worker.sampling.sampler import Sampled, SamplerRows
+from model_worker.vision.rows import ImageRows
 
 Forward = Callable[[ForwardBatch], torch.Tensor]
 Greedy = Callable[[ForwardBatch, NDArray[np.bool_]], tuple[NDArray[np.int64], torch.Tensor]]
@@ -71,11 +72,18 @@ class RunningRows:
     """Everything known of the running rows: the engine changes it step by step, executors read it."""
 
     def __init__(
-        self, rows: WorkerRows, sampler: SamplerRows, masks: Masks | None, *, gives_hidden_states: bool
+        self,
+        rows: WorkerRows,
+        sampler: SamplerRows,
+        masks: Masks | None,
+        images: ImageRows | None = None,
+        *,
+        gives_hidden_states: bool,
     ) -> None:
         self.rows = rows
         self.sampler = sampler
         self.masks = masks
+        self.images = rows.images = images
         self.gives_hidden_states = gives_hidden_states
         # Rows that share no forward pass.
         self.isolated: set[int] = set()
@@ -95,8 +103,9 @@ class DeviceStep(RunningRows):
         backend: Backend,
         identity: WorkerIdentity,
         masks: Masks | None = None,
+        images: ImageRows | None = None,
     ) -> None:
-        super().__init__(rows, sampler, masks, gives_hidden_states=backend.hidden is not None)
+        super().__init__(rows, sampler, masks, images, gives_hidden_states=backend.hidden is not None)
         self.backend = backend
         self.identity = identity
 
@@ -111,6 +120,8 @@ class DeviceStep(RunningRows):
             logit_positions=_wanted(packed) if wanted is None else wanted,
             device=self.backend.device,
             embeddings=packed.embeddings,
+            angles=packed.angles,
+            seen=packed.seen,
         )
 
     def needs_logits(self, packed: PackedStep) -> NDArray[np.bool_]:

@@ -32,7 +32,7 @@ class Speculation:
 
     def accepts(self, step: Step, packed: PackedStep) -> bool:
         shared = self._shared
-        if shared.in_flight or not step.repeats or shared.refused or not packed.plain:
+        if shared.in_flight or not step.repeats or shared.refused or not packed.plain or packed.angles is not None:
             return False
         single = len(packed.rows) == len(packed.tokens) == len(packed.sampling) == 1
         if not single or shared.needs_host(packed.rows):

@@ -14,12 +14,22 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from transformers.utils import logging as transformers_logging
 
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.model import ModelRefused, Progress, first_line
+from model_worker.vision.family import family_of, is_composite, why_refused
 from shared.load_errors import broken_file
 
 # What transformers' configs call the layers whose only state is a KV cache.
@@ -89,14 +99,23 @@ def read_config(source: str | Path) -> PreTrainedConfig:
         raise ModelRefused(str(source), reason) from error
 
 
-def refuse_by_config(config: PreTrainedConfig) -> str:
-    """Refuse a config that cannot work before any weight is read. Returns the name of the architecture."""
+def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
+    """Refuse a config that cannot work before any weight is read. Returns the name of the architecture.
+
+    A model that takes images is refused if its images are not supported, unless there is to be no `vision`.
+    """
     name: str = (config.architectures or [config.model_type])[0]
     if config.is_encoder_decoder:
         raise ModelRefused(name, "it is an encoder-decoder, and only decoders are served")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    composite = is_composite(config)
+    if composite:
+        model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        if vision and family_of(config) is None:
+            raise ModelRefused(model_class.__name__, why_refused(config))
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelRefused(name, f"transformers has no decoder (causal language model) for {config.model_type!r}")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    else:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = model_class.__name__
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     other = sorted(set(layer_types or ()) - PAGED_LAYERS)
@@ -109,7 +128,7 @@ def refuse_by_config(config: PreTrainedConfig) -> str:
         raise ModelRefused(name, "it keeps a recurrent state, and only attention over a KV cache is served")
     if not model_class._can_set_attn_implementation():
         raise ModelRefused(name, "its attention does not go through transformers' attention registry")
-    if lacking := NEEDED_ARGUMENTS - set(inspect.signature(model_class.forward).parameters):
+    if not composite and (lacking := NEEDED_ARGUMENTS - set(inspect.signature(model_class.forward).parameters)):
         raise ModelRefused(name, f"its forward pass takes no {' and no '.join(sorted(lacking))}")
     return name
 
@@ -117,14 +136,18 @@ def refuse_by_config(config: PreTrainedConfig) -> str:
 def load_weights(
     source: str | Path, config: PreTrainedConfig, architecture: str, dtype: torch.dtype | str
 ) -> PreTrainedModel:
-    auto: Any = AutoModelForCausalLM  # typed for one return value, and there are two with loading info
+    # Of a composite model only the text model attends to the paged cache, which the runner sees to.
+    composite = is_composite(config)
+    attention = {} if composite else {"attn_implementation": PAGED_ATTENTION}
+    # Typed for one return value, and there are two with loading info.
+    auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
     model: PreTrainedModel
     try:
         model, info = auto.from_pretrained(
             source,
             config=config,
             dtype=dtype,
-            attn_implementation=PAGED_ATTENTION,
+            **attention,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,

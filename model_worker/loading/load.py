@@ -6,6 +6,7 @@ Knows the steps. Does not know how many blocks the model will get, nor its user.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,9 +22,11 @@ from model_worker.loading.checkpoint import (
     reported_weights,
     weights_dtype,
 )
+from model_worker.loading.composite import take_apart
 from model_worker.loading.prepare import prove
 from model_worker.loading.rope import pin_longrope
 from model_worker.model import LoadedModel, Progress, check_positions, max_position_of
+from model_worker.vision.family import is_composite
 
 
 def load_model(
@@ -34,20 +37,22 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str = "none",
     deferred: Callable[[torch.dtype], bool] = lambda _: False,
+    vision: bool = True,
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub name.
 
     `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
     the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
     int8 quantizes the weights of linear layers, per output, and verifies the model against itself with these weights.
-    `deferred` says for a weights' type whether its kernels must not be run yet, on a CPU.
+    `deferred` says for a weights' type whether its kernels must not be run yet, on a CPU. Without `vision` a model that
+    takes images serves text alone.
     """
     target = torch.device(device)
     wanted_dtype = weights_dtype(dtype, target)
     check_quantization(quantization, target)
     check_device(target)
     config = read_config(source)
-    architecture = refuse_by_config(config)
+    architecture = refuse_by_config(config, vision)
     max_position = max_position_of(config)
     check_positions(max_model_len, max_position)
     with reported_weights(progress):
@@ -60,7 +65,10 @@ def load_model(
     nn.Module.to(model, target)
     if max_position is not None:
         pin_longrope(model, min(max_position, max_model_len or max_position))
-    return prove(model.eval(), target, quantization, progress, deferred)
+    if not is_composite(config):
+        return prove(model.eval(), target, quantization, progress, deferred)
+    text, encoder = take_apart(model.eval(), target, vision)
+    return replace(prove(text, target, quantization, progress, deferred), encoder=encoder)
 
 
 def _half_as_bfloat16(model: PreTrainedModel) -> None:

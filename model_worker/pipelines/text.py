@@ -32,6 +32,7 @@ from interfaces import (
     SamplingParams,
     Step,
     StepResult,
+    TextAndVisionContext,
     TextContext,
     TextGenerationInputs,
     TextGenerationOutput,
@@ -47,6 +48,9 @@ from model_worker.loading.load import load_model
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
 from model_worker.sampling.sampler import SamplerRows
+from model_worker.vision.encoder import EncoderCache
+from model_worker.vision.family import Sight
+from model_worker.vision.rows import ImageRows
 
 
 @dataclass(slots=True)
@@ -75,7 +79,9 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         sampler = SamplerRows(capacity.max_rows, runner.loaded.vocab_size, runner.loaded.device)
         self._runner = runner
         backend = Backend(runner.loaded.device, self._forward)
-        shared = DeviceStep(rows, sampler, backend, WorkerIdentity(0, 0), masks)
+        encoder = runner.loaded.encoder
+        self._images = None if encoder is None else ImageRows(encoder, EncoderCache(encoder.cache_bytes))
+        shared = DeviceStep(rows, sampler, backend, WorkerIdentity(0, 0), masks, self._images)
         self._engine = Engine(shared, executors_for(shared))
         self._masks = masks
         self._capacity = capacity
@@ -180,7 +186,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             raise ValueError(
                 f"request {name} has {len(tokens)} tokens: at most {self.max_length - 1} leave room for more"
             )
-        low, high = int(tokens.min()), int(tokens.max())
+        if isinstance(context, TextAndVisionContext):
+            # Their embeddings are replaced.
+            tokens = tokens[~np.isin(tokens, context.vision_token_ids)]
+        low, high = (int(tokens.min()), int(tokens.max())) if len(tokens) else (0, 0)
         if low < 0 or high >= vocab_size:
             raise ValueError(f"request {name} has token ids from {low} to {high}: the model has 0 to {vocab_size - 1}")
         if context.grammar is None and context.json_schema is not None:
@@ -239,10 +248,18 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             joins += self._follow(context)
             batch.append(context)
             if context.tokens.active_length > budget and not context.tokens.actively_chunked:
-                context.tokens.chunk(budget)
-                return batch, joins, context
+                self._chunk(context, budget)
+                return batch, joins, context if context.tokens.actively_chunked else None
             budget -= context.tokens.active_length
         return batch, joins, None
+
+    def _chunk(self, context: TextContext, budget: int) -> None:
+        """Leave about `budget` tokens for the next step. More where an image or a prompt must be computed whole."""
+        sight = Sight.CAUSAL if self._images is None else self._images.encoder.family.sight
+        if sight == Sight.CAUSAL or not isinstance(context, TextAndVisionContext):
+            context.tokens.chunk(budget)
+        elif sight == Sight.IMAGE:
+            context.chunk(budget)
 
     def _follow(self, context: TextContext) -> list[Join]:
         """Makes row and context agree on what is computed; a join if the engine does not know it."""
@@ -264,6 +281,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
                 start=row.computed,
                 sampling=_values(context),
                 grammar=RowGrammar.of(context),
+                images=context.images if isinstance(context, TextAndVisionContext) else [],
             )
         ]
 

@@ -313,6 +313,9 @@ class FusedStack:
         return Inputs(tokens[:0], drawn.unread, drawn.last_tokens, np.empty((0, 0), self._element)), x
 
     def _angles_of(self, batch: ForwardBatch, passes: int) -> Rotary:
+        if batch.positions.ndim == 2:
+            assert passes == 1, "tokens with positions in three directions are computed in one pass"
+            return self._compute_angles(batch.positions)
         positions = batch.positions.numpy()
         most = int(positions.max()) + passes
         if most > _KEPT_POSITIONS:
@@ -323,8 +326,9 @@ class FusedStack:
         return self._angles._replace(rows=positions)
 
     def _compute_angles(self, positions: Tensor) -> Rotary:
-        cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32), positions.unsqueeze(0))
-        return Rotary(cos[0].contiguous().numpy(), sin[0].contiguous().numpy(), np.arange(len(positions)))
+        """Return the angles of positions [T], or [3, T] for a rotary embedding that takes three directions."""
+        cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32), positions.unsqueeze(-2))
+        return Rotary(cos[0].contiguous().numpy(), sin[0].contiguous().numpy(), np.arange(positions.shape[-1]))
 
     def _cache(self, batch: ForwardBatch, cache: KVCache, passes: int) -> Cache:
         if cache not in self._caches:

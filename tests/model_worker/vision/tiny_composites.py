@@ -1,0 +1,371 @@
+"""Tiny random models that take images, each with inputs for one image, as an image processor makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from interfaces import ImageMetadata
+
+IMAGE = 190
+BEGIN = 192
+END = 193
+HIDDEN = 64
+TEXT: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+GRID_TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": HIDDEN,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "intermediate_size": 48,
+}
+IDS: dict[str, Any] = {"image_token_id": IMAGE, "image_token_index": IMAGE, "tie_word_embeddings": False}
+GRID_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": 191,
+    "vision_start_token_id": BEGIN,
+    "vision_end_token_id": END,
+    "tie_word_embeddings": False,
+}
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]
+
+# Makes the arrays of one image, by the names of the model's arguments. Each call draws other pixels.
+Draw = Callable[[], dict[str, Tensor]]
+
+
+class Tiny(NamedTuple):
+    """A model, the arrays of its images, and how many tokens stand for each."""
+
+    model: PreTrainedModel
+    draw: Draw
+    tokens: int
+    # Tokens around those of an image.
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    # The direction in which the images of a prompt lie one after the other.
+    axis: int = 0
+    # Whether images come first.
+    first: bool = False
+
+    def image(self, arrays: dict[str, Tensor], start: int, image_hash: int | None = None) -> ImageMetadata:
+        return ImageMetadata(
+            start_idx=start,
+            end_idx=start + self.tokens,
+            pixel_values=arrays["pixel_values"].numpy(),
+            extras={name: array.numpy() for name, array in arrays.items() if name != "pixel_values"},
+            image_hash=image_hash,
+        )
+
+    def prompt(self, texts: list[list[int]]) -> tuple[NDArray[np.int64], list[int]]:
+        """Texts with an image between each two, and where the images begin."""
+        tokens = list(texts[0])
+        starts = []
+        for text in texts[1:]:
+            tokens += self.begin
+            starts.append(len(tokens))
+            tokens += [IMAGE] * self.tokens + [*self.end, *text]
+        return np.array(tokens), starts
+
+    def inputs(self, tokens: NDArray[np.int64], images: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Arguments of the model's own `generate`."""
+        ids = torch.from_numpy(tokens)[None]
+        joined = {name: torch.cat([image[name] for image in images], self.axis) for name in images[0]}
+        kind = (ids == IMAGE).int()
+        if self.first:
+            joined["token_type_ids"] = torch.zeros_like(ids)
+        elif self.model.config.model_type == "gemma3":
+            joined["token_type_ids"] = kind
+        elif self.begin:
+            joined["mm_token_type_ids"] = kind
+        return {"input_ids": ids} | joined
+
+
+def _filled(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Draw weights that make neighbouring tokens matter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                scale = 0.5 if "embed" in name else 0.15
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.eval()
+    return model
+
+
+def _pixels(*shape: int, **others: list[Any]) -> Draw:
+    return lambda: {"pixel_values": torch.randn(*shape)} | {name: torch.tensor(v) for name, v in others.items()}
+
+
+def _grid(draw: Draw, model: PreTrainedModel) -> Tiny:
+    return Tiny(model, draw, 6, (BEGIN,), (END,))
+
+
+def _rope(**others: object) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4} | others}
+
+
+PATCHES = _pixels(24, 96, image_grid_thw=[[1, 4, 6]])
+
+
+def _llava(**vision: object) -> Any:
+    return transformers.LlavaConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=TOWER | {"model_type": "clip_vision_model", "projection_dim": 32} | vision,
+        vision_feature_select_strategy="default",
+        vision_feature_layer=-2,
+        **IDS,
+    )
+
+
+def llava() -> Tiny:
+    return Tiny(transformers.LlavaForConditionalGeneration(_llava()), _pixels(1, 3, 16, 16), 16)
+
+
+def pixtral_llava() -> Tiny:
+    config = transformers.LlavaConfig(
+        text_config=TEXT | {"model_type": "mistral", "head_dim": 16},
+        vision_config=TOWER | {"model_type": "pixtral", "image_size": 32},
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        **IDS,
+    )
+    draw = _pixels(1, 3, 16, 24, image_sizes=[[16, 24]])
+    return Tiny(transformers.LlavaForConditionalGeneration(config), draw, 24)
+
+
+def llava_next() -> Tiny:
+    config = transformers.LlavaNextConfig(
+        text_config=TEXT | {"model_type": "llama"},
+        vision_config=TOWER | {"model_type": "clip_vision_model", "projection_dim": 32},
+        image_grid_pinpoints=PINPOINTS,
+        **IDS,
+    )
+    draw = _pixels(1, 5, 3, 16, 16, image_sizes=[[32, 32]])
+    return Tiny(transformers.LlavaNextForConditionalGeneration(config), draw, 88)
+
+
+def llava_onevision() -> Tiny:
+    config = transformers.LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        video_token_index=191,
+        image_grid_pinpoints=PINPOINTS,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_9",
+        **IDS,
+    )
+    draw = _pixels(1, 5, 3, 16, 16, image_sizes=[[32, 32]], batch_num_images=[1])
+    return Tiny(transformers.LlavaOnevisionForConditionalGeneration(config), draw, 88)
+
+
+def mistral3() -> Tiny:
+    config = transformers.Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral", "head_dim": 16},
+        vision_config=TOWER | {"model_type": "pixtral", "image_size": 32},
+        spatial_merge_size=2,
+        **IDS,
+    )
+    draw = _pixels(1, 3, 16, 24, image_sizes=[[16, 24]])
+    return Tiny(transformers.Mistral3ForConditionalGeneration(config), draw, 6)
+
+
+def internvl() -> Tiny:
+    config = transformers.InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2"},
+        vision_config=TOWER | {"image_size": [16, 16], "patch_size": [4, 4]},
+        downsample_ratio=0.5,
+        image_seq_length=4,
+        **IDS,
+    )
+    return Tiny(transformers.InternVLForConditionalGeneration(config), _pixels(2, 3, 16, 16), 8)
+
+
+def _tiles(count: int) -> Draw:
+    mask = torch.ones(1, count, 16, 16, dtype=torch.bool)
+    return lambda: {"pixel_values": torch.randn(1, count, 3, 16, 16), "pixel_attention_mask": mask}
+
+
+def idefics2() -> Tiny:
+    perceiver = {
+        "hidden_size": HIDDEN,
+        "resampler_n_latents": 4,
+        "resampler_depth": 1,
+        "resampler_n_heads": 2,
+        "resampler_head_dim": 16,
+        "num_key_value_heads": 1,
+    }
+    config = transformers.Idefics2Config(
+        text_config=TEXT | {"model_type": "mistral", "head_dim": 16},
+        vision_config=TOWER,
+        perceiver_config=perceiver,
+        **IDS,
+    )
+    return Tiny(transformers.Idefics2ForConditionalGeneration(config), _tiles(1), 4, axis=1)
+
+
+def idefics3() -> Tiny:
+    config = transformers.Idefics3Config(
+        text_config=TEXT | {"model_type": "llama"}, vision_config=TOWER, scale_factor=2, **IDS
+    )
+    return Tiny(transformers.Idefics3ForConditionalGeneration(config), _tiles(2), 8, axis=1)
+
+
+def smolvlm() -> Tiny:
+    config = transformers.SmolVLMConfig(
+        text_config=TEXT | {"model_type": "llama"}, vision_config=TOWER, scale_factor=2, **IDS
+    )
+    return Tiny(transformers.SmolVLMForConditionalGeneration(config), _tiles(2), 8, axis=1)
+
+
+def aria() -> Tiny:
+    config = transformers.AriaConfig(
+        text_config=TEXT | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+        vision_config=TOWER | {"model_type": "idefics3_vision"},
+        projector_patch_to_query_dict={16: 4},
+        vision_feature_layer=-1,
+        **IDS,
+    )
+    mask = torch.ones(1, 16, 16, dtype=torch.bool)
+    model = transformers.AriaForConditionalGeneration(config)
+    return Tiny(model, lambda: {"pixel_values": torch.randn(1, 3, 16, 16), "pixel_mask": mask}, 4)
+
+
+def cohere2_vision() -> Tiny:
+    layers = ["sliding_attention", "full_attention"]
+    config = transformers.Cohere2VisionConfig(
+        text_config=TEXT | {"model_type": "cohere2", "head_dim": 16, "sliding_window": 8, "layer_types": layers},
+        vision_config=TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        downsample_factor=2,
+        alignment_intermediate_size=64,
+        **IDS,
+    )
+    return Tiny(transformers.Cohere2VisionForConditionalGeneration(config), _pixels(1, 3, 16, 16), 4)
+
+
+def qwen2_vl() -> Tiny:
+    vision = GRID_TOWER | {"embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2}
+    config = transformers.Qwen2VLConfig(text_config=TEXT | _rope(), vision_config=vision, **GRID_IDS)
+    return _grid(PATCHES, transformers.Qwen2VLForConditionalGeneration(config))
+
+
+def qwen2_5_vl() -> Tiny:
+    vision = GRID_TOWER | {"window_size": 16, "fullatt_block_indexes": [1]}
+    config = transformers.Qwen2_5_VLConfig(text_config=TEXT | _rope(), vision_config=vision, **GRID_IDS)
+    return _grid(PATCHES, transformers.Qwen2_5_VLForConditionalGeneration(config))
+
+
+DEEP_TOWER = GRID_TOWER | {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+
+
+def qwen3_vl() -> Tiny:
+    text = TEXT | {"head_dim": 16} | _rope(mrope_interleaved=True)
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=DEEP_TOWER, **GRID_IDS)
+    return _grid(PATCHES, transformers.Qwen3VLForConditionalGeneration(config))
+
+
+def qwen3_vl_moe() -> Tiny:
+    experts = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    text = TEXT | experts | _rope(mrope_interleaved=True)
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=DEEP_TOWER, **GRID_IDS)
+    return _grid(PATCHES, transformers.Qwen3VLMoeForConditionalGeneration(config))
+
+
+def glm4v() -> Tiny:
+    config = transformers.Glm4vConfig(
+        text_config=TEXT | {"head_dim": 16} | _rope(partial_rotary_factor=1.0),
+        vision_config=GRID_TOWER | {"image_size": 16},
+        image_token_id=IMAGE,
+        video_token_id=191,
+        image_start_token_id=BEGIN,
+        image_end_token_id=END,
+        video_start_token_id=194,
+        video_end_token_id=195,
+        tie_word_embeddings=False,
+    )
+    return _grid(PATCHES, transformers.Glm4vForConditionalGeneration(config))
+
+
+def gemma3() -> Tiny:
+    layers = ["sliding_attention", "full_attention"]
+    text = {"head_dim": 16, "sliding_window": 8, "layer_types": layers, "query_pre_attn_scalar": 16}
+    config = transformers.Gemma3Config(
+        text_config=TEXT | text,
+        vision_config=TOWER | {"image_size": 32},
+        mm_tokens_per_image=16,
+        boi_token_index=BEGIN,
+        eoi_token_index=END,
+        **IDS,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    return Tiny(model, _pixels(1, 3, 32, 32), 16, (BEGIN,), (END,))
+
+
+def paligemma() -> Tiny:
+    config = transformers.PaliGemmaConfig(
+        text_config=TEXT | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 8},
+        vision_config=TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        projection_dim=HIDDEN,
+        hidden_size=HIDDEN,
+        **IDS,
+    )
+    model = transformers.PaliGemmaForConditionalGeneration(config)
+    return Tiny(model, _pixels(1, 3, 16, 16), 16, first=True)
+
+
+ALL = [
+    aria,
+    cohere2_vision,
+    gemma3,
+    glm4v,
+    idefics2,
+    idefics3,
+    internvl,
+    llava,
+    llava_next,
+    llava_onevision,
+    mistral3,
+    paligemma,
+    pixtral_llava,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
+    smolvlm,
+]
+
+
+def made(make: Callable[[], Tiny], seed: int = 1) -> Tiny:
+    tiny = make()
+    _filled(tiny.model, seed)
+    return tiny
