@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,16 @@ from shared import forkserver, logs, phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
 from shared.load_errors import may_pass
+from shared.pooling_files import PoolingFiles
 from shared.settings import Settings, parse_memory
 
 if TYPE_CHECKING:
     from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
     from model_worker.execution.base import Backend
+    from model_worker.loop import Runner
     from model_worker.model import LoadedModel
+    from model_worker.one_shot import TextRunner
     from model_worker.runner import ModelRunner
     from model_worker.sampling.sampler import SamplerRows
 
@@ -51,15 +55,30 @@ def main() -> None:
     logs.configure(f"{role} {arguments.device}", settings.log_level, settings.log_format)
     phases.phase("import")
     _import()
+    keys = Path(settings.curve_keys) if arguments.connect else None
+    endpoint = arguments.connect or run_directory.worker_endpoint
     epoch = forkserver.successor(arguments.epoch)
     become(f"{role} {arguments.device}", run_directory.stack_file(role))
     try:
-        engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch)
+        if pools(settings):
+            runner, described = build_texts(settings, arguments.index, arguments.device, epoch)
+            worker = partial(serve, runner, described, endpoint, keys)
+        else:
+            engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch)
+            worker = partial(serve, engine, hello, endpoint, keys, compilation)
     except (ValueError, OSError) as error:
         phases.fatal(str(error), may_pass(error))
         sys.exit(CANNOT_WORK)
-    keys = Path(settings.curve_keys) if arguments.connect else None
-    serve(engine, hello, arguments.connect or run_directory.worker_endpoint, keys, compilation)
+    worker()
+
+
+def pools(settings: Settings) -> bool:
+    """Whether the model makes values of texts instead of generating. ValueError for a checkpoint without usable files.
+
+    The setting decides, and without it the checkpoint.
+    """
+    task = settings.task
+    return (PoolingFiles.read(settings.model).task if task == "auto" else task) != "generate"
 
 
 def _import() -> None:
@@ -147,6 +166,46 @@ def build(
     return engine, hello, compilation
 
 
+def build_texts(settings: Settings, index: int, device: str, epoch: int) -> tuple[TextRunner, WorkerHello]:
+    """Loads a model of a one-shot task, which has no KV cache. ValueError says why it cannot be served here."""
+    import torch
+
+    from model_worker.one_shot import TextRunner
+    from model_worker.pooling.load import load_pooling
+
+    phases.phase("load weights")
+    model = load_pooling(
+        settings.model,
+        settings.dtype,
+        device,
+        settings.task,
+        settings.quantization,
+        settings.max_model_len,
+        settings.max_batch_tokens,
+        lambda _what, done, total: _progress(done, total),
+    )
+    torch.set_grad_enabled(False)
+    hello = WorkerHello(
+        device=device,
+        index=index,
+        epoch=epoch,
+        pid=os.getpid(),
+        num_blocks=0,
+        block_size=0,
+        max_rows=0,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        architecture=model.architecture,
+        dtype=model.dtype,
+        attention="",
+        hidden_size=model.hidden_size,
+        backend=model.backend,
+        tasks=sorted(model.tasks),
+        labels=model.labels,
+    )
+    return TextRunner(model, index, epoch), hello
+
+
 def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:
     """Compiles what sampling on a CPU takes, or loads what was compiled before."""
     import torch
@@ -194,13 +253,13 @@ def _compilation(
 
 
 def serve(
-    engine: Engine,
+    engine: Runner,
     hello: WorkerHello,
     endpoint: str,
     keys: Path | None = None,
     compilation: kernel_cache.Compilation | None = None,
 ) -> None:
-    """Announces the worker and runs steps until SIGTERM."""
+    """Announces the worker and runs steps or batches until SIGTERM."""
     from model_worker.loop import Loop
 
     loop = Loop(engine, hello, endpoint, keys, compilation)

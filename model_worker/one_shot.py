@@ -20,14 +20,15 @@ class PendingBatch:
 
     # As of a launched step.
     steps = 1
-    left = 1
     done = False
 
     def __init__(self, runner: TextRunner, batch: Batch) -> None:
+        self.left = 1
         self._runner = runner
         self._batch = batch
 
     def result(self) -> BatchResult:
+        self.left = 0
         return self._runner.run(self._batch)
 
 
