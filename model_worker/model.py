@@ -47,9 +47,6 @@ class CompiledStack(Protocol):
     def fits(self, block_size: int) -> bool:
         """Whether it can read KV blocks of this many tokens."""
 
-    def warm_up(self, batch: ForwardBatch, cache: KVCache) -> None:
-        """Runs every kernel once."""
-
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits of the tokens that the batch wants."""
 
@@ -63,8 +60,8 @@ class CompiledStack(Protocol):
     def runs_ahead(self) -> bool:
         """Whether a pass takes so long that other work is worth doing meanwhile."""
 
-    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Any, passes: int = 1) -> Any:
-        """Starts so many passes, each from the tokens of the one before; returns what waits for them."""
+    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Any) -> Callable[[], NDArray[Any]]:
+        """Launch a pass. Returns what waits for its tokens."""
 
 
 class Unproven(NamedTuple):

@@ -31,7 +31,9 @@ from model_worker.kv_cache import KVCache
 from model_worker.sampling.sampler import largest
 
 if TYPE_CHECKING:
-    from model_worker.cpu.fused.stack import Drawn, Passes
+    from collections.abc import Callable
+
+    from model_worker.cpu.fused.stack import Drawn
     from model_worker.model import CompiledStack, LoadedModel
 
 log = logging.getLogger(__name__)
@@ -89,8 +91,6 @@ class ModelRunner:
             cpu.warm_up(self.cache.layout.dtype)
         self.forward(self._first_tokens(min(2 * self.cache.block_size, self.token_capacity)))
         self.forward(self._first_tokens(1))
-        if self._stack is not None:
-            self._stack.warm_up(self._first_tokens(1), self.cache)
 
     def _first_tokens(self, length: int) -> ForwardBatch:
         """A sequence of so many tokens, all in block 0."""
@@ -145,13 +145,12 @@ class ModelRunner:
         """Whether `begin_pick` may and should be used."""
         return self._stack is not None and self._stack.runs_ahead
 
-    def begin_pick(self, batch: ForwardBatch, drawn: Drawn, passes: int = 1) -> Passes:
+    def begin_pick(self, batch: ForwardBatch, drawn: Drawn) -> Callable[[], NDArray[np.int64]]:
         """As `pick` for no logits, but what is returned waits for the tokens; see `FusedStack.begin`."""
         assert self._stack is not None
         self._check(batch)
         with torch.inference_mode():
-            begun: Passes = self._stack.begin(batch, self.cache, drawn, passes)
-            return begun
+            return self._stack.begin(batch, self.cache, drawn)
 
     @property
     def hidden_size(self) -> int:

@@ -214,7 +214,7 @@ class Scheduler:
         for index, worker in self.workers.items():
             if worker.in_flight.has_room(limits.steps_in_flight) and not worker.batches.keeps_steps_off:
                 budget = limits.max_batch_tokens
-                step = build_step(worker, self.incarnation, budget, limits.repeats, self.requests.preempt)
+                step = build_step(worker, self.incarnation, budget, limits.most_guesses, self.requests.preempt)
                 if step is not None:
                     steps.append((index, step))
         return steps

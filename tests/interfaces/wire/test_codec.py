@@ -48,6 +48,7 @@ from interfaces import (
     Terms,
     TextAndVisionContext,
     TextContext,
+    TokenRuns,
     Unknown,
     Vectors,
     WireError,
@@ -246,6 +247,7 @@ messages = st.one_of(
         new_blocks=hnp.arrays(np.int32, st.tuples(st.integers(0, 5), st.just(3))),
         drop=column(np.int32),
         joins=st.lists(joins, max_size=3),
+        ahead=st.none() | column(np.int32),
     ),
     st.builds(
         StepResult,
@@ -260,6 +262,7 @@ messages = st.one_of(
         device_us=i31,
         hidden=st.none() | st.builds(HiddenStates, column(np.int32), column(np.int32), column(np.float32)),
         reports=reports,
+        more=st.none() | st.builds(TokenRuns, column(np.int32), column(np.int32), column(np.int32)),
     ),
 )
 

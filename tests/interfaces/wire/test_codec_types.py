@@ -291,7 +291,7 @@ ELSEWHERE = {
     *("AudioGenerationInputs", "EmbeddingsGenerationInputs", "PixelGenerationInputs", "TextGenerationInputs"),
     *("BatchProcessorInputs", "ProcessorInputs"),
     # requests and parts whose base or whole is tested
-    *("ForcedTokens", "LogprobReports"),
+    *("TokenRuns", "LogprobReports"),
     *("Request", "ResponseResource", "ImageContentPart", "VideoContentPart", "SharedMemoryArray"),
 }
 
