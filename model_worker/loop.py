@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,6 @@ from interfaces import (
     decode,
     encode,
 )
-from model_worker.cpu.kernel_cache import Compilation
 from model_worker.execution.base import Counters
 from shared import phases
 from shared.endpoints import worker_identity
@@ -68,8 +68,11 @@ class Runner(Protocol):
 
 
 class Loop:
-    """Owns the socket; `run` returns after `stop`. An exception of the engine ends it, and so the process: state on a
-    device that failed is not to be trusted, and the scheduler replays the sequences on the next epoch."""
+    """Owns the socket. `run` returns after `stop`, or when `superseded` says that a better worker should follow.
+
+    An exception of the engine ends it, and so the process: state on a device that failed is not to be trusted, and the
+    scheduler replays the sequences on the next epoch.
+    """
 
     def __init__(
         self,
@@ -77,10 +80,10 @@ class Loop:
         hello: WorkerHello,
         endpoint: str,
         keys: Path | None = None,
-        compilation: Compilation | None = None,
+        superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
-        self._compilation = compilation
+        self._superseded = superseded
         self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
         identity = worker_identity(hello.index, hello.epoch, os.getpid(), endpoint)
@@ -100,12 +103,8 @@ class Loop:
         # Not at once: a request may have waited for this worker's first answer.
         began, rested = time.monotonic(), False
         try:
-            while not self._stopping:
+            while not self._stopping and not self._superseded():
                 now = time.monotonic()
-                if self._compilation is not None and self._compilation.over and not self._pending:
-                    self._compilation.settle()
-                    self._compilation, self._hello = None, replace(self._hello, compiling=False)
-                    next_hello = now
                 if now >= next_hello:
                     phases.beat()
                     counters = self._engine.counters

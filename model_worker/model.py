@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -64,13 +64,6 @@ class CompiledStack(Protocol):
         """Launch a pass. Returns what waits for its tokens."""
 
 
-class Unproven(NamedTuple):
-    """What waits for compiled kernels: the stack, if the model has the form of one, and its proof."""
-
-    stack: CompiledStack | None
-    proves_itself: Callable[[], bool]
-
-
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """A model that has passed its self-check, and the facts about it that others need."""
@@ -86,7 +79,7 @@ class LoadedModel:
     parameter_count: int
     parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
     stack: CompiledStack | None = None  # the same model in one compiled call, for CPUs
-    unproven: Unproven | None = None  # what will be `stack` once kernels are compiled; None if they are
+    has_kernels: bool = True  # False while they are being compiled: a call would compile them here
     backend: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
     block_size: int = BLOCK_SIZE  # tokens of a KV block, as the backend likes them
     encoder: Encoder | None = None  # of images; None for a model that takes none

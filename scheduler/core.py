@@ -300,7 +300,7 @@ class Scheduler:
         workers = self.workers.values()
         if not workers:
             return None
-        return placement.misfit(submit.text, submit.terms.deterministic, workers, self.limits.max_model_len)
+        return placement.misfit(submit.text, workers, self.limits.max_model_len)
 
     def _place(self, sequence: Sequence) -> bool:
         return placement.place(self.requests, self.limits, sequence)

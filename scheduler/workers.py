@@ -192,7 +192,7 @@ class Worker:
             seconds_since_step=self._clock() - self.in_flight.last_result if self.computing else 0.0,
             drafted=self.hello.drafted,
             accepted=self.hello.accepted,
-            backend="plain torch, while kernels compile" if self.hello.compiling else self.hello.backend,
+            backend=self.hello.backend,
             tasks=self.hello.tasks,
         )
 

@@ -34,12 +34,11 @@ class WorkerHello:
     """Registers a worker with its capacity, and is its heartbeat every second.
 
     `epoch` counts the starts of this worker slot by its supervisor (`EPOCHS_OF_A_SUPERVISOR`). `max_model_len` is what
-    the model and the KV memory allow for one sequence, in tokens. `compiling`: its answers will be computed by other
-    kernels soon, which may differ from the present ones in the last bits. `drafted` and `accepted` count its draft
-    tokens, and those accepted, since it started. `backend` describes in words what runs the model (once nothing is
-    compiling any more). `tasks` are GENERATE or values of `PoolingTask`; a worker that only pools has no blocks and no
-    rows, its `hidden_size` is the width of its vectors, and `labels` names those of a classifier. `images` is
-    NO_IMAGES, CUT_IMAGES (a step may compute a part of an image) or WHOLE_IMAGES.
+    the model and the KV memory allow for one sequence, in tokens. `drafted` and `accepted` count its draft tokens, and
+    those accepted, since it started. `backend` describes in words what runs the model. `tasks` are GENERATE or values
+    of `PoolingTask`; a worker that only pools has no blocks and no rows, its `hidden_size` is the width of its vectors,
+    and `labels` names those of a classifier. `images` is NO_IMAGES, CUT_IMAGES (a step may compute a part of an image)
+    or WHOLE_IMAGES.
     """
 
     device: str
@@ -55,7 +54,6 @@ class WorkerHello:
     dtype: str
     attention: str
     hidden_size: int = 0
-    compiling: bool = False
     drafted: int = 0
     accepted: int = 0
     backend: str = ""

@@ -63,10 +63,13 @@ class _Row:
 class Masks:
     """Masks of up to `max_rows` rows over `vocab_size` tokens, which a process of the fork server fills."""
 
-    def __init__(self, nursery: Nursery, max_rows: int, vocab_size: int, jumps: bool = True) -> None:
+    def __init__(
+        self, nursery: Nursery, max_rows: int, vocab_size: int, jumps: bool = True, has_kernels: bool = True
+    ) -> None:
         """Take the fork server. Without `jumps` tokens that a grammar forces are sampled one by one, too."""
         self._nursery = nursery
         self._jumps = jumps
+        self._has_kernels = has_kernels
         self._vocab_size = vocab_size
         words = -(-vocab_size // (8 * WORD_BYTES))
         self._memory = os.memfd_create("masks")
@@ -134,7 +137,7 @@ class Masks:
         self._wait()
         live = np.array([i for i in index if int(rows[i]) not in self._errors], np.int64)
         if len(live):
-            apply_masks(logits[:, : self._vocab_size], live, self._masks[rows[live]])
+            apply_masks(logits[:, : self._vocab_size], live, self._masks[rows[live]], self._has_kernels)
         return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
 
     def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> dict[int, list[int]]:

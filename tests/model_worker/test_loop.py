@@ -14,7 +14,6 @@ import pytest
 import zmq
 
 from interfaces import Step, StepResult, WorkerGoodbye, WorkerHello, decode, encode
-from model_worker.cpu.kernel_cache import Compilation
 from model_worker.engine import Engine
 from model_worker.execution.base import Counters
 from model_worker.execution.flight import Pending
@@ -146,42 +145,23 @@ def test_who_never_rests_does_it_all_the_same(scheduler: Scheduler, monkeypatch:
     thread.join(10)
 
 
-class Kernels:
-    """Kernels that are compiled when it is said, and what the loop's engine had done by the time they were used."""
-
-    def __init__(self, device: Device) -> None:
-        self.over = False
-        self._device = device
-
-    def settle(self) -> None:
-        self._device.heard.append("settle")
-
-
-def test_it_goes_over_to_kernels_when_no_step_is_under_way(scheduler: Scheduler) -> None:
+def test_it_makes_room_for_a_better_worker(scheduler: Scheduler) -> None:
+    """It answers what it has launched, and says goodbye."""
     device = Device()
     device.go.set()
-    kernels = Kernels(device)
-    hello = WorkerHello("cpu", 0, 0, os.getpid(), 10, 16, 4, 100, 100, "none", "bfloat16", "cpu", compiling=True)
-    loop = Loop(cast(Engine, device), hello, scheduler.endpoint, compilation=cast(Compilation, kernels))
+    superseded = threading.Event()
+    hello = WorkerHello("cpu", 0, 0, os.getpid(), 10, 16, 4, 100, 100, "none", "bfloat16", "cpu")
+    loop = Loop(cast(Engine, device), hello, scheduler.endpoint, superseded=superseded.is_set)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     hello = scheduler.next(WorkerHello)
-    assert hello.compiling
     assert (hello.drafted, hello.accepted) == (5, 3)
     scheduler.send(1)
     assert scheduler.next(StepResult).step == 1
-    kernels.over = True
-    while scheduler.next(WorkerHello).compiling:
-        pass
-    scheduler.send(2)
-    assert scheduler.next(StepResult).step == 2
-    scheduler.send(3)
-    assert scheduler.next(StepResult).step == 3
-    loop.stop()
+    superseded.set()
     scheduler.next(WorkerGoodbye)
     thread.join(10)
-    assert device.heard.count("settle") == 1
-    before = device.heard[: device.heard.index("settle")]
-    assert [word.split()[1] for word in before if word.startswith("begin")] == [
-        word.split()[1] for word in before if word.startswith("read")
-    ], "a step was under way"
+    assert not thread.is_alive()
+    assert [word.split()[1] for word in device.heard if word.startswith("begin")] == [
+        word.split()[1] for word in device.heard if word.startswith("read")
+    ]

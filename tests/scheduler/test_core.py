@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import Finish, RequestID, SamplingParams, Step, Submit, Terms, TextContext, decode, encode
+from interfaces import Finish, RequestID, SamplingParams, Step, Submit, TextContext, decode, encode
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
 from tests.scheduler.clock import Clock
@@ -408,26 +408,3 @@ def test_a_step_of_256_rows_is_small_on_the_wire() -> None:
             sizes.append(len(encode(step)))
             yard.scheduler.step_result(yard.workers[index].run(step))
     assert min(sizes) < 1400
-
-
-def test_a_deterministic_request_waits_for_no_kernels() -> None:
-    """Those of now and those to come round differently, so it is refused, until the worker says that they are there."""
-    yard = Yard()
-    hello = yard.workers[0].hello
-
-    def ask(handle: int) -> None:
-        context = TextContext.from_prompt([1, 2, 3], SamplingParams(seed=handle, max_new_tokens=5))
-        yard.scheduler.submit(REPLICA, Submit(handle, context, Terms(deterministic=True)))
-        yard.max_new[handle] = 5
-        yard.drain()
-
-    assert not yard.scheduler.worker_hello(replace(hello, compiling=True))
-    ask(0)
-    assert yard.finished[0] == Finish.FAILED
-    assert "kernels are being compiled" in yard.errors[0]
-    yard.submit(1, [1, 2, 3], 5, [])
-    yard.drain()
-    assert len(yard.tokens[1]) == 5
-    assert not yard.scheduler.worker_hello(hello)
-    ask(2)
-    assert len(yard.tokens[2]) == 5
