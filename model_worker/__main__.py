@@ -137,8 +137,8 @@ def build(
     runner.warm_up()
     runner.record_decode(settings.max_running, capacity.max_model_len)
     rows = WorkerRows(settings.max_running, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
-    nursery = mask_process.nursery(settings.model, settings.max_running)
-    masks = Masks(nursery, settings.max_running, loaded.vocab_size, has_kernels=loaded.has_kernels)
+    fork_server = mask_process.fork_server(settings.model, settings.max_running)
+    masks = Masks(fork_server, settings.max_running, loaded.vocab_size, has_kernels=loaded.has_kernels)
     compilation = None
     if loaded.has_kernels:
         _warm_up(sampler, loaded)
