@@ -127,6 +127,7 @@ def test_what_may_be_wanted_later_waits_until_nobody_waits(scheduler: Scheduler)
 
 def test_who_never_rests_does_it_all_the_same(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model_worker.loop.RESTLESS_SECONDS", 1.5)
+    monkeypatch.setattr("model_worker.loop.PATIENCE_MS", 10_000)  # or a late scheduler would let it rest
     device = Device()
     device.go.set()
     began = time.monotonic()
