@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from interfaces.context.tokens import *
     from interfaces.context.vision import TextAndVisionContext as TextAndVisionContext
     from interfaces.messages import *
+    from interfaces.messages.forced_tokens import ForcedTokens as ForcedTokens
     from interfaces.messages.hidden_states import HiddenStates as HiddenStates
     from interfaces.messages.logprob_reports import LogprobReports as LogprobReports
-    from interfaces.messages.token_runs import TokenRuns as TokenRuns
     from interfaces.pipelines.adapters import *
     from interfaces.pipelines.audio import *
     from interfaces.pipelines.generation_output import *
@@ -87,9 +87,9 @@ messages: Action Batch BatchResult CUT_IMAGES Cancel Detach EPOCHS_OF_A_SUPERVIS
     Inquiry InquiryAnswer Join NO_IMAGES Order OrderAnswer REGISTRATION_SIZE Ready Results Retire RowGrammar
     SessionAction SessionAnswer SessionOrder Status Step StepResult Submit Terms Unknown Vectors WHOLE_IMAGES
     WorkerGoodbye WorkerHello WorkerStatus
+messages.forced_tokens: ForcedTokens
 messages.hidden_states: HiddenStates
 messages.logprob_reports: LogprobReports
-messages.token_runs: TokenRuns
 pipelines.adapters: AudioGeneratorPipeline EmbeddingsGeneratorPipeline PipelineAudioGenerator
     PipelineEmbeddingsGenerator PipelineTokenGenerator TokenGeneratorPipeline
 pipelines.audio: AudioGenerationMetadata AudioGenerationOutput AudioGenerationRequest AudioGenerationResponse

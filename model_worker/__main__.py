@@ -98,9 +98,9 @@ def _import() -> None:
 def build(
     settings: Settings, index: int, device: str, epoch: int
 ) -> tuple[Engine, WorkerHello, kernel_cache.Compilation | None]:
-    """Load the model and make room for its KV cache. ValueError says why this model cannot be served here.
+    """Loads the model and makes room for its KV cache. ValueError says why this model cannot be served here.
 
-    Where compiled kernels are missing, their compilation has begun.
+    Where kernels are not there yet, they are being compiled.
     """
     import torch
 
@@ -126,28 +126,25 @@ def build(
         lambda _what, done, total: _progress(done, total),
         max_model_len=settings.max_model_len,
         quantization=settings.quantization,
-        has_kernels=kernel_cache.kept,
+        deferred=lambda dtype: not kernel_cache.kept(dtype),
     )
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory)
     capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, loaded.block_size)
     runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size)
     phases.phase("compile kernels")
-    sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors, loaded.has_kernels)
+    sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors)
     runner.warm_up()
     runner.record_decode(settings.max_running, capacity.max_model_len)
     rows = WorkerRows(settings.max_running, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
-    fork_server = mask_process.fork_server(settings.model, settings.max_running)
-    masks = Masks(fork_server, settings.max_running, loaded.vocab_size, has_kernels=loaded.has_kernels)
-    compilation = None
-    if loaded.has_kernels:
+    nursery = mask_process.nursery(settings.model, settings.max_running)
+    masks = Masks(nursery, settings.max_running, loaded.vocab_size)
+    if loaded.unproven is None:
         _warm_up(sampler, loaded)
-    else:
-        log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
-        compilation = kernel_cache.Compilation(loaded.dtype)
     backend = _backend(runner)
     shared = DeviceStep(rows, sampler, backend, WorkerIdentity(index, epoch), masks)
     engine = Engine(shared, executors_for(shared, loaded.device.type, settings.speculate))
+    compilation = None if loaded.unproven is None else _compilation(loaded, runner, sampler, backend)
     hello = WorkerHello(
         device=device,
         index=index,
@@ -162,6 +159,7 @@ def build(
         dtype=str(loaded.dtype).removeprefix("torch."),
         attention=runner.backend_name,
         hidden_size=runner.hidden_size,
+        compiling=compilation is not None,
         backend=runner.description,
     )
     torch.set_grad_enabled(False)
@@ -232,6 +230,28 @@ def _backend(runner: ModelRunner) -> Backend:
     )
 
 
+def _compilation(
+    loaded: LoadedModel, runner: ModelRunner, sampler: SamplerRows, backend: Backend
+) -> kernel_cache.Compilation:
+    """Has the kernels compiled; at the end of it they prove themselves, and all go over to them."""
+    from model_worker.cpu import kernel_cache
+
+    unproven = loaded.unproven
+    assert unproven is not None
+
+    def go_over() -> None:
+        _warm_up(sampler, loaded)
+        if not unproven.proves_itself():
+            sys.exit("the compiled stack gives other logits than the model: starting anew, without it")
+        runner.go_over()
+        if runner.runs_ahead:
+            backend.launch_greedy = runner.begin_pick
+        log.info("the kernels are compiled: from now on answers come at full speed")
+
+    log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
+    return kernel_cache.Compilation(loaded.dtype, go_over)
+
+
 def serve(
     engine: Runner,
     hello: WorkerHello,
@@ -239,10 +259,10 @@ def serve(
     keys: Path | None = None,
     compilation: kernel_cache.Compilation | None = None,
 ) -> None:
-    """Register the worker and run steps or batches until SIGTERM, or until a successor can use compiled kernels."""
+    """Announces the worker and runs steps or batches until SIGTERM."""
     from model_worker.loop import Loop
 
-    loop = Loop(engine, hello, endpoint, keys, lambda: compilation is not None and compilation.done)
+    loop = Loop(engine, hello, endpoint, keys, compilation)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.
@@ -254,9 +274,6 @@ def serve(
     forkserver.has_served()
     phases.ready(blocks=hello.num_blocks, max_model_len=hello.max_model_len, attention=hello.attention)
     loop.run()
-    if compilation is not None and compilation.done:
-        log.info("the kernels are compiled: a worker that uses them takes over")
-        phases.leave("leaves to a worker with compiled kernels")
 
 
 def _progress(done: int, total: int) -> None:

@@ -44,16 +44,19 @@ class Engine:
         return self.begin(step).result()
 
     def begin(self, step: Step) -> Pending:
-        """Launch a step.
+        """Launch a step, and as many of its repetitions as its executor takes at once.
 
-        Results must be read in the order of their steps. Raises StepError when the step does not fit the rows; nothing
-        else is expected to fail.
+        Steps before this one that have not begun are skipped. Results must be read in the order of their steps. Raises
+        StepError when the step does not fit the rows; nothing else is expected to fail.
         """
+        running = self._running
+        running.in_flight.stop()
         if step.incarnation != self._incarnation:
             self._forget_rows()
             self._incarnation = step.incarnation
         self._change_rows(step)
-        packed = self._running.rows.pack(step)
+        running.in_flight.prepare(len(step.rows))
+        packed = running.rows.pack(step)
         for executor in self._executors:
             if executor.accepts(step, packed):
                 return executor.launch(step, packed)

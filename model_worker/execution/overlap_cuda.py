@@ -1,4 +1,4 @@
-"""Steps sampled on the device and launched before the tokens of the step before are read.
+"""Steps sampled on the device and begun before the tokens of the step before are read.
 
 The tokens stay on the device, where the next step finds them; the host reads a step's tokens when the next one has been
 launched.
@@ -39,12 +39,13 @@ class OverlapCuda:
         rows = packed.rows[packed.sampling]
         errors = shared.refusals(rows)
         wait = self._draw(packed, rows)
-        launch = shared.rows.launch(packed)
+        number = shared.rows.begun_steps(packed, 1)
 
-        def read() -> StepResult:
+        def read(_: int) -> StepResult:
             tokens, device_us = wait()
             sampled = Sampled.of(tokens)
-            shared.rows.read(packed, sampled.tokens, launch)
+            shared.rows.read_step(packed, sampled.tokens, number)
+            shared.rows.read_last(packed, number)
             return shared.result(step.step, step.incarnation, rows, sampled, errors, device_us)
 
         pending = Pending(read)

@@ -256,7 +256,7 @@ def _product(
 
 @njit(nogil=True, cache=True)
 def run_product(
-    core: int, counter: Any, cores: int, operand: Any, panels: int, bias: Any, out: Any, weight_format: Any
+    core: int, _turns: int, counter: Any, cores: int, operand: Any, panels: int, bias: Any, out: Any, weight_format: Any
 ) -> None:
     """Run one core's part of a product alone, out = operand . weights + bias as elements of `out`; no bias has length
     0.
