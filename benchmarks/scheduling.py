@@ -3,10 +3,9 @@
 The real process on its real sockets; this one plays a replica and a worker that answers at once. `--cold` makes the
 worker walk over memory before each answer, as a model's weights do, so that the scheduler finds its caches emptied.
 CPU times are the kernel's, by thread: the loop, and ZeroMQ's input and output; the least of several stretches, because
-whatever else runs on the machine adds to them. "Busy" is a worker that takes no time, and gives the results of a step
-and of all its repetitions at once, so that the process has something to do; "one by one" gives a result when the
-replica has the results of the last, so that the process sleeps and wakes for each, as it does beside a model that takes
-its time.
+whatever else runs on the machine adds to them. "Busy" is a worker that takes no time, so that the process always
+has something to do; "one by one" gives a result when the replica has the results of the last, so that the process
+sleeps and wakes for each, as it does beside a model that takes its time.
 """
 
 from __future__ import annotations
@@ -162,19 +161,17 @@ class Stage:
             self._next_hello = time.monotonic() + 1.0
 
     def _answer(self, one_by_one: bool) -> None:
-        """To the next step, and to its repetitions unless another step comes before."""
+        """Answer the next step."""
         self._say_hello()
-        step: Step | None = self._receive(self._worker)
-        while step is not None:
-            self._weights.sum()
-            rows = self._sampling(step)
-            tokens = np.full(len(rows), 7, np.int32)
-            result = StepResult(step.incarnation, 0, 0, step.step, rows, tokens, None, {}, device_us=1)
-            self._worker.send(encode(result))
-            self._steps += 1
-            while one_by_one and not isinstance(self._receive(self._replica), Results):
-                pass
-            step = None if one_by_one and self._worker.poll(0) else step.after(1)
+        step: Step = self._receive(self._worker)
+        self._weights.sum()
+        rows = self._sampling(step)
+        tokens = np.full(len(rows), 7, np.int32)
+        result = StepResult(step.incarnation, 0, 0, step.step, rows, tokens, None, {}, device_us=1)
+        self._worker.send(encode(result))
+        self._steps += 1
+        while one_by_one and not isinstance(self._receive(self._replica), Results):
+            pass
 
     def _sampling(self, step: Step) -> NDArray[np.int32]:
         """Rows of a step whose prompts end with it, or have."""

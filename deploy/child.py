@@ -98,6 +98,8 @@ class Child:
         self.beating: int | None = None
         # The reason why this supervisor has killed it.
         self.verdict = ""
+        # The reason that it has given for leaving in order, and for being followed at once.
+        self.leaving = ""
         self.status, write_end = os.pipe()
         # A child that writes never waits for a supervisor that does not read.
         os.set_blocking(write_end, False)
@@ -153,6 +155,7 @@ class Child:
         self.epoch = epoch
         self.ready_at = None
         self.beating = None
+        self.leaving = ""
         self.started_at = self.heard_at = time.monotonic()
         self._last_lines.clear()
         return True

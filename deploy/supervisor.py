@@ -185,6 +185,9 @@ class Supervisor:
                     child.hang_up()
             case "beat":
                 return
+            case "leave":
+                child.leaving = str(event.get("reason"))
+                return
             case "died":
                 self._on_fork_death(slot, child, int(event["pid"]), int(event["status"]))
                 return
@@ -243,6 +246,10 @@ class Supervisor:
     def _on_death(self, slot: Slot, child: Child, status: int) -> None:
         now = time.monotonic()
         companions = [other for other in self._companions(slot) if other.wanted]
+        if child.leaving and status == 0 and not companions:
+            slot.due = now
+            self._observer.say("INFO", f"{slot.spec.title} {child.leaving}")
+            return
         ready = [one.ready_at for one in (child, *_children(companions))]
         for member in (slot, *companions):
             member.record_death(None if None in ready else max(at for at in ready if at is not None), now)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from interfaces.context.tokens import *
     from interfaces.context.vision import TextAndVisionContext as TextAndVisionContext
     from interfaces.messages import *
-    from interfaces.messages.forced_tokens import ForcedTokens as ForcedTokens
     from interfaces.messages.hidden_states import HiddenStates as HiddenStates
     from interfaces.messages.logprob_reports import LogprobReports as LogprobReports
+    from interfaces.messages.token_runs import TokenRuns as TokenRuns
     from interfaces.pipelines.adapters import *
     from interfaces.pipelines.audio import *
     from interfaces.pipelines.generation_output import *
@@ -48,11 +48,8 @@ if TYPE_CHECKING:
     from interfaces.result.pooled_values import PooledValues as PooledValues
     from interfaces.result.results import *
     from interfaces.wire.codec import *
-    from interfaces.wire.shared_memory import MESSAGE_THRESHOLD as MESSAGE_THRESHOLD
     from interfaces.wire.shared_memory import Segments as Segments
-    from interfaces.wire.shared_memory import Shareable as Shareable
     from interfaces.wire.shared_memory import SharedMemoryArray as SharedMemoryArray
-    from interfaces.wire.shared_memory import fill as fill
     from interfaces.wire.shared_memory import sweep_segments as sweep_segments
 
 _PUBLIC = """
@@ -60,12 +57,12 @@ base.log_probabilities: LogProbabilities
 base.request_id: DUMMY_REQUEST_ID Request RequestID RequestType
 base.status: BatchType GenerationStatus InputModality SchedulerStatus
 wire.codec: WireError decode encode msgpack_numpy_decoder msgpack_numpy_encoder
-wire.shared_memory: MESSAGE_THRESHOLD Segments Shareable SharedMemoryArray fill sweep_segments
+wire.shared_memory: Segments SharedMemoryArray sweep_segments
 request.chat: ImageContentPart MessageContent TextContentPart TextGenerationRequestFunction
     TextGenerationRequestMessage TextGenerationRequestTool TextGenerationResponseFormat VideoContentPart
 request.constraint: Constraint ConstraintKind
 request.lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
-request.requests: EmbeddingsGenerationRequest ImageWishes PixelGenerationRequest TextGenerationRequest
+request.requests: EmbeddingsGenerationRequest PixelGenerationRequest TextGenerationRequest
 request.sampling: LogprobMode MOST_LOGPROB_IDS MOST_TOP_LOGPROBS SEED_LIMIT SamplingParams
     SamplingParamsGenerationConfigDefaults SamplingParamsInput combine
 result.outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput
@@ -87,9 +84,9 @@ messages: Action Batch BatchResult CUT_IMAGES Cancel Detach EPOCHS_OF_A_SUPERVIS
     Inquiry InquiryAnswer Join NO_IMAGES Order OrderAnswer REGISTRATION_SIZE Ready Results Retire RowGrammar
     SessionAction SessionAnswer SessionOrder Status Step StepResult Submit Terms Unknown Vectors WHOLE_IMAGES
     WorkerGoodbye WorkerHello WorkerStatus
-messages.forced_tokens: ForcedTokens
 messages.hidden_states: HiddenStates
 messages.logprob_reports: LogprobReports
+messages.token_runs: TokenRuns
 pipelines.adapters: AudioGeneratorPipeline EmbeddingsGeneratorPipeline PipelineAudioGenerator
     PipelineEmbeddingsGenerator PipelineTokenGenerator TokenGeneratorPipeline
 pipelines.audio: AudioGenerationMetadata AudioGenerationOutput AudioGenerationRequest AudioGenerationResponse

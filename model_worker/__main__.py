@@ -98,9 +98,9 @@ def _import() -> None:
 def build(
     settings: Settings, index: int, device: str, epoch: int
 ) -> tuple[Engine, WorkerHello, kernel_cache.Compilation | None]:
-    """Loads the model and makes room for its KV cache. ValueError says why this model cannot be served here.
+    """Load the model and make room for its KV cache. ValueError says why this model cannot be served here.
 
-    Where kernels are not there yet, they are being compiled.
+    Where compiled kernels are missing, their compilation has begun.
     """
     import torch
 
@@ -126,25 +126,28 @@ def build(
         lambda _what, done, total: _progress(done, total),
         max_model_len=settings.max_model_len,
         quantization=settings.quantization,
-        deferred=lambda dtype: not kernel_cache.kept(dtype),
+        has_kernels=kernel_cache.kept,
     )
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory)
     capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, loaded.block_size)
     runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size)
     phases.phase("compile kernels")
-    sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors)
+    sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors, loaded.has_kernels)
     runner.warm_up()
     runner.record_decode(settings.max_running, capacity.max_model_len)
     rows = WorkerRows(settings.max_running, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
-    nursery = mask_process.nursery(settings.model, settings.max_running)
-    masks = Masks(nursery, settings.max_running, loaded.vocab_size)
-    if loaded.unproven is None:
+    fork_server = mask_process.fork_server(settings.model, settings.max_running)
+    masks = Masks(fork_server, settings.max_running, loaded.vocab_size, has_kernels=loaded.has_kernels)
+    compilation = None
+    if loaded.has_kernels:
         _warm_up(sampler, loaded)
+    else:
+        log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
+        compilation = kernel_cache.Compilation(loaded.dtype)
     backend = _backend(runner)
     shared = DeviceStep(rows, sampler, backend, WorkerIdentity(index, epoch), masks)
     engine = Engine(shared, executors_for(shared, loaded.device.type, settings.speculate))
-    compilation = None if loaded.unproven is None else _compilation(loaded, runner, sampler, backend)
     hello = WorkerHello(
         device=device,
         index=index,
@@ -159,7 +162,6 @@ def build(
         dtype=str(loaded.dtype).removeprefix("torch."),
         attention=runner.backend_name,
         hidden_size=runner.hidden_size,
-        compiling=compilation is not None,
         backend=runner.description,
     )
     torch.set_grad_enabled(False)
@@ -230,28 +232,6 @@ def _backend(runner: ModelRunner) -> Backend:
     )
 
 
-def _compilation(
-    loaded: LoadedModel, runner: ModelRunner, sampler: SamplerRows, backend: Backend
-) -> kernel_cache.Compilation:
-    """Has the kernels compiled; at the end of it they prove themselves, and all go over to them."""
-    from model_worker.cpu import kernel_cache
-
-    unproven = loaded.unproven
-    assert unproven is not None
-
-    def go_over() -> None:
-        _warm_up(sampler, loaded)
-        if not unproven.proves_itself():
-            sys.exit("the compiled stack gives other logits than the model: starting anew, without it")
-        runner.go_over()
-        if runner.runs_ahead:
-            backend.launch_greedy = runner.begin_pick
-        log.info("the kernels are compiled: from now on answers come at full speed")
-
-    log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
-    return kernel_cache.Compilation(loaded.dtype, go_over)
-
-
 def serve(
     engine: Runner,
     hello: WorkerHello,
@@ -259,10 +239,10 @@ def serve(
     keys: Path | None = None,
     compilation: kernel_cache.Compilation | None = None,
 ) -> None:
-    """Announces the worker and runs steps or batches until SIGTERM."""
+    """Register the worker and run steps or batches until SIGTERM, or until a successor can use compiled kernels."""
     from model_worker.loop import Loop
 
-    loop = Loop(engine, hello, endpoint, keys, compilation)
+    loop = Loop(engine, hello, endpoint, keys, lambda: compilation is not None and compilation.done)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.
@@ -274,6 +254,9 @@ def serve(
     forkserver.has_served()
     phases.ready(blocks=hello.num_blocks, max_model_len=hello.max_model_len, attention=hello.attention)
     loop.run()
+    if compilation is not None and compilation.done:
+        log.info("the kernels are compiled: a worker that uses them takes over")
+        phases.leave("leaves to a worker with compiled kernels")
 
 
 def _progress(done: int, total: int) -> None:

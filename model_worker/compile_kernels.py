@@ -21,7 +21,7 @@ from model_worker.cpu import kernel_cache
 from model_worker.cpu.simd import bf12
 from model_worker.grammar import apply_mask
 from model_worker.loading.checkpoint import DTYPES
-from model_worker.loading.prepare import prove
+from model_worker.loading.prepare import prepare
 from model_worker.runner import ModelRunner
 from model_worker.sampling.sampler import SamplerRows
 from shared import logs
@@ -58,7 +58,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
         max_position_embeddings=256,
     )
     model: Any = LlamaForCausalLM(config)
-    loaded = prove(model.to(dtype).eval(), torch.device("cpu"), "none", lambda *_: None)
+    loaded = prepare(model.to(dtype).eval(), torch.device("cpu"), "none", lambda *_: None)
     if loaded.stack is None:
         raise RuntimeError("the fused stack has not taken a model of its own form")
     ModelRunner(loaded, num_blocks=8, block_size=loaded.block_size).warm_up()

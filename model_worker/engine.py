@@ -44,19 +44,16 @@ class Engine:
         return self.begin(step).result()
 
     def begin(self, step: Step) -> Pending:
-        """Launch a step, and as many of its repetitions as its executor takes at once.
+        """Launch a step.
 
-        Steps before this one that have not begun are skipped. Results must be read in the order of their steps. Raises
-        StepError when the step does not fit the rows; nothing else is expected to fail.
+        Results must be read in the order of their steps. Raises StepError when the step does not fit the rows; nothing
+        else is expected to fail.
         """
-        running = self._running
-        running.in_flight.stop()
         if step.incarnation != self._incarnation:
             self._forget_rows()
             self._incarnation = step.incarnation
         self._change_rows(step)
-        running.in_flight.prepare(len(step.rows))
-        packed = running.rows.pack(step)
+        packed = self._running.rows.pack(step)
         for executor in self._executors:
             if executor.accepts(step, packed):
                 return executor.launch(step, packed)

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +28,6 @@ from interfaces import (
     decode,
     encode,
 )
-from model_worker.cpu.kernel_cache import Compilation
 from model_worker.execution.base import Counters
 from shared import phases
 from shared.endpoints import worker_identity
@@ -43,13 +43,7 @@ PATIENCE_MS = 2
 
 
 class Launched(Protocol):
-    """A step or batch that was begun."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def left(self) -> int: ...
+    """A step or batch that was launched."""
 
     @property
     def done(self) -> bool: ...
@@ -74,8 +68,11 @@ class Runner(Protocol):
 
 
 class Loop:
-    """Owns the socket; `run` returns after `stop`. An exception of the engine ends it, and so the process: state on a
-    device that failed is not to be trusted, and the scheduler replays the sequences on the next epoch."""
+    """Owns the socket. `run` returns after `stop`, or when `superseded` says that a better worker should follow.
+
+    An exception of the engine ends it, and so the process: state on a device that failed is not to be trusted, and the
+    scheduler replays the sequences on the next epoch.
+    """
 
     def __init__(
         self,
@@ -83,10 +80,10 @@ class Loop:
         hello: WorkerHello,
         endpoint: str,
         keys: Path | None = None,
-        compilation: Compilation | None = None,
+        superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._engine = engine
-        self._compilation = compilation
+        self._superseded = superseded
         self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
         identity = worker_identity(hello.index, hello.epoch, os.getpid(), endpoint)
@@ -95,9 +92,6 @@ class Loop:
         self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
         self._pending: deque[Launched] = deque()
-        self._begun: tuple[Step, Launched] | None = None
-        self._waiting: Step | Batch | None = None
-        self._ended: tuple[int, int] | None = None
         self._stopping = False
 
     def stop(self) -> None:
@@ -109,12 +103,8 @@ class Loop:
         # Not at once: a request may have waited for this worker's first answer.
         began, rested = time.monotonic(), False
         try:
-            while not self._stopping:
+            while not self._stopping and not self._superseded():
                 now = time.monotonic()
-                if self._compilation is not None and self._compilation.over and not self._pending:
-                    self._compilation.settle()
-                    self._compilation, self._hello = None, replace(self._hello, compiling=False)
-                    next_hello = now
                 if now >= next_hello:
                     phases.beat()
                     counters = self._engine.counters
@@ -124,61 +114,22 @@ class Loop:
                     if not rested and (idle or now >= began + RESTLESS_SECONDS):
                         rested = True
                         self._engine.rest()
-                # What was begun is waited for when there is nothing more to begin, which the answer to the last step's
-                # result brings, if anything does.
-                waiting = PATIENCE_MS if self._left == 1 else int((next_hello - now) * 1000) + 1
-                step = self._next(timeout_ms=0 if self._left > 1 else waiting)
+                # A launched step is waited for when the next one has been launched too, or when none comes soon: it is
+                # the scheduler's answer to the last result.
+                step = self._receive(PATIENCE_MS if self._pending else int((next_hello - now) * 1000) + 1)
                 if step is not None:
-                    self._begin(step)
-                self._answer(leave=self._left - 1 if step is None or not self._pending else self._pending[-1].left)
+                    self._pending.append(self._engine.begin(step))
+                self._answer(leave=0 if step is None else 1)
             self._answer(leave=0)
             self._send(encode(self._goodbye))
         finally:
             # The goodbye may leave; after an exception nothing waits to be sent.
             self._context.destroy(linger=LAST_WORDS_MS)
 
-    @property
-    def _left(self) -> int:
-        """Steps that were begun, or will be without another word, and whose results were not sent."""
-        return sum(pending.left for pending in self._pending)
-
-    @property
-    def _again(self) -> Step | None:
-        """What is left of the last step's repetitions once those are done that the engine has taken."""
-        return None if self._begun is None else self._begun[0].after(self._begun[1].steps)
-
-    def _begin(self, step: Step | Batch) -> None:
-        pending = self._engine.begin(step)
-        self._begun = (step, pending) if isinstance(step, Step) else None
-        self._pending.append(pending)
-
     def _answer(self, leave: int) -> None:
-        """Sends the results of steps that were begun, oldest first: those that are there, and all but the last few."""
-        while self._pending and (self._left > leave or self._pending[0].done):
-            pending = self._pending[0]
-            result = pending.result()
-            if not pending.left:
-                self._pending.popleft()
-            self._tell(result)
-
-    def _tell(self, result: StepResult | BatchResult) -> None:
-        """Sends a result, and with it whether the step's repetitions are over because another step has come."""
-        again = self._again
-        if again is not None and not self._pending and self._waiting is None:
-            self._waiting = self._receive(0)
-        if again is not None and self._waiting is not None:
-            self._ended = again.incarnation, again.step - 1
-        if isinstance(result, StepResult) and self._ended == (result.incarnation, result.step):
-            result = replace(result, last=True)
-        self._send(encode(result))
-
-    def _next(self, timeout_ms: int) -> Step | Batch | None:
-        """The step that has come; else the last one again, while it is to be repeated; else what comes in time."""
-        step, again = self._waiting or self._receive(timeout_ms if self._again is None else 0), self._again
-        if step is not None and again is not None:
-            self._ended = again.incarnation, again.step - 1
-        self._waiting, step = None, step or again
-        return step
+        """Send the results of launched steps, oldest first: those that are there, and all but the last `leave`."""
+        while self._pending and (len(self._pending) > leave or self._pending[0].done):
+            self._send(encode(self._pending.popleft().result()))
 
     def _receive(self, timeout_ms: int) -> Step | Batch | None:
         if not self._socket.poll(timeout_ms):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
@@ -47,9 +47,6 @@ class CompiledStack(Protocol):
     def fits(self, block_size: int) -> bool:
         """Whether it can read KV blocks of this many tokens."""
 
-    def warm_up(self, batch: ForwardBatch, cache: KVCache) -> None:
-        """Runs every kernel once."""
-
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits of the tokens that the batch wants."""
 
@@ -63,15 +60,8 @@ class CompiledStack(Protocol):
     def runs_ahead(self) -> bool:
         """Whether a pass takes so long that other work is worth doing meanwhile."""
 
-    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Any, passes: int = 1) -> Any:
-        """Starts so many passes, each from the tokens of the one before; returns what waits for them."""
-
-
-class Unproven(NamedTuple):
-    """What waits for compiled kernels: the stack, if the model has the form of one, and its proof."""
-
-    stack: CompiledStack | None
-    proves_itself: Callable[[], bool]
+    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Any) -> Callable[[], NDArray[Any]]:
+        """Launch a pass. Returns what waits for its tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +79,7 @@ class LoadedModel:
     parameter_count: int
     parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
     stack: CompiledStack | None = None  # the same model in one compiled call, for CPUs
-    unproven: Unproven | None = None  # what will be `stack` once kernels are compiled; None if they are
+    has_kernels: bool = True  # False while they are being compiled: a call would compile them here
     backend: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
     block_size: int = BLOCK_SIZE  # tokens of a KV block, as the backend likes them
     encoder: Encoder | None = None  # of images; None for a model that takes none

@@ -90,12 +90,11 @@ class WorkerRows:
         self.num_blocks = num_blocks
         self.computed = np.zeros(max_rows, np.int32)
         self.known = np.zeros(max_rows, np.int32)
-        self._unread = np.zeros(max_rows, np.int64)
-        """Rows whose last token is on the device only: the number of the begun step that draws it; 0 for the others."""
-        self._begun = 0
-        """The number of the step that began last."""
+        # Tokens of the row that the host has read; of the known ones, the last may be on the device only.
+        self._read = np.zeros(max_rows, np.int32)
+        # Steps launched so far, and how many there were when the row's sequence came: those are not its own.
+        self._launched = 0
         self._since = np.zeros(max_rows, np.int64)
-        """Which one that was when the row's sequence came: of what had begun by then, nothing is its own."""
         self.block_tables = np.zeros((max_rows, -(-max_model_len // block_size)), np.int32)
         # One more than are computed: the last one that is sampled. What is never written to takes no memory.
         self._tokens = np.zeros((max_rows, self.block_tables.shape[1] * block_size + 1), np.int32)
@@ -129,9 +128,9 @@ class WorkerRows:
         self._check_rows(rows)
         ntok = np.ones(len(rows), np.int32) if step.ntok is None else step.ntok
         kv_len = self.computed[rows] + ntok
-        most = int(kv_len.max()) + step.repeats
+        most = int((kv_len if step.ahead is None else kv_len + step.ahead).max())
         if most > self.block_tables.shape[1] * self.block_size:
-            raise StepError(f"step {step.step} and what repeats it compute more tokens than a row can have")
+            raise StepError(f"step {step.step} computes more tokens than a row can have")
         if (ntok < 1).any() or (kv_len > self.known[rows]).any():
             raise StepError(f"step {step.step} computes tokens that a row does not have")
         sampling = np.flatnonzero(kv_len == self.known[rows])
@@ -150,79 +149,59 @@ class WorkerRows:
         )
         return packed if self.images is None else self.images.fill(packed)
 
-    def computed_step(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
-        """Books a forward and the tokens it sampled for `packed.sampling`."""
-        rows = packed.rows[packed.sampling]
-        self._tokens[rows, packed.positions] = tokens
-        self._computed(packed)
+    def commit(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
+        """Update the rows from a forward and the tokens it sampled for `packed.sampling`."""
+        self.read(packed, tokens, self.launch(packed))
 
-    def begun_steps(self, packed: PackedStep, steps: int) -> int:
-        """Books `steps` forwards in a row before their tokens are known: `read_step` brings them.
+    def launch(self, packed: PackedStep) -> int:
+        """Update the rows for a forward whose tokens are not known yet: `read` brings them.
 
-        Returns the number by which the other methods know them.
+        Returns the launch's number.
         """
-        self._computed(packed)
-        self._add(packed.rows, steps - 1)
-        self._begun += 1
-        self._unread[packed.rows[packed.sampling]] = self._begun
-        return self._begun
-
-    def drafted_step(self, packed: PackedStep, tokens: NDArray[np.int32]) -> None:
-        """Books a forward over the step's one token and over guesses at those that follow, all of which but the last
-        of `tokens` were right: these are what it sampled, and what follows."""
-        first, row = int(packed.positions[0]), int(packed.rows[0])
-        self._tokens[row, first : first + len(tokens)] = tokens
-        self._computed(packed)
-        self._add(packed.rows, len(tokens) - 1)
-
-    def _computed(self, packed: PackedStep) -> None:
         self.computed[packed.rows] = packed.kv_len
         rows = packed.rows[packed.sampling]
         self.known[rows] += 1
         for row in rows.tolist() if self._reported or self._embeddings else ():
             self._forget_prompt(row)
+        self._launched += 1
+        return self._launched
 
-    def left_out(self, rows: NDArray[np.int32], number: int, steps: int) -> None:
-        """Rolls back the last `steps` of the steps that `begun_steps` counted."""
-        self._add(rows[self._unread[rows] == number], -steps)
-
-    def _add(self, rows: NDArray[np.int32], steps: int) -> None:
-        if steps:
-            self.computed[rows] += steps
-            self.known[rows] += steps
-
-    def read_step(self, packed: PackedStep, tokens: NDArray[np.int32], number: int, which: int = 0) -> None:
-        """The tokens of one of those steps; rows that have gone to another sequence stay as they are."""
+    def read(self, packed: PackedStep, tokens: NDArray[np.int32], launch: int) -> None:
+        """Take the tokens of a launch. Rows that have gone to another sequence since then stay as they are."""
         rows = packed.rows[packed.sampling]
-        own = self._since[rows] < number
-        self._tokens[rows[own], packed.positions[own] + which] = tokens[own]
+        own = self._since[rows] < launch
+        rows = rows[own]
+        positions = packed.positions[own]
+        self._tokens[rows, positions] = tokens[own]
+        self._read[rows] = positions + 1
 
-    def read_last(self, packed: PackedStep, number: int) -> None:
-        """Those tokens were the last of the steps begun together; rows that have gone on stay as they are."""
-        rows = packed.rows[packed.sampling]
-        self._unread[rows[self._unread[rows] == number]] = 0
+    def accept(self, row: int, tokens: NDArray[np.int32]) -> None:
+        """Append guesses that were right to a row that was just sampled; all but the last of them are computed."""
+        self.follow(row, tokens)
+        self.computed[row] += len(tokens)
 
-    def text(self, row: int, length: int) -> NDArray[np.int32]:
-        """The first tokens of a row's sequence, which the host must have read."""
-        return self._tokens[row, :length]
+    def text(self, row: int) -> NDArray[np.int32]:
+        """The tokens of a row's sequence, as far as the host has read them."""
+        return self._tokens[row, : self._read[row]]
 
     def unread(self, packed: PackedStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which packed tokens are on the device only, and the rows that they are the last tokens of."""
-        index = np.flatnonzero(self._unread[packed.rows])
+        index = np.flatnonzero(self._read[packed.rows] < self.known[packed.rows])
         return np.cumsum(packed.ntok, dtype=np.int64)[index] - 1, packed.rows[index].astype(np.int64)
 
-    def follow(self, row: int, tokens: Sequence[int]) -> None:
-        """`row`, which was just sampled, goes on by tokens that need no sampling."""
+    def follow(self, row: int, tokens: Sequence[int] | NDArray[np.int32]) -> None:
+        """Append tokens that need no sampling to a row that was just sampled."""
         first = int(self.known[row])
         self._tokens[row, first : first + len(tokens)] = tokens
         self.known[row] += len(tokens)
+        self._read[row] = self.known[row]
 
     def clear(self) -> None:
         """Forgets all rows (another scheduler speaks now)."""
         self._reported.clear()
         self._hidden.clear()
         self._embeddings.clear()
-        self.known[:] = self.computed[:] = self._unread[:] = 0
+        self.known[:] = self.computed[:] = self._read[:] = 0
 
     def _join(self, join: Join) -> None:
         self._check_rows(np.array([join.row]))
@@ -233,7 +212,8 @@ class WorkerRows:
         self.computed[join.row] = join.start
         self.known[join.row] = len(join.tokens)
         self._tokens[join.row, : len(join.tokens)] = join.tokens
-        self._unread[join.row], self._since[join.row] = 0, self._begun
+        self._read[join.row] = len(join.tokens)
+        self._since[join.row] = self._launched
         if join.report_from is not None:
             self._reported[join.row] = join.report_from, join.prompt_len
         if join.hidden_from is not None:

@@ -31,7 +31,9 @@ from model_worker.kv_cache import KVCache
 from model_worker.sampling.sampler import largest
 
 if TYPE_CHECKING:
-    from model_worker.cpu.fused.stack import Drawn, Passes
+    from collections.abc import Callable
+
+    from model_worker.cpu.fused.stack import Drawn
     from model_worker.model import CompiledStack, LoadedModel
 
 log = logging.getLogger(__name__)
@@ -52,18 +54,14 @@ class ModelRunner:
         # The stack is the fast way of the cpu backend; with another one the model's own modules run.
         fits = loaded.stack is not None and self.backend_name == "cpu" and loaded.stack.fits(block_size)
         self._stack = loaded.stack if fits else None
-        self._tiled: tiled.TiledCache | None = None
-        if loaded.unproven is not None and self.backend is cpu.attend:
-            # The kernels will find what is in the cache by then.
-            self._tiled = None if loaded.unproven.stack is None else tiled.TiledCache(self.cache)
-            self.backend = reference.attend if self._tiled is None else tiled.attend
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     @property
     def description(self) -> str:
-        """What runs the model, in words; of kernels that are being compiled, what they will be."""
-        unproven = self.loaded.unproven
-        if self._stack is not None or (unproven is not None and unproven.stack is not None):
+        """What runs the model, in words."""
+        if not self.loaded.has_kernels:
+            return "plain torch, while kernels compile"
+        if self._stack is not None:
             return "fused stack"
         return f"transformers' modules, {self.backend_name} attention"
 
@@ -71,13 +69,6 @@ class ModelRunner:
     def token_capacity(self) -> int:
         """Tokens that the KV cache holds."""
         return self.num_blocks * self.cache.block_size
-
-    def go_over(self) -> None:
-        """From now on kernels run, on the sequences begun before. `loaded.unproven` must have proven itself."""
-        assert self.loaded.unproven is not None
-        self._stack, self._tiled, self.backend = self.loaded.unproven.stack, None, cpu.attend
-        if self._stack is None:
-            cpu.warm_up(self.cache.layout.dtype)
 
     def warm_up(self) -> None:
         """Run a decode step and a prefill chunk on block 0, so that no request waits for kernels to compile.
@@ -89,8 +80,6 @@ class ModelRunner:
             cpu.warm_up(self.cache.layout.dtype)
         self.forward(self._first_tokens(min(2 * self.cache.block_size, self.token_capacity)))
         self.forward(self._first_tokens(1))
-        if self._stack is not None:
-            self._stack.warm_up(self._first_tokens(1), self.cache)
 
     def _first_tokens(self, length: int) -> ForwardBatch:
         """A sequence of so many tokens, all in block 0."""
@@ -145,13 +134,12 @@ class ModelRunner:
         """Whether `begin_pick` may and should be used."""
         return self._stack is not None and self._stack.runs_ahead
 
-    def begin_pick(self, batch: ForwardBatch, drawn: Drawn, passes: int = 1) -> Passes:
+    def begin_pick(self, batch: ForwardBatch, drawn: Drawn) -> Callable[[], NDArray[np.int64]]:
         """As `pick` for no logits, but what is returned waits for the tokens; see `FusedStack.begin`."""
         assert self._stack is not None
         self._check(batch)
         with torch.inference_mode():
-            begun: Passes = self._stack.begin(batch, self.cache, drawn, passes)
-            return begun
+            return self._stack.begin(batch, self.cache, drawn)
 
     @property
     def hidden_size(self) -> int:
@@ -192,12 +180,12 @@ class ModelRunner:
 
     def _logits(self, batch: ForwardBatch) -> Tensor:
         attention = self.loaded.attention
-        cache = self._tiled or self.cache
+        cache: KVCache | tiled.TiledCache = self.cache
         backend = self.backend
         if self._stack is not None:
             cache = tiled.TiledCache(self.cache)
             backend = tiled.attend
-        elif batch.seen is not None and self._tiled is None:
+        elif batch.seen is not None:
             backend = reference.attend
         context = PagedForward(batch, cache, backend, attention.layer_of, attention.params)
         positions = batch.positions.unsqueeze(-2)

@@ -17,11 +17,6 @@ from shared.endpoints import RunDirectory
 from shared.liveness import become
 from shared.settings import Settings, SettingsError
 
-# Steps of decode rows that a worker repeats by itself, so that the scheduler need not build, encode and send them.
-# A new request waits no longer for it, because the next message ends the repetitions. A pause takes hold after them.
-REPEATS = 8
-
-
 # Tokens in a step, where the operator sets no other number.
 STEP_TOKENS = 512
 
@@ -34,7 +29,7 @@ def limits_of(settings: Settings) -> Limits:
         max_queued=settings.max_queued,
         max_model_len=settings.max_model_len,
         steps_in_flight=2 if settings.overlap else 1,
-        repeats=REPEATS if settings.overlap else 0,
+        most_guesses=settings.speculate,
         prefix_cache=settings.prefix_cache,
         max_queued_tokens=settings.max_queued_tokens,
         max_open_per_tenant=settings.max_open_per_key or 2**62,

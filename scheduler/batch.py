@@ -25,41 +25,32 @@ _NO_ROWS = np.empty(0, np.int32)
 Preempted = Callable[[Sequence], None]
 
 
-def build_step(worker: Worker, incarnation: int, budget: int, repeats: int, preempted: Preempted) -> Step | None:
+def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int, preempted: Preempted) -> Step | None:
     """Build the next step for `worker` and count it as sent; None when nothing can run.
 
-    The worker repeats the step by itself, up to `repeats` times. `preempted` gets each sequence that had to leave.
+    A single row gets room for up to `most_guesses` guesses. `preempted` gets each sequence that had to leave.
     """
-    number = worker.in_flight.last_number + 1
-    ntok: NDArray[np.int32] | None = None
-    joins: list[Join] = []
-    own_repeats = 0
-    repeated = worker.repeat(repeats)
-    if repeated is None:
-        # Without repetitions: requests often come together, and the next one would wait longer.
-        rows = _with_blocks(worker, preempted)
-        if not len(rows):
-            return None
-        ntok = _chunks(worker, rows, max(budget, worker.rows.running))
-        if ntok is not None:
-            chosen = ntok > 0
-            rows = rows[chosen]
-            ntok = ntok[chosen]
-        joins = [_join(worker, sequence) for sequence in worker.joined]
-        worker.send(rows, ntok)
-    else:
-        rows, own_repeats = repeated
+    rows = _with_blocks(worker, preempted)
+    if not len(rows):
+        return None
+    ntok = _chunks(worker, rows, max(budget, worker.rows.running))
+    if ntok is not None:
+        chosen = ntok > 0
+        rows = rows[chosen]
+        ntok = ntok[chosen]
+    joins = [_join(worker, sequence) for sequence in worker.joined]
+    ahead = worker.send(rows, ntok, most_guesses)
     drop, blocks = worker.take_changes()
     return Step(
         incarnation=incarnation,
         epoch=worker.hello.epoch,
-        step=number,
+        step=worker.in_flight.last_number,
         rows=rows,
         ntok=ntok,
         new_blocks=np.array(blocks, np.int32) if blocks else _NO_BLOCKS,
         drop=np.array(drop, np.int32) if drop else _NO_ROWS,
         joins=joins,
-        repeats=own_repeats,
+        ahead=np.array([ahead], np.int32) if ahead else None,
     )
 
 
@@ -67,7 +58,7 @@ def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
     """Give runnable rows the blocks that they lack. Returns the rows that have blocks for all their tokens."""
     table = worker.rows
     rows = table.runnable()
-    crossing = rows[table.num_tokens[rows] > table.num_blocks[rows] * worker.block_size]
+    crossing = rows[table.num_tokens[rows] + table.ahead[rows] > table.num_blocks[rows] * worker.block_size]
     if not len(crossing):
         return rows
     stalled = {
@@ -82,7 +73,7 @@ def _with_blocks(worker: Worker, preempted: Preempted) -> NDArray[np.int32]:
 def _grow(worker: Worker, row: int, preempted: Preempted) -> bool:
     """Give `row` the blocks it lacks, from younger rows if there are no others. False if all are of older rows."""
     table = worker.rows
-    while table.num_tokens[row] > table.num_blocks[row] * worker.block_size:
+    while table.num_tokens[row] + table.ahead[row] > table.num_blocks[row] * worker.block_size:
         while worker.pool.available == 0:
             occupied = table.occupied()
             youngest = int(occupied[np.argmax(table.order[occupied])])

@@ -214,7 +214,7 @@ class Scheduler:
         for index, worker in self.workers.items():
             if worker.in_flight.has_room(limits.steps_in_flight) and not worker.batches.keeps_steps_off:
                 budget = limits.max_batch_tokens
-                step = build_step(worker, self.incarnation, budget, limits.repeats, self.requests.preempt)
+                step = build_step(worker, self.incarnation, budget, limits.most_guesses, self.requests.preempt)
                 if step is not None:
                     steps.append((index, step))
         return steps
@@ -300,7 +300,7 @@ class Scheduler:
         workers = self.workers.values()
         if not workers:
             return None
-        return placement.misfit(submit.text, submit.terms.deterministic, workers, self.limits.max_model_len)
+        return placement.misfit(submit.text, workers, self.limits.max_model_len)
 
     def _place(self, sequence: Sequence) -> bool:
         return placement.place(self.requests, self.limits, sequence)

@@ -16,10 +16,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import ForcedTokens, HiddenStates, LogprobReports, StepResult
+from interfaces import HiddenStates, LogprobReports, StepResult, TokenRuns
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
-from scheduler.steady_batch import SteadyBatch
 from scheduler.step_deadline import StepDeadline
 
 R = TypeVar("R", LogprobReports, HiddenStates)
@@ -29,7 +28,6 @@ R = TypeVar("R", LogprobReports, HiddenStates)
 class StepInFlight:
     """A step that was sent, and the versions that its rows had then."""
 
-    # Number of the next result.
     number: int
     # Rows that sample a token.
     sampling: NDArray[np.int32]
@@ -44,10 +42,8 @@ class StepInFlight:
     versions: NDArray[np.int64]
     # Time of sending on the scheduler's clock.
     sent: float
-    # Results that follow the next one.
-    repeats: int = 0
-    # Whether the step's own result is here. The worker skips what is left if another step reaches it first.
-    repeating: bool = False
+    # Positions that its one row may fill with guesses.
+    ahead: int = 0
 
 
 @dataclass(slots=True)
@@ -57,26 +53,22 @@ class NewTokens:
     rows: NDArray[np.int32]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32] | None
-    # The batch that `rows` are, if they are one.
-    steady: SteadyBatch | None = None
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
-    # Tokens that follow the sampled one of a row, because its grammar allows no others.
-    forced: dict[int, NDArray[np.int32]] = field(default_factory=dict)
+    # Tokens that follow the sampled one of a row: its grammar allows no others, or they were guessed.
+    following: dict[int, NDArray[np.int32]] = field(default_factory=dict)
     # Why single rows failed.
     failed: dict[int, str] = field(default_factory=dict)
 
 
 class StepsInFlight:
-    """The steps without all of their results, oldest first."""
+    """The steps without a result, oldest first."""
 
     def __init__(self, table: RowTable, deadline: StepDeadline, clock: Callable[[], float] = time.monotonic) -> None:
         self.steps: deque[StepInFlight] = deque()
-        # The batch of the last step, if the next one may repeat it.
-        self.steady: SteadyBatch | None = None
-        # Number of the last result that the steps sent so far may have.
+        # Number of the last step that was sent.
         self.last_number = 0
-        # Results received. Repetitions that the worker skipped have none.
+        # Results received.
         self.answered = 0
         self.last_result = clock()
         self._table = table
@@ -87,15 +79,8 @@ class StepsInFlight:
         return len(self.steps)
 
     def has_room(self, most: int) -> bool:
-        """Whether the worker may get one more step, of which `most` may be in flight.
-
-        While it repeats the right step, it needs no other.
-        """
-        steps = self.steps
-        steady = self.steady
-        if steps and steps[-1].repeats and steady is not None and steady.changes == self._table.changes:
-            return False
-        return len(steps) < most
+        """Whether the worker may get one more step, of which `most` may be in flight."""
+        return len(self.steps) < most
 
     def add(
         self,
@@ -106,40 +91,25 @@ class StepsInFlight:
         decoding: int,
         rows: NDArray[np.int32],
         versions: NDArray[np.int64],
-        repeats: int = 0,
+        ahead: int = 0,
     ) -> None:
-        number = self.last_number + 1
-        self.last_number = number + repeats
-        now = self._clock()
-        self.steps.append(
-            StepInFlight(number, sampling, sampling_versions, reporting, tokens, decoding, rows, versions, now, repeats)
-        )
+        self.last_number += 1
+        fields = sampling, sampling_versions, reporting, tokens, decoding, rows, versions, self._clock(), ahead
+        self.steps.append(StepInFlight(self.last_number, *fields))
 
     def take(self, result: StepResult) -> tuple[StepInFlight, float]:
-        """The step that has this result, and the seconds it took. ValueError if no step in flight has it.
+        """Take out the step that has this result. Returns it and the seconds it took.
 
-        Drops the steps that have all their results.
+        ValueError if the oldest step in flight is another.
         """
-        steps = self.steps
-        if len(steps) > 1 and steps[0].repeating and steps[1].number == result.step:
-            self._roll_back(steps.popleft())
-        if not steps or steps[0].number != result.step:
+        if not self.steps or self.steps[0].number != result.step:
             raise ValueError(f"result of step {result.step} answers no step in flight")
-        step = steps[0]
+        step = self.steps.popleft()
         self.answered += 1
-        if step.repeats:
-            step.number += 1
-            step.repeats -= 1
-            step.repeating = True
-            if result.last:
-                self._roll_back(steps.popleft())
-        else:
-            steps.popleft()
         begun = max(step.sent, self.last_result)
         self.last_result = self._clock()
         seconds = self.last_result - begun
-        if result.device_us:  # otherwise the result before took the time of both
-            self._deadline.learn(step.tokens, seconds)
+        self._deadline.learn(step.tokens, seconds)
         return step, seconds
 
     def match(self, result: StepResult, step: StepInFlight) -> NewTokens:
@@ -149,20 +119,19 @@ class StepsInFlight:
         rows = result.rows
         tokens = result.tokens
         logprobs = result.logprobs
-        steady = self.steady
-        if steady is None or step.sampling_versions is not steady.versions or not steady.holds(self._table, rows):
-            steady = None
-            versions = step.sampling_versions
-            if len(rows) != len(step.sampling):
-                versions = versions[np.isin(step.sampling, rows)]
-            current = self._table.version[rows] == versions
-            if not current.all():
-                rows = rows[current]
-                tokens = tokens[current]
-                logprobs = None if logprobs is None else logprobs[current]
-        forced = {} if result.forced is None else self._fast_forward(result.forced, rows)
+        versions = step.sampling_versions
+        if len(rows) != len(step.sampling):
+            versions = versions[np.isin(step.sampling, rows)]
+        current = self._table.version[rows] == versions
+        if not current.all():
+            rows = rows[current]
+            tokens = tokens[current]
+            logprobs = None if logprobs is None else logprobs[current]
+        following = {} if result.forced is None else self._fast_forward(result.forced, rows)
+        if step.ahead:
+            following |= self._accept(result.more, step, rows)
         failed = self._failed(result, step) if result.errors else {}
-        return NewTokens(rows, tokens, logprobs, steady, reports, hidden, forced, failed)
+        return NewTokens(rows, tokens, logprobs, reports, hidden, following, failed)
 
     def computing(self) -> list[Sequence]:
         """The sequences in the steps in flight. If the worker dies, one of them may be the reason."""
@@ -186,15 +155,6 @@ class StepsInFlight:
         """Count the time of the oldest step from now."""
         self.last_result = self._clock()
 
-    def _roll_back(self, step: StepInFlight) -> None:
-        """Undo the bookkeeping of the repetitions that the worker skipped."""
-        table = self._table
-        rows = step.sampling[table.version[step.sampling] == step.sampling_versions]
-        table.num_computed_tokens[rows] -= step.repeats + 1
-        table.num_tokens[rows] -= step.repeats + 1
-        if self.steady is None or not np.isin(rows, self.steady.rows).all():
-            table.changes += 1  # one of these rows may have seemed to be at its limit
-
     def _of_owners(self, reports: R, step: StepInFlight) -> R | None:
         """Entries of rows that still have their owner; None if there are none. ValueError for broken columns."""
         if not reports.consistent:
@@ -203,7 +163,7 @@ class StepsInFlight:
         kept = self._table.version[reports.owners] == np.array(versions, np.int64)
         return reports.select(kept) if kept.any() else None
 
-    def _fast_forward(self, forced: ForcedTokens, rows: NDArray[np.int32]) -> dict[int, NDArray[np.int32]]:
+    def _fast_forward(self, forced: TokenRuns, rows: NDArray[np.int32]) -> dict[int, NDArray[np.int32]]:
         """Update the columns for tokens that follow the sampled ones. ValueError for broken columns.
 
         A step in flight that was to sample for such a row computes one of these tokens instead.
@@ -214,9 +174,25 @@ class StepsInFlight:
         runs = {row: run for row, run in forced.runs().items() if row in rows}
         for row, run in runs.items():
             expected = [step.sampling[step.sampling_versions == table.version[step.sampling]] for step in self.steps]
-            table.changes += 1
             table.num_tokens[row] += max(0, len(run) - sum(row in sampling for sampling in expected))
         return runs
+
+    def _accept(
+        self, more: TokenRuns | None, step: StepInFlight, rows: NDArray[np.int32]
+    ) -> dict[int, NDArray[np.int32]]:
+        """Update the columns for right guesses, which are computed already. ValueError for broken columns."""
+        table = self._table
+        row = int(step.rows[0])
+        if table.version[row] != step.versions[0]:
+            return {}
+        table.ahead[row] -= step.ahead
+        if more is None:
+            return {}
+        if not more.consistent or more.rows.tolist() != rows.tolist() or len(more.tokens) > step.ahead:
+            raise ValueError(f"the guesses of step {step.number} do not fit it")
+        table.num_computed_tokens[row] += len(more.tokens)
+        table.num_tokens[row] += len(more.tokens)
+        return more.runs()
 
     def _failed(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
         """Errors of the rows that still have their owner."""

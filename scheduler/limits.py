@@ -20,8 +20,8 @@ class Limits:
     max_model_len: int | None
     steps_in_flight: int
     prefix_cache: bool
-    # Steps that a worker may repeat by itself after a step of decode rows.
-    repeats: int = 0
+    # Tokens that a worker may guess in a step, and that need blocks ahead of their time.
+    most_guesses: int = 0
     max_queued_tokens: int = 2**62
     max_open_per_tenant: int = 2**62
     # Seconds that any step may take. More is learnt from the steps before.

@@ -87,7 +87,6 @@ class OpenRequests:
             table = self.worker_of(sequence).rows
             table.replica[sequence.row] = self.replicas.number_of(sequence)
             table.handle[sequence.row] = handle
-            table.changes += 1
         return had_listener
 
     def publish_placement(self, sequence: Sequence, replica: int) -> None:

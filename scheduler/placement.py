@@ -47,17 +47,12 @@ def hidden_size(workers: Iterable[Worker]) -> int:
     return min((worker.hello.hidden_size for worker in workers), default=0)
 
 
-def misfit(
-    context: TextContext, deterministic: bool, workers: Collection[Worker], wanted: int | None
-) -> RequestError | None:
+def misfit(context: TextContext, workers: Collection[Worker], wanted: int | None) -> RequestError | None:
     """Why these workers can never run a request, or None. `wanted` is the operator's bound for its length."""
     generating = doing(GENERATE, workers)
     if not generating:
         return _no_worker(GENERATE, workers)
     workers = generating
-    if deterministic and any(worker.hello.compiling for worker in workers):
-        text = "kernels are being compiled, and a deterministic answer needs them: ask again in a minute"
-        return RequestError(ErrorCode.UNAVAILABLE, text)
     return refusal(context, max_model_len(workers, wanted), vocab_size(workers), hidden_size(workers))
 
 
@@ -98,7 +93,7 @@ def place(requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
     if not workers:
         return False
     if not sequence.checked:
-        error = misfit(sequence.context, sequence.terms.deterministic, workers, limits.max_model_len)
+        error = misfit(sequence.context, workers, limits.max_model_len)
         if error is not None:
             requests.refuse_queued(sequence, error)
             return True

@@ -24,10 +24,10 @@ def update(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
     if new.hidden is not None:
         _publish_hidden(requests, worker, new.hidden)
     if len(new.rows):
-        forced = {row: (int(worker.rows.version[row]), run) for row, run in new.forced.items()}
+        following = {row: (int(worker.rows.version[row]), run) for row, run in new.following.items()}
         _append(requests, worker, new)
-        if forced:
-            _append_forced(requests, worker, forced)
+        if following:
+            _append_following(requests, worker, following)
     for row, text in new.failed.items():
         sequence = worker.rows.sequences[row]
         if sequence is not None:
@@ -38,21 +38,13 @@ def _append(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
     """Append and publish one token for each row, then end the sequences that are done."""
     table = worker.rows
     rows = new.rows
-    tokens = new.tokens.tolist()
-    steady = new.steady if new.steady is not None and new.steady.outlives(tokens) else None
-    sequences = [table.sequences[row] for row in rows.tolist()] if steady is None else steady.sequences
-    for sequence, token in zip(sequences, tokens, strict=True):
-        assert sequence is not None
+    sequences = [table.sequence(row) for row in rows.tolist()]
+    for sequence, token in zip(sequences, new.tokens.tolist(), strict=True):
         sequence.context.tokens.advance_with_token(token)
         if sequence.queued_us >= 0:
             requests.publish_placement(sequence, int(table.replica[sequence.row]))
     requests.streams.append_logprobs(table, rows, new.logprobs)
-    if worker.in_flight.steady is not None:
-        worker.in_flight.steady.tokens -= 1
-    if steady is not None and steady.replica is not None:
-        requests.outbox.tokens_for(steady.replica, steady.handles, new.tokens, steady.active, new.logprobs)
-        return
-    lengths = np.array([len(sequence.tokens) for sequence in sequences if sequence is not None])
+    lengths = np.array([len(sequence.tokens) for sequence in sequences])
     finished = np.where(lengths >= table.limit[rows], _LENGTH, _ACTIVE)
     finished[table.hits_stop(rows, new.tokens)] = _STOP
     requests.outbox.tokens(table.replica[rows], table.handle[rows], new.tokens, finished, new.logprobs)
@@ -61,16 +53,18 @@ def _append(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
         requests.finish(table.sequence(row), code)
 
 
-def _append_forced(requests: OpenRequests, worker: Worker, forced: dict[int, tuple[int, NDArray[np.int32]]]) -> None:
+def _append_following(
+    requests: OpenRequests, worker: Worker, following: dict[int, tuple[int, NDArray[np.int32]]]
+) -> None:
     """Append tokens that follow the sampled ones, one for each row at a time.
 
-    `forced` has the version of each row and its tokens. A row whose owner has ended meanwhile is left out.
+    `following` has the version of each row and its tokens. A row whose owner has ended meanwhile is left out.
     """
     version = worker.rows.version
-    for i in range(max(len(run) for _, run in forced.values())):
-        left = [row for row, (owner, run) in forced.items() if i < len(run) and version[row] == owner]
+    for i in range(max(len(run) for _, run in following.values())):
+        left = [row for row, (owner, run) in following.items() if i < len(run) and version[row] == owner]
         if left:
-            tokens = np.array([forced[row][1][i] for row in left], np.int32)
+            tokens = np.array([following[row][1][i] for row in left], np.int32)
             _append(requests, worker, NewTokens(np.array(left, np.int32), tokens, None))
 
 

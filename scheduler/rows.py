@@ -40,19 +40,14 @@ class RowTable:
         # Prompt length of deterministic rows, which are always computed in the same pieces; 0 for all others.
         self.fixed = np.zeros(max_rows, np.int32)
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
-        # Counts all changes except that a row gets one token more.
-        self.changes = 0
+        # Right guesses of steps in flight that may come beyond `num_tokens`.
+        self.ahead = np.zeros(max_rows, np.int32)
         self._free = list(range(max_rows))
         self._reporting = 0
-        self._constrained = 0
 
     @property
     def any_reports(self) -> bool:
         return self._reporting > 0
-
-    @property
-    def any_grammar(self) -> bool:
-        return self._constrained > 0
 
     @property
     def running(self) -> int:
@@ -80,7 +75,6 @@ class RowTable:
 
     def take(self, sequence: Sequence, replica: int, limit: int, cached: int) -> int:
         """Give `sequence` the lowest free row; `cached` of its tokens need no computing."""
-        self.changes += 1
         row = heapq.heappop(self._free)
         sequence.row = row
         self.sequences[row] = sequence
@@ -88,6 +82,7 @@ class RowTable:
         self.version[row] += 1
         self.num_computed_tokens[row] = cached
         self.num_tokens[row] = len(sequence.tokens)
+        self.ahead[row] = 0
         self.limit[row] = limit
         self.order[row] = sequence.order
         self.num_blocks[row] = len(sequence.blocks)
@@ -95,7 +90,6 @@ class RowTable:
         self.replica[row] = replica
         self.reports[row] = sequence.sampling.reports or sequence.context.hidden_states
         self._reporting += int(self.reports[row])
-        self._constrained += sequence.context.grammar is not None
         self.fixed[row] = sequence.prompt_len if sequence.terms.deterministic else 0
         self.report_end[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
         if sequence.context.hidden_states:
@@ -106,10 +100,8 @@ class RowTable:
     def give_back(self, row: int) -> Sequence:
         """Free a row. Results in flight for it no longer match its version."""
         sequence = self.sequence(row)
-        self.changes += 1
         sequence.row = -1
         self._reporting -= int(self.reports[row])
-        self._constrained -= sequence.context.grammar is not None
         self.sequences[row] = None
         self.in_use[row] = False
         self.version[row] += 1

@@ -15,7 +15,6 @@ from scheduler.in_flight import NewTokens, StepsInFlight
 from scheduler.prefill_budget import PrefillBudget
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
-from scheduler.steady_batch import SteadyBatch
 from scheduler.step_deadline import StepDeadline
 
 # Tokens in each piece of a deterministic prompt, rounded up to whole blocks.
@@ -82,9 +81,9 @@ class Worker:
 
     def remove(self, row: int) -> Sequence:
         """Take a sequence off the worker. Its full blocks stay in the prefix cache."""
-        # K and V of its last token may be left to a repetition that will not come.
+        # A step in flight may compute its last token, and right guesses beyond its end.
         computed = int(self.rows.num_computed_tokens[row])
-        self._register(row, min(computed, len(self.rows.sequence(row).tokens) - 1))
+        self._register(row, min(computed, len(self.rows.sequence(row).tokens)))
         sequence = self.rows.give_back(row)
         self.pool.release(sequence.blocks)
         sequence.blocks = []
@@ -98,10 +97,13 @@ class Worker:
         self.new_blocks.append((row, len(sequence.blocks), block))
         sequence.blocks.append(block)
         self.rows.num_blocks[row] = len(sequence.blocks)
-        self.rows.changes += 1
 
-    def send(self, rows: NDArray[np.int32], ntok: NDArray[np.int32] | None) -> None:
-        """Update the columns for a step that computes `ntok` more tokens of each row; None means one."""
+    def send(self, rows: NDArray[np.int32], ntok: NDArray[np.int32] | None, most_guesses: int = 0) -> int:
+        """Update the columns for a step that computes `ntok` more tokens of each row; None means one.
+
+        Returns the number of further positions, at most `most_guesses`, that the step's row may fill with guesses. It
+        is 0 for several rows: a worker guesses for single ones.
+        """
         table = self.rows
         computed = table.num_computed_tokens[rows] + (1 if ntok is None else ntok)
         known = table.num_tokens[rows]
@@ -114,32 +116,17 @@ class Worker:
             asking = rows[table.reports[rows]]
             reporting = dict(zip(asking.tolist(), table.version[asking].tolist(), strict=True))
         versions = table.version[rows]
-        decode = ntok is None and len(sampling) == len(rows)
-        steady = self.in_flight.steady = SteadyBatch.of(table, rows, self.block_size) if decode else None
-        sampling_versions = versions[at_the_end] if steady is None else steady.versions
         tokens = len(rows) if ntok is None else int(ntok.sum())
         decoding = len(rows) if ntok is None else int((ntok == 1).sum())
-        self.in_flight.add(sampling, sampling_versions, reporting, tokens, decoding, rows, versions)
+        single = most_guesses > 0 and ntok is None and len(rows) == len(sampling) == 1
+        ahead = self._make_room_ahead(int(rows[0]), most_guesses) if single else 0
+        self.in_flight.add(sampling, versions[at_the_end], reporting, tokens, decoding, rows, versions, ahead)
         for row in rows[ntok > 1].tolist() if ntok is not None else ():
             sequence = table.sequence(row)
             sequence.chunks += 1
             # A sequence that is placed next may share these blocks: its step runs after this one.
             self._register(row, min(int(table.num_computed_tokens[row]), len(sequence.tokens)))
-
-    def repeat(self, most: int) -> tuple[NDArray[np.int32], int] | None:
-        """Update the columns for one more step of the last step's rows. None if the next step is another.
-
-        Returns the rows, and how often the worker repeats the step by itself, at most `most` times.
-        """
-        steady = self.in_flight.steady
-        if steady is None:
-            return None
-        repeats = steady.repeat(self.rows, most, self.pool, self.grow)
-        if repeats is None:
-            return None
-        rows = steady.rows
-        self.in_flight.add(rows, steady.versions, {}, len(rows), len(rows), rows, steady.versions, repeats)
-        return rows, repeats
+        return ahead
 
     def take_changes(self) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Rows to drop and new blocks since the last step, for the step that is sent now."""
@@ -156,8 +143,7 @@ class Worker:
         """
         step, seconds = self.in_flight.take(result)
         self.batches.grant_grace()
-        if result.device_us:
-            self.prefill_budget.learn(step.decoding, step.tokens - step.decoding, seconds)
+        self.prefill_budget.learn(step.decoding, step.tokens - step.decoding, seconds)
         return self.in_flight.match(result, step)
 
     @property
@@ -206,9 +192,20 @@ class Worker:
             seconds_since_step=self._clock() - self.in_flight.last_result if self.computing else 0.0,
             drafted=self.hello.drafted,
             accepted=self.hello.accepted,
-            backend="plain torch, while kernels compile" if self.hello.compiling else self.hello.backend,
+            backend=self.hello.backend,
             tasks=self.hello.tasks,
         )
+
+    def _make_room_ahead(self, row: int, most: int) -> int:
+        """Give a row blocks for up to `most` positions beyond the steps in flight. Returns how many it has."""
+        table = self.rows
+        end = int(table.num_computed_tokens[row]) + int(table.ahead[row])
+        most = min(most, int(table.limit[row]) - end - 1)
+        while table.num_blocks[row] * self.block_size < end + most and self.pool.available:
+            self.grow(row)
+        ahead = max(0, min(most, int(table.num_blocks[row]) * self.block_size - end))
+        table.ahead[row] += ahead
+        return ahead
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks that hold the beginning of `sequence`."""

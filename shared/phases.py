@@ -54,6 +54,11 @@ def beat() -> None:
         report("beat", pid=os.getpid())
 
 
+def leave(reason: str) -> None:
+    """Report that this process ends in order, and that another one should follow it at once."""
+    report("leave", reason=reason)
+
+
 def died(pid: int, status: int) -> None:
     """Report that the working fork has ended, and that this process can fork another one (shared/forkserver.py).
 

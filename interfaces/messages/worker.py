@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from interfaces.context.grammar_state import GrammarState
 from interfaces.context.images import ImageMetadata
 from interfaces.context.pooling import PoolingContext
 from interfaces.context.text import TextContext
-from interfaces.messages.forced_tokens import ForcedTokens
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
+from interfaces.messages.token_runs import TokenRuns
 from interfaces.request.sampling import SamplingParams
 from interfaces.result.pooled_values import PooledValues
 from interfaces.wire.codec import F32, I32, I64, F32Matrix, I32x3, message
-
-_NO_ROWS = np.empty(0, np.int32)
-_NO_BLOCKS = np.empty((0, 3), np.int32)
 
 # The task of a worker that generates tokens. The others are values of `PoolingTask`.
 GENERATE = "generate"
@@ -39,12 +34,11 @@ class WorkerHello:
     """Registers a worker with its capacity, and is its heartbeat every second.
 
     `epoch` counts the starts of this worker slot by its supervisor (`EPOCHS_OF_A_SUPERVISOR`). `max_model_len` is what
-    the model and the KV memory allow for one sequence, in tokens. `compiling`: its answers will be computed by other
-    kernels soon, which may differ from the present ones in the last bits. `drafted` and `accepted` count its draft
-    tokens, and those accepted, since it started. `backend` describes in words what runs the model (once nothing is
-    compiling any more). `tasks` are GENERATE or values of `PoolingTask`; a worker that only pools has no blocks and no
-    rows, its `hidden_size` is the width of its vectors, and `labels` names those of a classifier. `images` is
-    NO_IMAGES, CUT_IMAGES (a step may compute a part of an image) or WHOLE_IMAGES.
+    the model and the KV memory allow for one sequence, in tokens. `drafted` and `accepted` count its draft tokens, and
+    those accepted, since it started. `backend` describes in words what runs the model. `tasks` are GENERATE or values
+    of `PoolingTask`; a worker that only pools has no blocks and no rows, its `hidden_size` is the width of its vectors,
+    and `labels` names those of a classifier. `images` is NO_IMAGES, CUT_IMAGES (a step may compute a part of an image)
+    or WHOLE_IMAGES.
     """
 
     device: str
@@ -60,7 +54,6 @@ class WorkerHello:
     dtype: str
     attention: str
     hidden_size: int = 0
-    compiling: bool = False
     drafted: int = 0
     accepted: int = 0
     backend: str = ""
@@ -122,9 +115,8 @@ class Step:
     then samples one more. `new_blocks` are triples (row, index in the row's block table, block). `incarnation` names
     the scheduler process; a worker that sees a new one forgets all rows first.
 
-    Multi-step decode: afterwards the worker computes one more token of each row, `repeats` times in all. It stops early
-    if another step arrives before it begins the next repetition: then that step follows. Repetitions are numbered on
-    from `step`, and each has its result. The step itself is always done.
+    `ahead[i]` further positions of row rows[i] have blocks: the worker may fill them with guesses at the tokens that
+    follow (None: none).
     """
 
     incarnation: int
@@ -135,16 +127,7 @@ class Step:
     new_blocks: I32x3
     drop: I32
     joins: list[Join]
-    repeats: int = 0
-
-    def after(self, steps: int) -> Step | None:
-        """Return the rest of this step once `steps` of its repetitions, itself included, have run; None if there is
-        none."""
-        if steps > self.repeats:
-            return None
-        number = self.step + steps
-        left = self.repeats - steps
-        return Step(self.incarnation, self.epoch, number, self.rows, None, _NO_BLOCKS, _NO_ROWS, [], left)
+    ahead: I32 | None = None
 
 
 @message(18)
@@ -153,10 +136,9 @@ class StepResult:
     """The result of a Step: `tokens[i]` was sampled for `rows[i]`; rows in mid-prefill are absent, the others in order.
 
     `errors` maps a row to the reason why it alone failed; such rows are absent from `rows`. `device_us` is the time of
-    the pass in microseconds, and 0 for a step whose result came with that of the one before. `forced` are jump-forward
-    tokens of rows: the worker knows them, and samples the row again when they are computed, so a step in flight that
-    computes fewer gives it no token. `last`: another step follows, and not the repetitions that were left; it is left
-    out while that is not known.
+    the pass in microseconds. `forced` are jump-forward tokens of rows: the worker knows them, and samples the row again
+    when they are computed, so a step in flight that computes fewer gives it no token. `more` are guesses that were
+    right: tokens after the sampled one, all but the last of which are computed.
     """
 
     incarnation: int
@@ -170,8 +152,8 @@ class StepResult:
     device_us: int
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
-    forced: ForcedTokens | None = None
-    last: bool = False
+    forced: TokenRuns | None = None
+    more: TokenRuns | None = None
 
 
 @message(23)

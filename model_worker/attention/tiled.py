@@ -1,8 +1,7 @@
-"""A plain-torch reader of the fused stack's tiled KV layout, for use while its kernels are compiled.
+"""A plain-torch reader and writer of the fused stack's tiled KV layout, for batches that the stack cannot compute.
 
-Sequences that began in plain torch go on with the kernels, and the cache stays. The layout of a block is
-cache_dot.py's: for each head K as `[element step, token]` and V as `[token step, element]`, in words of one float32 or
-of two bfloat16.
+A sequence may have such batches (images that see later keys) and others. The layout of a block is cache_dot.py's: for
+each head K as `[element step, token]` and V as `[token step, element]`, in words of one float32 or of two bfloat16.
 """
 
 from __future__ import annotations

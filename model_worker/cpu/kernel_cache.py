@@ -1,16 +1,16 @@
 """Whether numba's compiled kernels are available, and their compilation beside the first answers.
 
 numba compiles for half a minute, and keeps the result for later starts. A worker without kept kernels does not make its
-users wait: it computes in plain torch while another process compiles (compile_kernels.py), and switches to the kernels
-between two steps. Knows files and processes. Does not know which kernels there are.
+users wait: it computes in plain torch while another process compiles (compile_kernels.py), and then makes room for a
+worker that finds them. Knows files and processes. Does not know which kernels there are.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,9 @@ import torch
 
 from shared.liveness import SUPERVISOR_PID
 
+log = logging.getLogger(__name__)
+
 _numba: Any = numba
-_awaited = False
-
-
-def available() -> bool:
-    """Whether kernels may be called. Until then use another way: a call would compile them."""
-    return not _awaited
 
 
 def kept(dtype: torch.dtype) -> bool:
@@ -47,13 +43,12 @@ def keep(dtype: torch.dtype) -> None:
 
 
 class Compilation:
-    """A process that compiles the kernels; until `settle`, they are not `available`."""
+    """A process that compiles the kernels for weights of `dtype`."""
 
-    def __init__(self, dtype: torch.dtype, then: Callable[[], None]) -> None:
-        """Start the process. `then` switches to the kernels; `settle` calls it, between two steps."""
-        global _awaited
-        _awaited = True
-        self._then = then
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Start the process."""
+        self._dtype = dtype
+        self._done: bool | None = None
         name = str(dtype).removeprefix("torch.")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "model_worker.compile_kernels", "--dtype", name],
@@ -62,14 +57,13 @@ class Compilation:
         )
 
     @property
-    def over(self) -> bool:
-        """Whether the process has ended. If it has failed, the kernels are compiled where they are called first."""
-        return self._process.poll() is not None
-
-    def settle(self) -> None:
-        global _awaited
-        _awaited = False
-        self._then()
+    def done(self) -> bool:
+        """Whether a worker that starts now finds the kernels. Stays False if the process has failed."""
+        if self._done is None and self._process.poll() is not None:
+            self._done = kept(self._dtype)
+            if not self._done:
+                log.error("the kernels could not be compiled, for the reason above: answers stay slow")
+        return bool(self._done)
 
 
 def _mark(dtype: torch.dtype) -> Path | None:

@@ -5,9 +5,8 @@ the work in it, so a thread that finds no piece left spins until the next phase.
 after all: then another process has taken a core, and the sleeper's own core may be what that process needs.
 
 No phase waits for a certain thread: it ends when its pieces are done, by any core. So the thread that began a job may
-do something else first and help later, while the others go on. A job may have steps, each of some phases: its caller
-helps until the end of the step that it waits for, and may make the one in progress the last. Does not know the
-function's purpose. Linux only.
+do something else first and help later, while the others go on. Does not know the function's purpose.
+Linux only.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ intrinsic: Any = numba.extending.intrinsic
 # Numbers in a line of memory: counts of different cores must not share one.
 _LINE = 8
 # Places in a counter: the phase, and how many of its pieces are taken from either end; pieces done; the phase alone,
-# for waiting threads; how many of them sleep; how many steps have begun, and how many there are to be.
+# for waiting threads; how many of them sleep.
 _WORD = _LINE
 _DONE = 2 * _LINE
 _OVER = 3 * _LINE
 _SLEEPERS = 4 * _LINE
-_TURNS = 5 * _LINE
 # Some tens of microseconds: what one core's last piece takes longer than another's.
 _SPINS = 40_000
 _PHASE_BITS = 16
@@ -44,7 +42,6 @@ _PHASE = (1 << _PHASE_BITS) - 1
 _COUNT = (1 << _COUNT_BITS) - 1
 # The phase in which a job is over: all others are before it.
 OVER = _PHASE
-_EVERY_TURN = 1 << 30
 # Most grains that a core takes at a time: another process may keep it from finishing them.
 _MOST_GRAINS = 8
 # Of the system call: 98 in the table that Linux gives to all newer architectures.
@@ -192,29 +189,6 @@ def begin(counter: Any, phase: int) -> None:
 
 
 @njit(nogil=True, cache=True)
-def claim_turn(counter: Any) -> bool:
-    """Claim the next step. False when the job has none left."""
-    while True:
-        word = _load(counter, _TURNS)
-        begun = word & _COUNT
-        count = word >> _COUNT_BITS
-        if begun >= count:
-            return False
-        if _swap(counter, _TURNS, word, word + 1):
-            return True
-
-
-@njit(nogil=True, cache=True)
-def make_turn_last(counter: Any) -> int:
-    """Make the current step the last. Returns the number of steps with it."""
-    while True:
-        word = _load(counter, _TURNS)
-        begun = word & _COUNT
-        if _swap(counter, _TURNS, word, begun << _COUNT_BITS | begun):
-            return begun  # type: ignore[no-any-return]
-
-
-@njit(nogil=True, cache=True)
 def wait(counter: Any, phase: int) -> None:
     """Wait until the pool is past this phase."""
     spins = 0
@@ -230,24 +204,18 @@ def wait(counter: Any, phase: int) -> None:
 class Job:
     """A call of a compiled function by the threads of a pool."""
 
-    def __init__(self, function: Any, turns: int, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._function = function
         self._arguments = arguments
-        self._counter: NDArray[np.int64] = np.zeros(7 * _LINE, np.int64)
-        self._counter[_TURNS] = turns << _COUNT_BITS | 1
+        self._counter: NDArray[np.int64] = np.zeros(6 * _LINE, np.int64)
 
-    def take_part(self, core: int, turns: int = _EVERY_TURN) -> None:
-        """Take part until `turns` steps are over, or all. No core may take part twice at a time."""
-        self._function(core, turns, self._counter, *self._arguments)
+    def take_part(self, core: int) -> None:
+        """Take part until the job is over. No core may take part twice at a time."""
+        self._function(core, self._counter, *self._arguments)
 
-    def finish(self, turns: int = _EVERY_TURN) -> None:
-        """Help until `turns` steps are over, or all; for the thread that began the job. Jobs before this must be
-        done."""
-        self.take_part(0, turns)
-
-    def stop(self) -> int:
-        """Make the step in progress the last. Returns the number of steps, at least one."""
-        return make_turn_last(self._counter)
+    def finish(self) -> None:
+        """Help until the job is over; for the thread that began it. Jobs before this must be done."""
+        self.take_part(0)
 
 
 class ThreadPool:
@@ -258,13 +226,12 @@ class ThreadPool:
         for core, jobs in enumerate(self._jobs, start=1):
             threading.Thread(target=_work, args=(core, jobs), name=f"team-{core}", daemon=True).start()
 
-    def begin(self, function: Any, *arguments: Any, turns: int = 1) -> Job:
-        """Start function(core, turns, counter, *arguments) on every core. It must be compiled, and must not raise.
+    def begin(self, function: Any, *arguments: Any) -> Job:
+        """Start function(core, counter, *arguments) on every core. It must be compiled, and must not raise.
 
-        It returns when that many of the job's steps are over, or the job is. The caller must `finish` jobs in the order
-        in which it began them.
+        It returns when the job is over. The caller must `finish` jobs in the order in which it began them.
         """
-        job = Job(function, turns, arguments)
+        job = Job(function, arguments)
         for jobs in self._jobs:
             jobs.put(job)
         return job

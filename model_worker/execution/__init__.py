@@ -1,7 +1,7 @@
 """The ways to run a step. `executors_for` lists those of a device, and the first that accepts a step runs it:
 
 Isolation     rows that must not depend on their neighbours: every step, while there are such rows
-Speculation   a single row whose next tokens can be guessed
+Speculation   a single row whose next tokens can be guessed, where the step leaves room for guesses
 OverlapCpu    greedy rows, on a CPU: launched before the tokens of the step before are read
 OverlapCuda   rows that are sampled on the device: the same on CUDA
 Synchronous   everything else; what the others compute, it computes too
@@ -27,10 +27,8 @@ def executors_for(shared: DeviceStep, overlap: str = "off", most_guesses: int = 
     executors: list[Executor] = [Isolation(shared, synchronous)]
     if overlap == "cuda":
         return [*executors, OverlapCuda(shared), synchronous]
-    speculation = None
     if most_guesses and shared.backend.greedy is not None:
-        speculation = Speculation(shared, most_guesses)
-        executors.append(speculation)
+        executors.append(Speculation(shared, most_guesses))
     if overlap == "cpu":
-        executors.append(OverlapCpu(shared, speculation))
+        executors.append(OverlapCpu(shared))
     return [*executors, synchronous]

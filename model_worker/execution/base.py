@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from interfaces import Step, StepResult
 from model_worker.batch import ForwardBatch
-from model_worker.cpu.fused.stack import Drawn, Passes
+from model_worker.cpu.fused.stack import Drawn
 from model_worker.execution.flight import InFlight, Pending
 from model_worker.grammar.masks import Masks
 from model_worker.rows import PackedStep, WorkerRows
@@ -25,7 +25,7 @@ from model_worker.vision.rows import ImageRows
 Forward = Callable[[ForwardBatch], torch.Tensor]
 Greedy = Callable[[ForwardBatch, NDArray[np.bool_]], tuple[NDArray[np.int64], torch.Tensor]]
 HiddenForward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
-LaunchGreedy = Callable[[ForwardBatch, Drawn, int], Passes]
+LaunchGreedy = Callable[[ForwardBatch, Drawn], Callable[[], NDArray[np.int64]]]
 
 
 class Executor(Protocol):
@@ -50,7 +50,7 @@ class Backend:
 
     `forward` gives logits [L, vocab]; `hidden` also the hidden states [L, hidden] that they were made of. `greedy`
     gives the token of each row's largest logit (-1: not finite), and logits of the wanted rows only. `launch_greedy`
-    does not wait for these tokens and may compute further passes; see `ModelRunner.begin_pick`.
+    returns what waits for these tokens; see `ModelRunner.begin_pick`.
     """
 
     device: torch.device

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import ForcedTokens, HiddenStates, LogprobReports, Step, StepResult
+from interfaces import HiddenStates, LogprobReports, Step, StepResult, TokenRuns
 from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending
 from model_worker.execution.synchronous import Synchronous
@@ -44,7 +44,7 @@ def parts(step: Step, isolated: Collection[int]) -> list[Step]:
     if not apart.all():
         cuts.append(np.flatnonzero(~apart))
     none = np.empty(0, np.int32)
-    rest = replace(step, new_blocks=none.reshape(0, 3), drop=none, joins=[])
+    rest = replace(step, new_blocks=none.reshape(0, 3), drop=none, joins=[], ahead=None)
     return [replace(rest, rows=step.rows[cut], ntok=None if step.ntok is None else step.ntok[cut]) for cut in cuts]
 
 
@@ -71,5 +71,5 @@ def together(step: Step, results: list[StepResult]) -> StepResult:
         device_us=sum(result.device_us for result in results),
         reports=LogprobReports.joined(reports) if reports else None,
         hidden=HiddenStates.joined(hidden) if hidden else None,
-        forced=ForcedTokens.of(runs) if runs else None,
+        forced=TokenRuns.of(runs) if runs else None,
     )

@@ -1,4 +1,4 @@
-"""Steps sampled on the device and begun before the tokens of the step before are read.
+"""Steps sampled on the device and launched before the tokens of the step before are read.
 
 The tokens stay on the device, where the next step finds them; the host reads a step's tokens when the next one has been
 launched.
@@ -39,13 +39,12 @@ class OverlapCuda:
         rows = packed.rows[packed.sampling]
         errors = shared.refusals(rows)
         wait = self._draw(packed, rows)
-        number = shared.rows.begun_steps(packed, 1)
+        launch = shared.rows.launch(packed)
 
-        def read(_: int) -> StepResult:
+        def read() -> StepResult:
             tokens, device_us = wait()
             sampled = Sampled.of(tokens)
-            shared.rows.read_step(packed, sampled.tokens, number)
-            shared.rows.read_last(packed, number)
+            shared.rows.read(packed, sampled.tokens, launch)
             return shared.result(step.step, step.incarnation, rows, sampled, errors, device_us)
 
         pending = Pending(read)

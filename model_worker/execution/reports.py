@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from interfaces import ForcedTokens, HiddenStates, LogprobReports, StepResult
+from interfaces import HiddenStates, LogprobReports, StepResult, TokenRuns
 from model_worker.rows import HiddenPart, PackedStep
 from model_worker.sampling.logprobs import ReportBuilder
 from model_worker.sampling.sampler import Sampled, SamplerRows
@@ -40,7 +40,7 @@ def hidden_states(parts: list[HiddenPart], vectors: torch.Tensor) -> HiddenState
 def with_forced(result: StepResult, forced: dict[int, list[int]]) -> StepResult:
     """The result with the tokens that follow by force. Rows that failed go on with nothing."""
     kept = {row: tokens for row, tokens in forced.items() if row not in result.errors}
-    return replace(result, forced=ForcedTokens.of(kept)) if kept else result
+    return replace(result, forced=TokenRuns.of(kept)) if kept else result
 
 
 def with_reports(result: StepResult, reports: LogprobReports | None, hidden: HiddenStates | None) -> StepResult:

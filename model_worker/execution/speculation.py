@@ -1,8 +1,7 @@
-"""Guesses verified: a row's token and what may follow it are computed in one pass, and right guesses are kept.
+"""Guesses verified: a row's token and guesses at what follows it are computed in one pass, and right guesses are kept.
 
-Takes steps of a single row that are to be repeated anyway: one pass is then all repetitions whose tokens were guessed
-right. What was drawn after a token holds as long as all tokens up to it were drawn too. So they are the tokens that
-passes one by one would draw; only sums come in another order.
+Takes steps of a single row that leave room for guesses. What is drawn after a token holds as long as all tokens up to
+it were drawn too: these are the tokens that passes one by one would draw. Only sums come in another order.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Step
+from interfaces import Step, TokenRuns
 from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending
 from model_worker.execution.ngram import draft
@@ -27,48 +26,41 @@ class Speculation:
     def __init__(self, shared: DeviceStep, most: int) -> None:
         self._shared = shared
         self._most = most
-        # Of the step that was accepted last.
-        self._guesses = np.empty(0, np.int32)
 
     def accepts(self, step: Step, packed: PackedStep) -> bool:
+        """Whether the text that was read so far goes on in a way that can be guessed."""
         shared = self._shared
-        if shared.in_flight or not step.repeats or shared.refused or not packed.plain or packed.angles is not None:
+        if step.ahead is None or shared.refused or not packed.plain or packed.angles is not None:
             return False
         single = len(packed.rows) == len(packed.tokens) == len(packed.sampling) == 1
-        if not single or shared.needs_host(packed.rows):
-            return False
-        self._guesses = self.propose(packed, 0, step.repeats)
-        return len(self._guesses) > 0
-
-    def propose(self, packed: PackedStep, read: int, most: int) -> NDArray[np.int32]:
-        """Up to `most` tokens that may follow the step's one row, of which `read` further tokens were read."""
-        text = self._shared.rows.text(int(packed.rows[0]), int(packed.positions[0]) + read)
-        return draft(text, min(self._most, most))
-
-    def may_guess(self, packed: PackedStep, read: int) -> bool:
-        """Whether anything may follow the step's one row, of which `read` further tokens were read."""
-        return len(self.propose(packed, read, self._most)) > 0
+        return single and not shared.needs_host(packed.rows) and len(self._guesses(step)) > 0
 
     def launch(self, step: Step, packed: PackedStep) -> Pending:
         started = time.perf_counter_ns()
         shared = self._shared
-        guesses = self._guesses
+        if shared.in_flight:
+            shared.in_flight.finish()
+            # The tokens that this has read are missing in what was packed.
+            packed = shared.rows.pack(step)
+        guesses = self._guesses(step)
         sampled = self._verify(packed, guesses)
-        accepted = _accepted(sampled, guesses)
-        shared.rows.drafted_step(packed, sampled.tokens[:accepted])
+        row = int(packed.rows[0])
+        more = sampled.tokens[1 : 1 + _accepted(sampled, guesses)]
+        shared.rows.commit(packed, sampled.tokens[:1])
+        shared.rows.accept(row, more)
         shared.counters.drafted += len(guesses)
-        shared.counters.accepted += accepted - 1
-        # The others came with the first one.
-        times = [(time.perf_counter_ns() - started) // 1000] + [0] * (accepted - 1)
-        return Pending.finished(
-            *(
-                shared.result(step.step + i, step.incarnation, packed.rows, sampled.only(i), {}, device_us)
-                for i, device_us in enumerate(times)
-            )
-        )
+        shared.counters.accepted += len(more)
+        device_us = (time.perf_counter_ns() - started) // 1000
+        result = shared.result(step.step, step.incarnation, packed.rows, sampled.only(0), {}, device_us)
+        return Pending.finished(replace(result, more=TokenRuns.of({row: more})) if len(more) else result)
+
+    def _guesses(self, step: Step) -> NDArray[np.int32]:
+        """Tokens that may follow those of the step's one row that were read, as many as have room."""
+        assert step.ahead is not None
+        return draft(self._shared.rows.text(int(step.rows[0])), min(self._most, int(step.ahead[0])))
 
     def _verify(self, packed: PackedStep, guesses: NDArray[np.int32]) -> Sampled:
-        """Computes the row's token and the guesses in one pass, and draws what follows each of them."""
+        """Compute the row's token and the guesses in one pass, and draw what follows each of them."""
         shared = self._shared
         greedy = shared.backend.greedy
         assert greedy is not None
@@ -88,8 +80,11 @@ class Speculation:
 
 
 def _accepted(sampled: Sampled, guesses: NDArray[np.int32]) -> int:
-    """How many of the drawn tokens hold: those that follow nothing but right guesses."""
-    wrong = sampled.tokens[:-1] != guesses
+    """How many tokens after the first hold: those that follow nothing but right guesses.
+
+    One that cannot be drawn does not: the next step finds that out again, and its result says so.
+    """
+    right = sampled.tokens[:-1] == guesses
     if sampled.bad is not None:
-        wrong |= sampled.bad[:-1]
-    return int(np.argmax(wrong)) + 1 if wrong.any() else len(sampled.tokens)
+        right &= ~(sampled.bad[:-1] | sampled.bad[1:])
+    return len(right) if right.all() else int(np.argmin(right))

@@ -48,7 +48,7 @@ class Synchronous:
             sampled, forced = self._greedy(packed, needed)
             hidden = None
             logprobs = sampled.reports
-        shared.rows.computed_step(packed, sampled.tokens)
+        shared.rows.commit(packed, sampled.tokens)
         for row, tokens in forced.items():
             shared.rows.follow(row, tokens)
             shared.sampler.follow(row, tokens)

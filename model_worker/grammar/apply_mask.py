@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model_worker.cpu import kernel_cache
-
 WORD_BITS = 32
 # -inf of each type; as its 16 bits where numpy has no such type.
 _INFINITY: dict[torch.dtype, Any] = {
@@ -25,11 +23,13 @@ _INFINITY: dict[torch.dtype, Any] = {
 }
 
 
-def apply_masks(logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
+def apply_masks(
+    logits: torch.Tensor, index: NDArray[np.int64], masks: NDArray[np.int32], has_kernels: bool = True
+) -> None:
     """Apply masks in place, in the rows `index` of `logits`; `masks[i]` belongs to `index[i]`."""
     infinity = _INFINITY.get(logits.dtype)
     with torch.inference_mode():
-        if logits.device.type == "cpu" and infinity is not None and kernel_cache.available():
+        if logits.device.type == "cpu" and infinity is not None and has_kernels:
             plain = logits if logits.dtype == torch.float32 else logits.view(torch.int16)
             _forbid_rows(plain.numpy(), index, masks, infinity)
             return

@@ -2,8 +2,8 @@
 
 A process of its own, because a grammar may take any time and memory: a row that takes too much ends the process, and
 the worker gets another without that row at once, because both are forked from one that has loaded the tokens
-(nursery.py). Reads requests from a socket, answers there, and writes masks into memory that it shares with the worker.
-Knows rows and tokens; knows no logits.
+(shared/forkserver.py). Reads requests from a socket, answers there, and writes masks into memory that it shares with
+the worker. Knows rows and tokens; knows no logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import GrammarState
-from model_worker.nursery import Nursery, nurse
+from shared.forkserver import ForkServer, serve_forks
 from shared.grammar import GrammarError, Matcher, Vocabulary, set_bits
 from shared.liveness import become, limit_memory
 from shared.pipe_messages import message_unpacker
@@ -163,9 +163,9 @@ class Masks:
         return self._compiled[grammar].copy()
 
 
-def nursery(model: str, max_rows: int) -> Nursery:
+def fork_server(model: str, max_rows: int) -> ForkServer:
     """Make the fork server of a Hugging Face directory or hub name. Its start takes seconds."""
-    return Nursery(["-m", "model_worker.grammar.mask_process", "--model", model, "--rows", str(max_rows)])
+    return ForkServer(["-m", "model_worker.grammar.mask_process", "--model", model, "--rows", str(max_rows)])
 
 
 def main() -> None:
@@ -176,7 +176,7 @@ def main() -> None:
     become("mask_process")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker says when it is over
     vocabulary = load(arguments.model)
-    nurse(lambda descriptors: _serve(vocabulary, arguments.rows, *descriptors))
+    serve_forks(lambda descriptors: _serve(vocabulary, arguments.rows, *descriptors))
 
 
 def _serve(vocabulary: Vocabulary, max_rows: int, requests: int, memory: int) -> None:

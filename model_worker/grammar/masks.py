@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from interfaces import GrammarState, RowGrammar
 from model_worker.grammar.apply_mask import apply_masks
 from model_worker.grammar.mask_process import CPU_SECONDS, HEADER_BYTES, NO_ROW
-from model_worker.nursery import Nursery
+from shared.forkserver import ForkServer
 from shared.pipe_messages import message_unpacker
 
 log = logging.getLogger(__name__)
@@ -63,10 +63,13 @@ class _Row:
 class Masks:
     """Masks of up to `max_rows` rows over `vocab_size` tokens, which a process of the fork server fills."""
 
-    def __init__(self, nursery: Nursery, max_rows: int, vocab_size: int, jumps: bool = True) -> None:
+    def __init__(
+        self, fork_server: ForkServer, max_rows: int, vocab_size: int, jumps: bool = True, has_kernels: bool = True
+    ) -> None:
         """Take the fork server. Without `jumps` tokens that a grammar forces are sampled one by one, too."""
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._jumps = jumps
+        self._has_kernels = has_kernels
         self._vocab_size = vocab_size
         words = -(-vocab_size // (8 * WORD_BYTES))
         self._memory = os.memfd_create("masks")
@@ -87,12 +90,12 @@ class Masks:
 
     def start(self) -> None:
         """Begin to load the tokens, which takes seconds of another core. The first row does so, too."""
-        self._nursery.start()
+        self._fork_server.start()
 
     def close(self) -> None:
         """End the process."""
         self._hang_up()
-        self._nursery.close()
+        self._fork_server.close()
 
     def _hang_up(self) -> None:
         process = self._channel
@@ -134,7 +137,7 @@ class Masks:
         self._wait()
         live = np.array([i for i in index if int(rows[i]) not in self._errors], np.int64)
         if len(live):
-            apply_masks(logits[:, : self._vocab_size], live, self._masks[rows[live]])
+            apply_masks(logits[:, : self._vocab_size], live, self._masks[rows[live]], self._has_kernels)
         return {int(row): self._errors[int(row)] for row in rows[index] if int(row) in self._errors}
 
     def sampled(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> dict[int, list[int]]:
@@ -209,7 +212,7 @@ class Masks:
         A SIGKILL comes from outside (an operator, or the kernel out of memory): its row is tried once more.
         """
         row = int(self._header[0])
-        guilty = stalled or self._nursery.exit_code(DYING_SECONDS) != -signal.SIGKILL
+        guilty = stalled or self._fork_server.exit_code(DYING_SECONDS) != -signal.SIGKILL
         self._deaths += 1
         if row in self._rows and (guilty or row == self._spared):
             self._errors[row] = f"its grammar takes too much memory, or more than {CPU_SECONDS:g} s, for one token"
@@ -218,7 +221,7 @@ class Masks:
         self._spared = row
         self._hang_up()
         if stalled:
-            self._nursery.close()
+            self._fork_server.close()
         log.warning("the process that fills masks %s at row %d", "stalled" if stalled else "died", row)
         self._spawn()
 
@@ -228,7 +231,7 @@ class Masks:
         self._unpacker = message_unpacker()
         self._channel, theirs = socket.socketpair()
         with theirs:
-            self._nursery.fork([theirs.fileno(), self._memory])
+            self._fork_server.fork([theirs.fileno(), self._memory])
         joins = [row for row in self._rows if row not in self._errors]
         if joins:
             self._send([], joins, [])

@@ -23,7 +23,7 @@ from model_worker.loading.checkpoint import (
     weights_dtype,
 )
 from model_worker.loading.composite import take_apart
-from model_worker.loading.prepare import prove
+from model_worker.loading.prepare import prepare
 from model_worker.loading.rope import pin_longrope
 from model_worker.model import LoadedModel, Progress, check_positions, max_position_of
 from model_worker.vision.family import is_composite
@@ -36,7 +36,7 @@ def load_model(
     progress: Progress,
     max_model_len: int | None = None,
     quantization: str = "none",
-    deferred: Callable[[torch.dtype], bool] = lambda _: False,
+    has_kernels: Callable[[torch.dtype], bool] = lambda _: True,
     vision: bool = True,
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub name.
@@ -44,7 +44,7 @@ def load_model(
     `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
     the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
     int8 quantizes the weights of linear layers, per output, and verifies the model against itself with these weights.
-    `deferred` says for a weights' type whether its kernels must not be run yet, on a CPU. Without `vision` a model that
+    `has_kernels` says for the weights' dtype whether the kernels of a CPU are compiled. Without `vision` a model that
     takes images serves text alone.
     """
     target = torch.device(device)
@@ -66,9 +66,9 @@ def load_model(
     if max_position is not None:
         pin_longrope(model, min(max_position, max_model_len or max_position))
     if not is_composite(config):
-        return prove(model.eval(), target, quantization, progress, deferred)
+        return prepare(model.eval(), target, quantization, progress, has_kernels)
     text, encoder = take_apart(model.eval(), target, vision)
-    return replace(prove(text, target, quantization, progress, deferred), encoder=encoder)
+    return replace(prepare(text, target, quantization, progress, has_kernels), encoder=encoder)
 
 
 def _half_as_bfloat16(model: PreTrainedModel) -> None:

@@ -19,19 +19,23 @@ from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
 from model_worker.loading import verify
 from model_worker.loading.probe import probe_attention
-from model_worker.model import LoadedModel, ModelRefused, Progress, Unproven, first_line, max_position_of
+from model_worker.model import LoadedModel, ModelRefused, Progress, first_line, max_position_of
 
 log = logging.getLogger(__name__)
 
 
-def prove(
+def prepare(
     model: PreTrainedModel,
     device: torch.device,
     quantization: str,
     progress: Progress,
-    deferred: Callable[[torch.dtype], bool] = lambda _: False,
+    has_kernels: Callable[[torch.dtype], bool] = lambda _: True,
 ) -> LoadedModel:
-    """Find the attention layers, make the model fast, then check it against the model as transformers runs it."""
+    """Find the attention layers, make the model fast, then check it against the model as transformers runs it.
+
+    `has_kernels` says for the weights' dtype whether a CPU's kernels are compiled. Without them the model stays as it
+    is, and attends in plain torch.
+    """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     tokens = verify.tokens(config, device)
@@ -58,6 +62,10 @@ def prove(
         parameter_count=count,
         parameter_bytes=size,
     )
+    if device.type == "cpu" and quantization == "none" and not has_kernels(loaded.dtype):
+        plain = replace(loaded, backend="reference", has_kernels=False)
+        verify.check_paged(plain, tokens, expected)
+        return plain
     if device.type == "cpu":
         packed = pack_linears(model, lambda done, total: progress("pack weights", done, total), quantized)
         size = _parameters(model)[1] + sum(linear.num_bytes for linear in packed)
@@ -65,20 +73,14 @@ def prove(
     if device.type == "cuda":
         verify.check_paged(loaded, tokens, expected)
         return _on_cuda(loaded, tokens, expected)
-
-    def proves_itself() -> bool:
-        return loaded.stack is None or not verify.stack_differs(loaded, tokens, expected)
-
-    awaited = quantization == "none" and deferred(loaded.dtype)
-    if loaded.stack is not None and not awaited:
-        if proves_itself():
+    if loaded.stack is not None:
+        if not verify.stack_differs(loaded, tokens, expected):
             return loaded
         log.warning(
             "%s is not served by the fused stack but by transformers' modules, since the stack gives other logits",
             architecture,
         )
-    # The modules serve, at least for now.
-    modules = replace(loaded, stack=None, unproven=Unproven(loaded.stack, proves_itself) if awaited else None)
+    modules = replace(loaded, stack=None)
     verify.check_paged(modules, tokens, expected)
     return modules
 

@@ -119,8 +119,8 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         runner = ModelRunner(loaded, capacity.num_blocks, capacity.block_size)
         runner.record_decode(capacity.max_rows, capacity.max_model_len)
         # Costs nothing before the first request that has a grammar.
-        nursery = mask_process.nursery(str(model), capacity.max_rows)
-        masks = Masks(nursery, capacity.max_rows, loaded.vocab_size, jumps=False)
+        fork_server = mask_process.fork_server(str(model), capacity.max_rows)
+        masks = Masks(fork_server, capacity.max_rows, loaded.vocab_size, jumps=False)
         return cls(runner, capacity, max_batch_tokens, batch_processors, masks)
 
     def close(self) -> None:

@@ -27,8 +27,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from interfaces import PoolingTask
-from model_worker.cpu.gemm.packed_linear import PACKED_DTYPES, PackedLinear, pack_linears, quantize_linears
-from model_worker.cpu.gemm.weight_format import PANEL
+from model_worker.cpu.fused.pattern import UnsupportedPattern
+from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
 from model_worker.loading.checkpoint import (
     check_device,
     check_quantization,
@@ -41,6 +41,7 @@ from model_worker.model import ModelRefused, Progress, check_positions, first_li
 from model_worker.pooling import verify
 from model_worker.pooling.attention import PACKED_ATTENTION
 from model_worker.pooling.backbone import Backbone, Packed, Padded
+from model_worker.pooling.fused import Fused, fused
 from model_worker.pooling.heads import (
     Head,
     LabelHead,
@@ -51,7 +52,7 @@ from model_worker.pooling.heads import (
     VectorHead,
     VectorLabelHead,
 )
-from model_worker.pooling.modules import vector_modules
+from model_worker.pooling.modules import scores_of, vector_modules
 from model_worker.pooling.pooler import Pooler
 from model_worker.pooling.texts import Texts
 from shared.load_errors import broken_file
@@ -152,8 +153,6 @@ def _made(loaded: _Loaded, quantization: str, budget: int) -> Pooler:
         if quantization == "int8":
             _quantize(loaded, texts, states)
             states = verify.expected_states(loaded.base, texts)
-        elif _onednn_packs(loaded):
-            pack_linears(loaded.base)
         logits = [] if is_base else verify.expected_logits(model, texts)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         if isinstance(error, ModelRefused):
@@ -200,7 +199,7 @@ def multiplies_bfloat16() -> bool:
 def _load(files: PoolingFiles, config: PreTrainedConfig, task: str, dtype: torch.dtype | str) -> PreTrainedModel:
     architecture = str((config.architectures or [config.model_type])[0])
     auto: Any = _CLASSES[task]
-    if task in ("rerank", "classify") and files.score_modules:
+    if task in ("rerank", "classify") and scores_of(files):
         auto = AutoModel
     elif task == "rerank" and (files.of_kind("LogitScore") or not architecture.endswith("ForSequenceClassification")):
         auto = AutoModelForCausalLM
@@ -244,24 +243,17 @@ def _quantize(loaded: _Loaded, texts: Texts, states: Tensor) -> None:
         )
 
 
-def _onednn_packs(loaded: _Loaded) -> bool:
-    """Whether oneDNN reads packed weights of this type here, which saves a third of a short text's time.
-
-    Where it does not, packed weights are for decode: few rows at once.
-    """
-    if loaded.device.type != "cpu" or loaded.model.dtype not in PACKED_DTYPES:
-        return False
-    sample = torch.randn(PANEL, PANEL, generator=torch.Generator().manual_seed(0)).to(loaded.model.dtype)
-    return PackedLinear(sample, None).packed is not None
-
-
 def _backbone(loaded: _Loaded, texts: Texts, expected: Tensor) -> Backbone:
     """Return the first way to run the model that gives the expected states."""
     architecture = type(loaded.model).__name__
     reasons: list[str] = []
+    fastest: Backbone | None = None
     for backbone in _backbones(loaded):
+        fastest = fastest or backbone
         reason = verify.states_differ(backbone, texts, expected)
         if reason is None:
+            if reasons and not isinstance(backbone, Fused) and isinstance(fastest, Fused):
+                log.warning("%s runs on transformers' layers, since fused ones differ: %s", architecture, reasons[0])
             if isinstance(backbone, Padded):
                 log.info("%s runs in padded groups: %s", architecture, reasons[0] if reasons else "as it must")
             return backbone
@@ -274,6 +266,11 @@ def _backbones(loaded: _Loaded) -> Iterator[Backbone]:
     model = loaded.model
     padding = getattr(loaded.config, "pad_token_id", None) or 0
     own = model.config._attn_implementation
+    if loaded.device.type == "cpu":
+        try:
+            yield from fused(loaded.base, padding)
+        except UnsupportedPattern as reason:
+            log.info("%s runs on transformers' layers, since %s", type(model).__name__, reason)
     if model._can_set_attn_implementation() and _takes_positions(loaded.base):
         model.set_attn_implementation(PACKED_ATTENTION)
         yield Packed(loaded.base, 0)
@@ -297,7 +294,7 @@ def _head(loaded: _Loaded, hidden_size: int) -> Head:
         modules = vector_modules(files, hidden_size, loaded.causal, loaded.device, by_token)
         both = {PoolingTask.EMBED, PoolingTask.EMBED_TOKENS}
         return VectorHead(modules, frozenset({PoolingTask.EMBED_TOKENS} if by_token else both))
-    if files.score_modules:
+    if scores_of(files):
         modules = vector_modules(files, hidden_size, loaded.causal, loaded.device, by_token=False)
         return VectorLabelHead(modules, files.multi_label)
     head = ModelHead(loaded.model)

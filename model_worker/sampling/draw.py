@@ -24,7 +24,6 @@ import torch
 from numpy.typing import NDArray
 
 from interfaces import LogprobMode
-from model_worker.cpu import kernel_cache
 from model_worker.sampling import draw_cpu, rng
 
 # Width tried first when the edge of top-p must be found on a device where sorting the whole vocabulary is dear.
@@ -57,11 +56,11 @@ class Edge(NamedTuple):
 
 
 def choose(
-    scaled: torch.Tensor, first: torch.Tensor, choices: Choices
+    scaled: torch.Tensor, first: torch.Tensor, choices: Choices, has_kernels: bool = True
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Draw tokens and log-probabilities (NaN where the row asked for none); `first` holds each row's most likely
     token."""
-    if scaled.device.type == "cpu" and kernel_cache.available():
+    if scaled.device.type == "cpu" and has_kernels:
         return draw_cpu.choose(scaled.numpy(), first.numpy(), *vars(choices).values())
     return choose_torch(scaled, first, choices)
 

@@ -87,11 +87,18 @@ class SamplerRows:
     """
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device, processors: Mapping[str, Processor] | None = None
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        processors: Mapping[str, Processor] | None = None,
+        has_kernels: bool = True,
     ) -> None:
+        """Without kernels a CPU draws in plain torch, which is slower and gives the same."""
         self._table = np.zeros(max_rows, ROW_VALUES)
         self._vocab_size = vocab_size
         self._device = device
+        self._has_kernels = has_kernels
         self._seen: dict[int, SeenTokens] = {}
         self._rules: dict[int, TokenRules] = {}
         self._wanted: dict[int, Wanted] = {}
@@ -239,7 +246,7 @@ class SamplerRows:
         first, bad = self._scale(logits, values["temperature"])
         typical = np.flatnonzero(values["typical_p"] < 1)
         drawn = self._typical(logits, first, typical, values, positions) if len(typical) else logits
-        tokens, logprobs = choose(drawn, first, _choices(values, positions))
+        tokens, logprobs = choose(drawn, first, _choices(values, positions), self._has_kernels)
         for i in typical[values["logprobs"][typical] == LogprobMode.TEMPERED].tolist():
             row = logits[i].double()
             logprobs[i] = float(row[int(tokens[i])] - torch.logsumexp(row, -1))

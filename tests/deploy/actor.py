@@ -2,7 +2,7 @@
 
 python -m tests.deploy.actor [--say TEXT] [--fatal TEXT [--may-pass]] [--fatal-if FILE]
                              [--never-ready] [--grandchild FILE] [--only-once] [--after SECONDS] [--epoch N]
-                             [--then serve|stubborn|slow to retire|exit:CODE|signal:NAME]
+                             [--then serve|leave|stubborn|slow to retire|exit:CODE|signal:NAME]
                              [--beat-for SECONDS] [--stack FILE]
 """
 
@@ -62,7 +62,7 @@ def main() -> None:
     if arguments.beat_for:
         beat(arguments.beat_for if epoch <= 0 else math.inf)
     time.sleep(arguments.after)
-    end(arguments.then)
+    end(arguments.then if arguments.then != "leave" or epoch == 0 else "serve")
 
 
 def beat(seconds: float) -> None:
@@ -81,6 +81,9 @@ def start_grandchild(file: str) -> None:
 
 def end(manner: str) -> None:
     kind, _, argument = manner.partition(":")
+    if kind == "leave":
+        phases.leave("leaves to a better one")
+        sys.exit(0)
     if kind == "exit":
         sys.exit(int(argument))
     if kind == "signal":

@@ -59,6 +59,18 @@ def test_a_fork_that_ends_by_itself_is_one_that_died(then: str) -> None:
         assert all(how in text for text in stage.said[:3])
 
 
+def test_a_fork_that_leaves_in_order_is_followed_at_once_and_no_death() -> None:
+    with Stage(forking("--then", "leave", device="cpu"), first_delay=20.0, deaths=1) as stage:
+        first = serving(stage, 0)
+        assert stage.wait_for("exited")["pid"] == first
+        assert stage.wait_for("say", level="INFO")["text"] == "model_worker:0 (cpu) leaves to a better one"
+        second = serving(stage, 1)
+        assert imports(stage) == 1
+        os.kill(second, signal.SIGKILL)
+        assert stage.end() == 1
+        assert "1 deaths in a row" in stage.said[-1]
+
+
 @pytest.mark.parametrize("how", ["signal:SIGKILL", "signal:SIGTERM", "exit:3"])
 def test_one_that_never_served_is_followed_by_a_fresh_process(how: str) -> None:
     with Stage(forking("--never-ready", "--then", how), first_delay=0.05, deaths=2) as stage:

@@ -28,6 +28,13 @@ def test_a_dead_child_is_named_and_started_again_with_the_next_epoch() -> None:
         assert stage.children() != [pid]
 
 
+def test_a_child_that_leaves_in_order_is_followed_at_once() -> None:
+    with Stage(actor("worker", "--then", "leave", counts_starts=True), first_delay=20.0) as stage:
+        assert stage.wait_for("event", event="ready")["epoch"] == 0
+        assert stage.wait_for("event", event="ready")["epoch"] == 1
+        assert stage.said == ["worker leaves to a better one"]
+
+
 def test_a_crash_in_native_code_is_named() -> None:
     with Stage(actor("worker", "--then", "signal:SIGSEGV"), deaths=1) as stage:
         assert stage.end() == 1

@@ -38,7 +38,7 @@ class Taking:
 
     def launch(self, step: Step, packed: PackedStep) -> Pending:
         self.launched.append(packed)
-        self.running.rows.computed_step(packed, np.full(len(packed.sampling), 7, np.int32))
+        self.running.rows.commit(packed, np.full(len(packed.sampling), 7, np.int32))
         return Pending.finished(StepResult(1, 0, 0, step.step, packed.rows, NONE, None, {}, 0))
 
 
@@ -99,7 +99,7 @@ def test_an_executor_gets_the_rows_as_the_step_has_changed_them(engine: Engine, 
 def test_a_step_that_does_not_fit_is_not_launched(engine: Engine, taking: Taking) -> None:
     engine.step(step_of(1, [0], [join(0, [1, 2])]))
     with pytest.raises(StepError, match="step 2"):
-        engine.begin(step_of(2, [0], repeats=1000))
+        engine.begin(step_of(2, [0], ahead=np.array([1000], np.int32)))
     assert len(taking.launched) == 1
 
 
@@ -187,41 +187,6 @@ def test_grammars_jump_where_no_token_must_be_reported() -> None:
     assert masks.joined == {1: False, 2: False}
     engine.rest()
     assert masks.calls == ["flush", "flush", "start"]
-
-
-def test_repetitions_that_have_not_begun_are_skipped_when_another_step_comes(
-    engine: Engine, running: RunningRows
-) -> None:
-    engine.step(step_of(1, [0], [join(0, [1, 2])]))
-    stopped: list[bool] = []
-
-    def stop(for_good: bool) -> int:
-        stopped.append(for_good)
-        return 2
-
-    results = [StepResult(1, 0, 0, number, NONE, NONE, None, {}, 0) for number in (2, 3)]
-    pending = Pending(results.__getitem__, steps=9, stop=stop)
-    running.in_flight.add(pending)
-    engine.begin(step_of(11, [0]))
-    assert stopped == [True]
-    assert pending.steps == 2
-    assert len(running.in_flight) == 1
-    assert [pending.result().step, pending.result().step] == [2, 3]
-    engine.begin(step_of(12, [0]))
-    assert not running.in_flight
-
-
-@pytest.mark.parametrize(("rows", "read"), [([0], True), ([0, 1], False)])
-def test_a_single_row_that_may_be_guessed_is_read_first(
-    engine: Engine, running: RunningRows, rows: list[int], read: bool
-) -> None:
-    engine.step(step_of(1, [0, 1], [join(0, [1, 2]), join(1, [3])]))
-    pending = Pending(lambda number: StepResult(1, 0, 0, 2, NONE, NONE, None, {}, 0))
-    running.in_flight.add(pending)
-    running.in_flight.hold()
-    engine.begin(step_of(3, rows))
-    assert pending.done == read
-    assert len(running.in_flight) == (0 if read else 1)
 
 
 def test_the_engine_does_not_know_what_computes() -> None:

@@ -14,7 +14,6 @@ import pytest
 import zmq
 
 from interfaces import Step, StepResult, WorkerGoodbye, WorkerHello, decode, encode
-from model_worker.cpu.kernel_cache import Compilation
 from model_worker.engine import Engine
 from model_worker.execution.base import Counters
 from model_worker.execution.flight import Pending
@@ -43,7 +42,7 @@ class Device:
         self.heard.append(f"begin {step.step}")
         result = StepResult(1, 0, 0, step.step, NOTHING, NOTHING, None, {}, 0)
 
-        def read(_: int) -> StepResult:
+        def read() -> StepResult:
             self.heard.append(f"read {step.step}")
             return result
 
@@ -59,8 +58,8 @@ class Scheduler:
         self._router = bind_router(self._context, self.endpoint)
         self.worker = b""
 
-    def send(self, number: int, repeats: int = 0) -> None:
-        step = Step(1, 0, number, NOTHING, None, NOTHING.reshape(0, 3), NOTHING, [], repeats)
+    def send(self, number: int) -> None:
+        step = Step(1, 0, number, NOTHING, None, NOTHING.reshape(0, 3), NOTHING, [])
         self._router.send_multipart([self.worker, encode(step)])
 
     def next(self, kind: type) -> Any:
@@ -128,13 +127,17 @@ def test_what_may_be_wanted_later_waits_until_nobody_waits(scheduler: Scheduler)
 
 def test_who_never_rests_does_it_all_the_same(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model_worker.loop.RESTLESS_SECONDS", 1.5)
+    monkeypatch.setattr("model_worker.loop.PATIENCE_MS", 10_000)  # or a late scheduler would let it rest
     device = Device()
     device.go.set()
     began = time.monotonic()
     loop, thread = started(device, scheduler)
-    scheduler.send(10, repeats=10**7)
     rested = False
+    number = 10
+    scheduler.send(number)
     while not rested and time.monotonic() < began + 10:
+        number += 1
+        scheduler.send(number)  # two steps are in flight all the time
         scheduler.next(StepResult)
         rested = device.rested.acquire(blocking=False)
     assert rested
@@ -143,105 +146,23 @@ def test_who_never_rests_does_it_all_the_same(scheduler: Scheduler, monkeypatch:
     thread.join(10)
 
 
-def test_a_step_is_repeated_until_the_next_one_comes(scheduler: Scheduler) -> None:
-    device = Device()
-    loop, thread = started(device, scheduler)
-    scheduler.send(10, repeats=3)
-    device.go.set()
-    assert [scheduler.next(StepResult).step for _ in range(4)] == [10, 11, 12, 13]
-    device.go.clear()
-    scheduler.send(20, repeats=5)
-    scheduler.send(30, repeats=1)
-    time.sleep(0.3)  # until both are where the loop looks
-    device.go.set()
-    results = [scheduler.next(StepResult) for _ in range(3)]
-    assert [(result.step, result.last) for result in results] == [(20, True), (30, False), (31, False)]
-    loop.stop()
-    scheduler.next(WorkerGoodbye)
-    thread.join(10)
-    assert [word for word in device.heard if word.startswith("begin")][4:] == ["begin 20", "begin 30", "begin 31"]
-
-
-class FarAhead(Device):
-    """One that takes all repetitions of a step at once, until another comes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pending = Pending.finished(StepResult(1, 0, 0, 0, NOTHING, NOTHING, None, {}, 0))
-
-    def begin(self, step: Step) -> Pending:
-        self.pending.stop()
-        assert self.go.wait(10)
-        self.heard.append(f"begin {step.step}")
-        told: list[int] = []
-
-        def read(number: int) -> StepResult:
-            told.append(number)
-            last = number == pending.steps - 1 < step.repeats
-            return StepResult(1, 0, 0, step.step + number, NOTHING, NOTHING, None, {}, 0, last=last)
-
-        self.pending = pending = Pending(read, 1 + step.repeats, stop=lambda _: len(told) + 1)
-        return pending
-
-
-def test_repetitions_that_the_device_takes_at_once_are_told_one_by_one(scheduler: Scheduler) -> None:
-    device = FarAhead()
-    loop, thread = started(device, scheduler)
-    device.go.set()
-    scheduler.send(10, repeats=3)
-    assert [scheduler.next(StepResult).step for _ in range(4)] == [10, 11, 12, 13]
-    scheduler.send(20, repeats=100_000)
-    assert [scheduler.next(StepResult).step for _ in range(10)] == list(range(20, 30))
-    scheduler.send(200_000, repeats=1)
-    told = [scheduler.next(StepResult)]
-    while told[-1].step < 200_001:
-        told.append(scheduler.next(StepResult))
-    loop.stop()
-    scheduler.next(WorkerGoodbye)
-    thread.join(10)
-    *before, first, second = told
-    assert [result.step for result in before] == list(range(30, 30 + len(before)))
-    assert [result.last for result in before] == [False] * (len(before) - 1) + [True]
-    assert (first.step, second.step) == (200_000, 200_001)
-    assert device.heard == ["begin 10", "begin 20", "begin 200000"]
-
-
-class Kernels:
-    """Kernels that are compiled when it is said, and what the loop's engine had done by the time they were used."""
-
-    def __init__(self, device: Device) -> None:
-        self.over = False
-        self._device = device
-
-    def settle(self) -> None:
-        self._device.heard.append("settle")
-
-
-def test_it_goes_over_to_kernels_when_no_step_is_under_way(scheduler: Scheduler) -> None:
+def test_it_makes_room_for_a_better_worker(scheduler: Scheduler) -> None:
+    """It answers what it has launched, and says goodbye."""
     device = Device()
     device.go.set()
-    kernels = Kernels(device)
-    hello = WorkerHello("cpu", 0, 0, os.getpid(), 10, 16, 4, 100, 100, "none", "bfloat16", "cpu", compiling=True)
-    loop = Loop(cast(Engine, device), hello, scheduler.endpoint, compilation=cast(Compilation, kernels))
+    superseded = threading.Event()
+    hello = WorkerHello("cpu", 0, 0, os.getpid(), 10, 16, 4, 100, 100, "none", "bfloat16", "cpu")
+    loop = Loop(cast(Engine, device), hello, scheduler.endpoint, superseded=superseded.is_set)
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     hello = scheduler.next(WorkerHello)
-    assert hello.compiling
     assert (hello.drafted, hello.accepted) == (5, 3)
     scheduler.send(1)
     assert scheduler.next(StepResult).step == 1
-    kernels.over = True
-    while scheduler.next(WorkerHello).compiling:
-        pass
-    scheduler.send(2)
-    assert scheduler.next(StepResult).step == 2
-    scheduler.send(3)
-    assert scheduler.next(StepResult).step == 3
-    loop.stop()
+    superseded.set()
     scheduler.next(WorkerGoodbye)
     thread.join(10)
-    assert device.heard.count("settle") == 1
-    before = device.heard[: device.heard.index("settle")]
-    assert [word.split()[1] for word in before if word.startswith("begin")] == [
-        word.split()[1] for word in before if word.startswith("read")
-    ], "a step was under way"
+    assert not thread.is_alive()
+    assert [word.split()[1] for word in device.heard if word.startswith("begin")] == [
+        word.split()[1] for word in device.heard if word.startswith("read")
+    ]

@@ -5,15 +5,17 @@ Its next token is a hash of all tokens before it: any naive loop can say what a 
 
 from __future__ import annotations
 
+import random
 import zlib
 
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Join, Step, StepResult, WorkerHello, decode, encode
+from interfaces import Join, Step, StepResult, TokenRuns, WorkerHello, decode, encode
 
 VOCAB = 997
 EMPTY = -7
+WRONG = -8
 
 
 def next_token(tokens: list[int], seed: int) -> int:
@@ -52,6 +54,7 @@ class SimulatedWorker:
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.most_tokens = 0
+        self._random = random.Random(index)
 
     def run(self, sent: Step) -> StepResult:
         step = decode(encode(sent))
@@ -71,6 +74,7 @@ class SimulatedWorker:
         self.most_tokens = max(self.most_tokens, int(ntok.sum()))
         pairs = [self._compute(row, count) for row, count in zip(step.rows.tolist(), ntok.tolist(), strict=True)]
         sampled = [pair for pair in pairs if pair is not None]
+        more = None if step.ahead is None else self._guess(int(step.rows[0]), int(step.ahead[0]))
         return StepResult(
             incarnation=step.incarnation,
             epoch=step.epoch,
@@ -81,6 +85,7 @@ class SimulatedWorker:
             logprobs=None,
             errors={},
             device_us=1,
+            more=more,
         )
 
     def _compute(self, row: int, count: int) -> tuple[int, int] | None:
@@ -96,6 +101,16 @@ class SimulatedWorker:
             return None
         tokens.append(next_token(cached, self.joins[row].sampling.seed))
         return row, tokens[-1]
+
+    def _guess(self, row: int, ahead: int) -> TokenRuns | None:
+        """What follows in a row, as far as it was guessed right; behind it the guesses that were wrong."""
+        right = self._random.randint(0, ahead)
+        more = [pair[1] for pair in (self._compute(row, 1) for _ in range(right)) if pair is not None]
+        table = self.tables[row]
+        size = self.hello.block_size
+        for position in range(self.computed[row], self.computed[row] + ahead - right):
+            self.memory[table[position // size], position % size] = WRONG
+        return TokenRuns.of({row: more}) if more else None
 
 
 def _column(values: list[int]) -> NDArray[np.int32]:

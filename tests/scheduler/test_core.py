@@ -5,17 +5,14 @@ from __future__ import annotations
 import random
 from collections import defaultdict, deque
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import Finish, RequestID, SamplingParams, Step, Submit, Terms, TextContext, decode, encode
+from interfaces import Finish, RequestID, SamplingParams, Step, Submit, TextContext, decode, encode
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
-from scheduler.steady_batch import SteadyBatch
-from scheduler.workers import Worker
 from tests.scheduler.clock import Clock
 from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate
 
@@ -36,9 +33,6 @@ class Yard:
         self._seconds = random.Random(seed)
         self.workers: dict[int, SimulatedWorker] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
-        self.again: dict[int, Step | None] = {}
-        self.repeated = 0
-        self.cut = 0
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finished: dict[int, int] = {}
         self.cached: dict[int, int] = {}
@@ -50,7 +44,6 @@ class Yard:
     def start_worker(self, index: int, epoch: int) -> None:
         self.workers[index] = SimulatedWorker(index, epoch, **self.shape)
         self.in_flight[index].clear()
-        self.again[index] = None
         assert self.scheduler.worker_hello(self.workers[index].hello)
 
     def submit(self, handle: int, prompt: list[int], max_new_tokens: int, stop_token_ids: list[int]) -> None:
@@ -66,31 +59,15 @@ class Yard:
         for index, step in self.scheduler.next_steps():
             assert len(self.in_flight[index]) < self.scheduler.limits.steps_in_flight
             self.in_flight[index].append(step)
-        busy = [index for index in self.workers if self.in_flight[index] or self.again[index]]
+        busy = [index for index in self.workers if self.in_flight[index]]
         if busy:
             index = self.random.choice(busy)
-            step = self._next_step(index)
-            result = self.workers[index].run(step)
-            if step.repeats and self.in_flight[index] and self.random.random() < 0.3:
-                self.again[index], result = None, replace(result, last=True)
-                self.cut += 1
+            result = self.workers[index].run(self.in_flight[index].popleft())
             self.clock.advance(self._seconds.uniform(0.01, 0.02))
             self.scheduler.step_result(decode(encode(result)))
         self._read_results()
         self.check_blocks()
         return bool(busy)
-
-    def _next_step(self, index: int) -> Step:
-        """A step that was sent, or the last one again: which is there first is chance."""
-        sent, again = self.in_flight[index], self.again[index]
-        if again is not None and (not sent or self.random.random() < 0.5):
-            step = again
-            self.repeated += 1
-        else:
-            self.cut += again is not None
-            step = sent.popleft()
-        self.again[index] = step.after(1)
-        return step
 
     def drain(self) -> None:
         for _ in range(100_000):
@@ -136,13 +113,12 @@ def prompts(count: int, seed: int, longest: int = 30) -> list[list[int]]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("repeats", [0, 5])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_sixteen_sequences_in_few_blocks_give_what_each_gives_alone(
-    workers: int, steps_in_flight: int, repeats: int, prefix_cache: bool
+    workers: int, steps_in_flight: int, prefix_cache: bool
 ) -> None:
     seed = random.randrange(2**32)
-    limits = replace(LIMITS, steps_in_flight=steps_in_flight, repeats=repeats, prefix_cache=prefix_cache)
+    limits = replace(LIMITS, steps_in_flight=steps_in_flight, prefix_cache=prefix_cache)
     yard = Yard(limits, workers, seed, num_blocks=24)  # with 40 for each of two workers one draw in a thousand fitted
     asked = prompts(16, seed)
     for handle, prompt in enumerate(asked):
@@ -164,7 +140,7 @@ def test_random_walks(data: st.DataObject) -> None:
     limits = replace(
         LIMITS,
         steps_in_flight=data.draw(st.integers(1, 2)),
-        repeats=data.draw(st.integers(0, 8)),
+        most_guesses=data.draw(st.integers(0, 8)),
         prefix_cache=data.draw(st.booleans()),
         max_batch_tokens=data.draw(st.integers(1, 40)),
         max_running=data.draw(st.integers(1, 8)),
@@ -197,20 +173,21 @@ def test_random_walks(data: st.DataObject) -> None:
     assert not yard.scheduler.replicas[REPLICA].sequences
 
 
-def test_steps_are_repeated_until_something_changes() -> None:
-    """While a request runs alone, a worker is sent a fraction of the steps that it does."""
-    yard = Yard(replace(LIMITS, repeats=8), num_blocks=200)
-    for handle in range(3):
-        yard.submit(handle, [1, 2, 3], 60, [])
+@pytest.mark.parametrize("most_guesses", [0, 7])
+@pytest.mark.parametrize("limit", [60, 61])
+def test_right_guesses_save_steps_and_change_no_token(most_guesses: int, limit: int) -> None:
+    yard = Yard(replace(LIMITS, most_guesses=most_guesses), num_blocks=200)
+    yard.submit(0, [1, 2, 3], limit, [])
     yard.drain()
-    assert [len(yard.tokens[handle]) for handle in range(3)] == [60] * 3
-    assert yard.repeated > 35
+    assert yard.tokens[0] == naive_generate([1, 2, 3], 0, [], limit + 3)
+    steps = yard.scheduler.workers[0].in_flight.answered
+    assert steps < 40 if most_guesses else steps >= 60
 
 
-def test_blocks_of_an_answer_are_cached_only_as_far_as_they_were_computed() -> None:
-    """A worker was to write K and V of a cancelled request's last token in a repetition that it never did."""
+def test_blocks_of_an_answer_that_ended_hold_its_tokens() -> None:
+    """Also those that steps in flight compute after its end, or that were guessed."""
     for turns in range(1, 60):
-        yard = Yard(replace(LIMITS, repeats=8), seed=turns, num_blocks=200)
+        yard = Yard(replace(LIMITS, most_guesses=5), seed=turns, num_blocks=200)
         yard.submit(0, [1, 2, 3], 70, [])
         for _ in range(turns):
             yard.turn()
@@ -431,70 +408,3 @@ def test_a_step_of_256_rows_is_small_on_the_wire() -> None:
             sizes.append(len(encode(step)))
             yard.scheduler.step_result(yard.workers[index].run(step))
     assert min(sizes) < 1400
-
-
-def test_a_deterministic_request_waits_for_no_kernels() -> None:
-    """Those of now and those to come round differently, so it is refused, until the worker says that they are there."""
-    yard = Yard()
-    hello = yard.workers[0].hello
-
-    def ask(handle: int) -> None:
-        context = TextContext.from_prompt([1, 2, 3], SamplingParams(seed=handle, max_new_tokens=5))
-        yard.scheduler.submit(REPLICA, Submit(handle, context, Terms(deterministic=True)))
-        yard.max_new[handle] = 5
-        yard.drain()
-
-    assert not yard.scheduler.worker_hello(replace(hello, compiling=True))
-    ask(0)
-    assert yard.finished[0] == Finish.FAILED
-    assert "kernels are being compiled" in yard.errors[0]
-    yard.submit(1, [1, 2, 3], 5, [])
-    yard.drain()
-    assert len(yard.tokens[1]) == 5
-    assert not yard.scheduler.worker_hello(hello)
-    ask(2)
-    assert len(yard.tokens[2]) == 5
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_steps_that_repeat_the_last_one_are_those_that_would_be_found_anew(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(found_anew: bool) -> tuple[list[bytes], dict[int, list[int]], dict[int, int], int]:
-        with monkeypatch.context() as patched:
-            if found_anew:
-                patched.setattr(SteadyBatch, "of", lambda *_: None)
-            yard, repeated = Yard(seed=seed, num_blocks=30), 0
-            steps: list[bytes] = []
-            choice, next_steps = random.Random(seed), yard.scheduler.next_steps
-            repeat = Worker.repeat
-
-            def kept() -> list[tuple[int, Step]]:
-                new = next_steps()
-                steps.extend(encode(step) for _, step in new)
-                return new
-
-            def counted(worker: Worker, most: int) -> Any:
-                nonlocal repeated
-                found = repeat(worker, most)
-                repeated += found is not None
-                return found
-
-            patched.setattr(yard.scheduler, "next_steps", kept)
-            patched.setattr(Worker, "repeat", counted)
-            for handle in range(12):
-                prompt = [choice.randrange(1, VOCAB) for _ in range(choice.randrange(1, 12))]
-                stops = [choice.randrange(VOCAB)] if choice.random() < 0.5 else []
-                yard.submit(handle, prompt, choice.randrange(1, 40), stops)
-                for _ in range(choice.randrange(6)):
-                    yard.turn()
-                if choice.random() < 0.2:
-                    yard.cancel(choice.randrange(handle + 1))
-            yard.drain()
-            return steps, dict(yard.tokens), yard.finished, repeated
-
-    anew = run(True)
-    again = run(False)
-    assert again[:3] == anew[:3]
-    assert anew[3] == 0
-    assert again[3] > len(again[0]) // 4

@@ -1,4 +1,4 @@
-"""Steps in flight: results reach their owners, skipped repetitions leave no trace, and a late step is late."""
+"""Steps in flight: results reach their owners, wrong guesses leave no trace, and a late step is late."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interfaces import SamplingParams, Step, StepResult, Submit, TextContext
-from interfaces.messages.forced_tokens import ForcedTokens
 from interfaces.messages.logprob_reports import LogprobReports
+from interfaces.messages.token_runs import TokenRuns
 from scheduler.batch import build_step
 from scheduler.in_flight import NewTokens
 from scheduler.sequence import Sequence
@@ -44,8 +44,8 @@ class Bench:
         self._joined += 1
         return sequence.row if self.worker.place(sequence, 0, limit, spare=0) else None
 
-    def send(self, repeats: int = 0) -> Step:
-        step = build_step(self.worker, 1, 10_000, repeats, lambda _: pytest.fail("blocks are plenty"))
+    def send(self, most_guesses: int = 0) -> Step:
+        step = build_step(self.worker, 1, 10_000, most_guesses, lambda _: pytest.fail("blocks are plenty"))
         assert step is not None
         return step
 
@@ -55,7 +55,8 @@ class Bench:
         made = StepResult(1, 0, 0, step.step, step.rows, tokens, None, {}, device_us=1)
         new = self.worker.receive(replace(made, **fields))  # type: ignore[arg-type]
         for row in new.rows.tolist():
-            self.owner(row).context.tokens.advance_with_token(TOKEN)
+            for token in [TOKEN, *new.following.get(row, ())]:
+                self.owner(row).context.tokens.advance_with_token(int(token))
         return new
 
     def owner(self, row: int) -> Sequence:
@@ -64,120 +65,91 @@ class Bench:
     def promised(self, row: int) -> int:
         """Results still to come that hold a token of the row's owner."""
         version = self.table.version[row]
-        return sum(
-            step.repeats + 1
-            for step in self.steps.steps
-            if version in step.sampling_versions[step.sampling == row].tolist()
-        )
+        return sum(version in step.sampling_versions[step.sampling == row].tolist() for step in self.steps.steps)
 
     def check(self) -> None:
         for row in self.table.occupied().tolist():
             known = len(self.owner(row).tokens) + self.promised(row)
             assert self.table.num_tokens[row] == known
             assert self.table.num_computed_tokens[row] == known - 1
+            own = (row, self.table.version[row])
+            granted = sum(step.ahead for step in self.steps.steps if (step.rows[0], step.versions[0]) == own)
+            assert self.table.ahead[row] == granted
+            assert known - 1 + granted <= self.table.num_blocks[row] * self.worker.block_size
+            assert known + granted <= self.table.limit[row]
 
 
 class Device:
-    """Does the steps of a bench in their order, and skips repetitions when another step is there."""
+    """Does the steps of a bench in their order, and guesses some tokens right."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self.sent: deque[Step] = deque()
-        self.again: Step | None = None
-        self.owners: dict[int, list[Sequence]] = {}
+        self.sent: deque[tuple[Step, list[Sequence]]] = deque()
 
-    def send(self, repeats: int) -> None:
-        step = self.bench.send(repeats)
-        for number in range(step.step, step.step + step.repeats + 1):
-            assert number not in self.owners, "two results have one number"
-            self.owners[number] = [self.bench.owner(row) for row in step.rows.tolist()]
-        self.sent.append(step)
+    def send(self, most_guesses: int) -> None:
+        step = self.bench.send(most_guesses)
+        self.sent.append((step, [self.bench.owner(row) for row in step.rows.tolist()]))
 
-    @property
-    def busy(self) -> bool:
-        return bool(self.sent) or self.again is not None
-
-    def answer(self, repeat: bool, announce: bool) -> None:
-        """The next result: of a repetition if `repeat`, else of the next step. `announce` says what it skips."""
-        step = self.again if self.again is not None and (repeat or not self.sent) else self.sent.popleft()
-        self.again = step.after(1)
-        last = announce and self.again is not None and bool(self.sent)
-        if last:
-            self.again = None
-        owners = self.owners[step.step]
+    def answer(self, right: int) -> None:
+        """The result of the oldest step, in which up to `right` guesses were right."""
+        step, owners = self.sent.popleft()
         table = self.bench.table
         wanted = [row for row, owner in zip(step.rows.tolist(), owners, strict=True) if table.sequences[row] is owner]
-        assert self.bench.result(step, last=last).rows.tolist() == wanted
+        guessed = 0 if step.ahead is None else min(right, int(step.ahead[0]))
+        more = TokenRuns.of({int(step.rows[0]): [TOKEN] * guessed}) if guessed else None
+        new = self.bench.result(step, more=more)
+        assert new.rows.tolist() == wanted
+        assert {row: len(run) for row, run in new.following.items()} == {row: guessed for row in wanted if guessed}
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_results_reach_their_owners_and_skipped_repetitions_leave_no_trace(data: st.DataObject) -> None:
+def test_results_reach_their_owners_and_wrong_guesses_leave_no_trace(data: st.DataObject) -> None:
     bench = Bench()
     device = Device(bench)
-    bench.join()
+    bench.join(data.draw(st.integers(100, 200)))
     for _ in range(data.draw(st.integers(1, 40))):
         match data.draw(st.sampled_from(["send", "answer", "answer", "join", "leave"])):
             case "send" if bench.table.running and len(device.sent) < 3:
                 device.send(data.draw(st.integers(0, 6)))
-            case "answer" if device.busy:
-                device.answer(data.draw(st.booleans()), data.draw(st.booleans()))
+            case "answer" if device.sent:
+                device.answer(data.draw(st.integers(0, 6)))
             case "join":
                 bench.join()
             case "leave" if bench.table.running:
                 bench.worker.remove(data.draw(st.sampled_from(bench.table.occupied().tolist())))
         bench.check()
-    while device.busy:
-        device.answer(data.draw(st.booleans()), data.draw(st.booleans()))
+    while device.sent:
+        device.answer(data.draw(st.integers(0, 6)))
         bench.check()
     assert not bench.steps.steps
-    assert all(bench.promised(row) == 0 for row in bench.table.occupied().tolist())
 
 
-def repeating(bench: Bench, repeats: int) -> Step:
-    """A step that the worker repeats, after the step in which its rows join."""
-    bench.result(bench.send())
-    step = bench.send(repeats)
-    assert step.repeats == repeats
-    return step
+def test_only_a_single_row_gets_room_for_guesses_and_none_beyond_its_limit_or_its_blocks() -> None:
+    bench = Bench(rows=2, blocks=3)
+    row = bench.join(limit=7)
+    assert row == 0
+    first = bench.send(6)
+    assert first.ahead is not None
+    assert first.ahead.tolist() == [5], "the limit is 7: a prompt of one, its own token, and five"
+    bench.result(first, more=TokenRuns.of({0: [TOKEN] * 4}))
+    assert bench.send(6).ahead is None, "it has 6 tokens, and its own is the last"
+    bench.worker.remove(0)
+    bench.join()
+    bench.join()
+    assert bench.send(6).ahead is None, "there are two"
+    bench.worker.remove(1)
+    second = bench.send(20)
+    assert second.ahead is not None
+    assert second.ahead.tolist() == [10], "three blocks of four hold the two positions of two steps, and ten"
 
 
-@pytest.mark.parametrize("done", [1, 2, 3])
-@pytest.mark.parametrize("announced", [True, False])
-def test_repetitions_that_another_step_took_the_place_of_are_rolled_back(done: int, announced: bool) -> None:
-    bench = Bench()
-    row = bench.join()
-    assert row is not None
-    step = repeating(bench, 3)
-    bench.join()  # the next step is another, so the worker leaves the repetitions when it comes
-    other = bench.send()
-    assert other.step == step.step + 4
-    for i in range(done):
-        repetition = step.after(i)
-        assert repetition is not None
-        bench.result(repetition, last=announced and i == done - 1)
-    assert len(bench.steps) == (1 if announced else 2)
-    bench.result(other)
-    assert not bench.steps.steps
-    assert bench.steps.answered == 1 + done + 1
-    assert bench.table.num_tokens[row] == len(bench.owner(row).tokens) == 1 + 1 + done + 1
-    skipped = step.after(3)
-    assert skipped is not None
-    with pytest.raises(ValueError, match=f"result of step {skipped.step} answers no step in flight"):
-        bench.result(skipped)
-
-
-def test_a_worker_that_repeats_the_right_step_needs_no_other() -> None:
+def test_guesses_that_do_not_fit_their_step_are_an_error() -> None:
     bench = Bench()
     bench.join()
-    assert bench.steps.has_room(2)
-    repeating(bench, 3)
-    assert not bench.steps.has_room(2)
-    bench.join()
-    assert bench.steps.has_room(2), "the next step is another"
-    bench.send()
-    assert not bench.steps.has_room(2)
-    assert bench.steps.has_room(3)
+    for more in (TokenRuns.of({0: [TOKEN] * 4}), TokenRuns.of({1: [TOKEN]})):
+        with pytest.raises(ValueError, match=r"the guesses of step \d do not fit it"):
+            bench.result(bench.send(3), more=more)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])
@@ -217,7 +189,7 @@ def test_broken_columns_are_an_error() -> None:
     values = np.zeros(1, np.float32)
     with pytest.raises(ValueError, match="the reports of step 1 do not fit together"):
         bench.result(bench.send(), reports=LogprobReports(column, column, values, column, column, column, values))
-    forced = ForcedTokens(column, np.array([2], np.int32), column)
+    forced = TokenRuns(column, np.array([2], np.int32), column)
     with pytest.raises(ValueError, match="the forced tokens of a step do not fit together"):
         bench.result(bench.send(), forced=forced)
 
@@ -232,8 +204,8 @@ def test_forced_tokens_take_the_place_of_those_that_steps_in_flight_would_sample
     for _ in range(further):
         bench.send()
     before = bench.table.num_tokens.copy()
-    new = bench.result(step, forced=ForcedTokens.of({row: [3] * run}))
-    assert [tokens.tolist() for tokens in new.forced.values()] == [[3] * run]
+    new = bench.result(step, forced=TokenRuns.of({row: [3] * run}))
+    assert [tokens.tolist() for tokens in new.following.values()] == [[3] * run]
     assert bench.table.num_tokens[row] == before[row] + max(0, run - further)
     assert bench.table.num_tokens[other] == before[other]
 
@@ -244,7 +216,7 @@ def test_forced_tokens_of_a_row_that_has_ended_are_left_out() -> None:
     assert row is not None
     step = bench.send()
     bench.worker.remove(row)
-    assert bench.result(step, forced=ForcedTokens.of({row: [3, 3]})).forced == {}
+    assert bench.result(step, forced=TokenRuns.of({row: [3, 3]})).following == {}
 
 
 def test_those_computed_now_are_the_current_owners_of_rows_in_flight() -> None:
@@ -288,7 +260,7 @@ def test_the_time_of_a_step_begins_with_the_result_before_it() -> None:
     bench.join()
     first = bench.send()
     second = bench.send()
-    third = bench.send()
+    bench.send()
     bench.clock.advance(5.0)
     bench.result(first)
     bench.clock.advance(1.0)
@@ -297,7 +269,3 @@ def test_the_time_of_a_step_begins_with_the_result_before_it() -> None:
     assert bench.steps.lateness() is None
     bench.clock.advance(0.2)
     assert bench.steps.lateness() is not None
-    bench.result(third, device_us=0)
-    bench.send()
-    bench.clock.advance(LEAST + PATIENCE * 5.0 + 0.1)
-    assert bench.steps.lateness() is not None, "a result that came with the one before it says nothing about time"

@@ -54,7 +54,7 @@ def test_another_worker_is_tried_when_the_first_has_no_room() -> None:
 def test_what_no_worker_can_run_is_named(tokens: list[int], wanted: int | None, code: str | None) -> None:
     workers = Yard(workers=2).scheduler.workers.values()
     context = TextContext.from_prompt(tokens, SamplingParams(seed=0))
-    error = placement.misfit(context, False, workers, wanted)
+    error = placement.misfit(context, workers, wanted)
     assert (None if error is None else error.code) == code
 
 

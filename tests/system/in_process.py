@@ -80,7 +80,7 @@ class InProcessServer:
             max_queued=1000,
             max_model_len=shape.max_model_len,
             steps_in_flight=2 if shape.overlap else 1,
-            repeats=8 if shape.overlap else 0,
+            most_guesses=shape.most_guesses,
             prefix_cache=shape.prefix_cache,
         )
         self.scheduler = Scheduler(limits, incarnation=1)
@@ -88,7 +88,6 @@ class InProcessServer:
         self.engines: dict[int, Engine] = {}
         self.backends: dict[int, Backend] = {}
         self.in_flight: dict[int, deque[Step]] = defaultdict(deque)
-        self.begun: dict[int, tuple[Step, Pending]] = {}
         self.pending: dict[int, deque[Pending]] = defaultdict(deque)
         for made in masks:
             for row in range(shape.max_rows):  # what another server has left there
@@ -121,7 +120,7 @@ class InProcessServer:
             message = decode(encode(step))
             assert isinstance(message, Step)
             self.in_flight[index].append(message)
-        busy = [index for index in self.engines if self.in_flight[index] or self._again(index) or self.pending[index]]
+        busy = [index for index in self.engines if self.in_flight[index] or self.pending[index]]
         for index in busy:
             result = self._next_result(index)
             if result is not None:
@@ -133,22 +132,13 @@ class InProcessServer:
         engine = self.engines[index]
         sent = self.in_flight[index]
         launched = self.pending[index]
-        step = sent.popleft() if sent else self._again(index)
         # As in the worker's loop, a step's result is read when the next one has begun, or when there is none.
-        if step is not None:
-            pending = engine.begin(step)
-            self.begun[index] = step, pending
+        if sent:
+            pending = engine.begin(sent.popleft())
             launched.append(pending)
             if len(launched) == 1 and not pending.done:
                 return None
-        result = launched[0].result()
-        if not launched[0].left:
-            launched.popleft()
-        return result
-
-    def _again(self, index: int) -> Step | None:
-        step, pending = self.begun.get(index, (None, None))
-        return None if step is None or pending is None else step.after(pending.steps)
+        return launched.popleft().result()
 
     def _read_news(self) -> None:
         for _, results in self.scheduler.take_results():

@@ -85,14 +85,13 @@ def test_the_host_being_behind_changes_nothing(
     prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(24)]
     asked = [*GROWING, STOPPING, *((prompt, rng.choice(kinds)(rng)) for prompt in prompts)]
     behind: list[int] = []
-    launched: list[Pending] = []
     overlap: Any = OverlapCpu if where is IN_STACK else OverlapCuda
     launch = overlap.launch
 
     def counted(executor: Any, *arguments: Any) -> Pending:
         behind.append(len(executor._shared.in_flight))
-        launched.append(launch(executor, *arguments))
-        return launched[-1]
+        pending: Pending = launch(executor, *arguments)
+        return pending
 
     monkeypatch.setattr(overlap, "launch", counted)
     answers = []
@@ -104,7 +103,6 @@ def test_the_host_being_behind_changes_nothing(
         answers.append(server.run())
     assert behind, "some steps were meant to need no host"
     assert len(kinds) > 1 or max(behind) == 1, "two steps were meant to be in flight"
-    assert len(kinds) > 1 or any(pending.steps > 1 for pending in launched) == (where is IN_STACK)
     plain, early = answers
     for one, other, (_, params) in zip(plain, early, asked, strict=True):
         assert one.tokens == other.tokens, f"seed {seed}"

@@ -213,7 +213,7 @@ async def test_a_form_is_kept_to_offline_as_by_the_server(model: Path, tokenizer
         for i, (number, constraint) in enumerate(asked)
     ]
     contexts = [await tokenizer.new_context(request) for request in requests]
-    masks = Masks(mask_process.nursery(str(model), 16), 16, 257)
+    masks = Masks(mask_process.fork_server(str(model), 16), 16, 257)
     server = InProcessServer(load(model), Shape(max_model_len=80), [masks])
     for context in contexts:
         server.submit_context(copy.deepcopy(context))

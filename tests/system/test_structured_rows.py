@@ -54,7 +54,7 @@ def loaded(model: Path) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def masks(model: Path) -> Iterator[Masks]:
-    made = Masks(mask_process.nursery(str(model), 32), 32, VOCAB)
+    made = Masks(mask_process.fork_server(str(model), 32), 32, VOCAB)
     made.start()
     yield made
     made.close()

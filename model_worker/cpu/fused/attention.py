@@ -32,9 +32,9 @@ class Cache(NamedTuple):
     block_size: int
     k_dim: int
     v_dim: int
-    blocks: NDArray[np.int64]  # [turns, T]
-    offsets: NDArray[np.int64]  # [turns, T]
-    # [turns, T]: how many tokens after this one are in its group, but in no sequence: 0 unless it is the last of its
+    blocks: NDArray[np.int64]  # [T]
+    offsets: NDArray[np.int64]  # [T]
+    # [T]: how many tokens after this one are in its group, but in no sequence: 0 unless it is the last of its
     # sequence and a token of this step began the group.
     unused: NDArray[np.int64]
 
@@ -212,9 +212,7 @@ def _walk(
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _run_tile(
-    layer: int, turn: int, attention: Any, tile: Any, first: int, end: int, group: int, cache: Any, own: Any
-) -> None:
+def _run_tile(layer: int, attention: Any, tile: Any, first: int, end: int, group: int, cache: Any, own: Any) -> None:
     """Run a tile for these KV heads over all keys that any of its queries sees.
 
     The keys that its sequences share come first, then those of each.
@@ -223,7 +221,7 @@ def _run_tile(
     window = attention.windows[layer]
     tables = attention.tables
     rows = tile[2] * group
-    position = tile[3] + turn
+    position = tile[3]
     shared = tile[5]
     heads = first, end, rows
     if tile[4] == 0:
@@ -232,13 +230,13 @@ def _run_tile(
         return
     members = attention.members[tile[0] : tile[0] + tile[4]]
     for m in range(len(members)):
-        if members[m, 2] + turn >= window:
+        if members[m, 2] >= window:
             shared = 0  # it does not see the beginning, so its panels begin elsewhere
     if shared > 0:
         same = (shared - 1, group, 0)
         _walk(layer, tables[members[0, 0]], heads, (0, rows), (0, shared), same, cache, scale, window, own)
     for m in range(len(members)):
-        position = members[m, 2] + turn
+        position = members[m, 2]
         keys = max(shared, (position - window + 1) // GROUP * GROUP), position + 1
         of_m = m * group, (m + 1) * group
         _walk(layer, tables[members[m, 0]], heads, of_m, keys, (position, group, 1), cache, scale, window, own)
@@ -266,7 +264,7 @@ def attention_scratch(q: Any, cache: Any, attention: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def attend(layer: int, turn: int, taken: Any, q: Any, cache: Any, attention: Any, own: Any, out: Any) -> None:
+def attend(layer: int, taken: Any, q: Any, cache: Any, attention: Any, own: Any, out: Any) -> None:
     """Compute the heads of `out` [T, >= heads * v_dim] from `q` [T, heads, k_dim], both operands, for some units.
 
     `taken` is the first unit, and their number.
@@ -280,6 +278,6 @@ def attend(layer: int, turn: int, taken: Any, q: Any, cache: Any, attention: Any
         rows = tile[2] * group
         for head in range(first, end):
             _begin(q, attention, tile, head, group, (head - first) * rows, own)
-        _run_tile(layer, turn, attention, tile, first, end, group, cache, own)
+        _run_tile(layer, attention, tile, first, end, group, cache, own)
         for head in range(first, end):
             _end(out, attention, tile, head, group, (head - first) * rows, own)

@@ -139,24 +139,13 @@ def _share_out(tiles: Any, count: int, kv_heads: int, group: int, split: int, un
     return unit
 
 
-def slots_of(batch: ForwardBatch, passes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the blocks of the tokens of some passes, and their places in them: [passes, T] each."""
-    blocks, offsets = np.divmod(batch.slots.numpy()[None], batch.block_size)
-    if passes == 1:
-        return blocks, offsets
-    places = batch.kv_len.numpy()[None].astype(np.int64) + np.arange(-1, passes - 1)[:, None]
-    index, offsets = np.divmod(places, batch.block_size)
-    blocks = np.take_along_axis(batch.block_tables.numpy().T, index, axis=0)
-    return np.ascontiguousarray(blocks, np.int64), offsets
-
-
 def zeros_after(batch: ForwardBatch, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return for each token how many zeros must follow it in its group: see Cache."""
     if batch.max_query == 1:
         return np.where(offsets % GROUP == 0, GROUP - 1, 0)
     last = batch.query_start.numpy()[1:].astype(np.int64) - 1
     queries = np.diff(batch.query_start.numpy())
-    within = offsets[0, last] % GROUP
+    within = offsets[last] % GROUP
     unused = np.zeros_like(offsets)
-    unused[0, last] = np.where(within < queries, GROUP - 1 - within, 0)
+    unused[last] = np.where(within < queries, GROUP - 1 - within, 0)
     return unused

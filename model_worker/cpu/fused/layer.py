@@ -109,7 +109,7 @@ def pieces_in(part: int, tokens: int, work: Any) -> Any:
 
 @njit(inline="always")
 def do_part(
-    part: int, layer: int, turn: int, block: Any, taken: Any, fresh: bool, x: Any, heads: Any, work: Any, own: Any
+    part: int, layer: int, block: Any, taken: Any, fresh: bool, x: Any, heads: Any, work: Any, own: Any
 ) -> None:
     """Run a phase of a layer for a block: its first token, its length, and its first row in the buffers.
 
@@ -134,7 +134,7 @@ def do_part(
             own.weight_format.prepare(hidden)
         _project(layer, taken, hidden, buffers.qkv[at : at + count], work, own)
     elif part == PLACE:
-        rotate_and_write_kv(layer, turn, block, taken, work)
+        rotate_and_write_kv(layer, block, taken, work)
     elif part == OUT:
         operand = heads[first : first + count]
         out = panels[layer, O]

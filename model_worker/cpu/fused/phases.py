@@ -1,11 +1,8 @@
-"""A whole stack of decoder layers in one compiled call, from embeddings to logits, for one or several decode steps.
+"""A whole stack of decoder layers in one compiled call, from embeddings to logits.
 
 Knows arrays as layer.py and attention.py do. A pass is a row of phases; each is cut into pieces that the cores of a
 thread pool claim, and short phases are left to one core. Few tokens are multiplied by every core with its share of the
 weights; of many tokens each core takes some at a time through all of a layer but attention.
-
-Multi-step decode runs as the steps of one job: a decode step and the steps after it, in which each sequence has the
-token that the step before has drawn.
 
 Indices are not checked: one out of range corrupts memory. Does not know which models match this pattern (pattern.py
 does).
@@ -42,7 +39,7 @@ from model_worker.cpu.gemm.weight_format import HALVES, PANEL
 from model_worker.cpu.simd.argmax import reduce_argmax
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
 from model_worker.cpu.simd.elements import INSIDE, borrowed, hold, widened
-from model_worker.cpu.threads import OVER, arrived_last, begin, claim_turn, phase_of, take, wait
+from model_worker.cpu.threads import OVER, arrived_last, begin, phase_of, take, wait
 
 # The kinds of phases, beside the parts of a layer. For many tokens, all parts before or after attention run at once,
 # block by block; the single parts have no pieces then. FINAL_NORM to REDUCE_ARGMAX are the end of a pass.
@@ -61,10 +58,7 @@ FEW_ROWS = 2
 
 
 class Inputs(NamedTuple):
-    """The tokens of a pass. Rows whose last token another pass draws are read when this one begins.
-
-    In steps after the first these are all: token t is the last one of the row that logits t were for.
-    """
+    """The tokens of a pass. Rows whose last token another pass draws are read when this one begins."""
 
     tokens: NDArray[np.int64]  # [T], or nothing if x holds the embeddings already
     rows: NDArray[np.int64]  # [T]: whose last token stands for this one; -1: none
@@ -80,7 +74,7 @@ class Outputs(NamedTuple):
     logits: NDArray[np.float32]
     keys: NDArray[np.int32]  # [cores, L]
     places: NDArray[np.int64]  # [cores, L]
-    tokens: NDArray[np.int64]  # [turns, L]
+    tokens: NDArray[np.int64]  # [L]
     rows: NDArray[np.int64]  # [L]: whose last token this will be; -1: none
     last_tokens: NDArray[np.int64]  # [rows]
     peaks: NDArray[np.int32]  # [L, panels of lm_head], as screened_head.py knows them, or nothing: not screened
@@ -88,8 +82,7 @@ class Outputs(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """The angles of rotary positions, and the index of each token's in the first step; it grows by one with each
-    step."""
+    """The angles of rotary positions, and the index of each token's."""
 
     cos: NDArray[np.float32]  # [n, rotated elements]
     sin: NDArray[np.float32]
@@ -97,7 +90,7 @@ class Rotary(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The arguments of a forward pass, or of several."""
+    """The arguments of a forward pass."""
 
     inputs: Inputs
     x: NDArray[np.float32]  # [T, hidden]: the residual, from the embeddings on
@@ -122,9 +115,9 @@ class Own(NamedTuple):
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _embed(number: int, turn: int, inputs: Any, rows: Any, x: Any) -> None:
+def _embed(number: int, inputs: Any, x: Any) -> None:
     """Write the embedding of one token, widened."""
-    row = inputs.rows[number] if turn == 0 else rows[number]
+    row = inputs.rows[number]
     token = inputs.tokens[number] if row < 0 else max(0, inputs.last_tokens[row])
     vector = inputs.table[token]
     to = x[number]
@@ -182,9 +175,9 @@ def _is_short(phase: int, layers: int, tokens: int, sizes: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _reduce_argmax(turn: int, outputs: Any) -> None:
+def _reduce_argmax(outputs: Any) -> None:
     """Reduce the argmax of all cores, and write the tokens as the last ones of their rows."""
-    tokens = outputs.tokens[turn]
+    tokens = outputs.tokens
     reduce_argmax(outputs.keys, outputs.places, tokens)
     for row in range(len(outputs.rows)):
         if outputs.rows[row] >= 0:
@@ -192,7 +185,7 @@ def _reduce_argmax(turn: int, outputs: Any) -> None:
 
 
 @njit(inline="always")
-def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, work: Any, own: Any) -> None:
+def _do(kind: int, layer: int, taken: Any, fresh: bool, pieces: int, work: Any, own: Any) -> None:
     """Run the pieces of a phase that are `taken`: the first, and their number; `fresh` if this core had none before."""
     first = taken[0]
     end = taken[0] + taken[1]
@@ -219,12 +212,12 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
                 block = begins, ends - begins, own.core * BLOCK_TOKENS
             for part in range(first_part, end_part):
                 some = every(pieces_in(part, block[1], work)) if every_piece else taken
-                do_part(part, layer, turn, block, some, fresh or every_piece, x, heads, work, own)
+                do_part(part, layer, block, some, fresh or every_piece, x, heads, work, own)
     elif kind == ATTENTION:
-        attend(layer, turn, taken, work.buffers.q, work.cache, work.attention, own.attention, heads)
+        attend(layer, taken, work.buffers.q, work.cache, work.attention, own.attention, heads)
     elif kind == BEGIN:
         for token in range(first, end if len(work.inputs.tokens) else first):
-            _embed(token, turn, work.inputs, outputs.rows, x)
+            _embed(token, work.inputs, x)
     elif kind == FINAL_NORM:
         for row in range(first, end):
             normalise(x, outputs.logit_rows[row], weights.final_norm, weights.epsilon, hidden, row)
@@ -250,17 +243,12 @@ def _do(kind: int, layer: int, turn: int, taken: Any, fresh: bool, pieces: int, 
             taken, numbers, hidden, weights.head, wanted, logits, keys, places, weight_format, tile, own.bits
         )
     elif kind == REDUCE_ARGMAX:
-        _reduce_argmax(turn, outputs)
-
-
-def most_turns(layers: int) -> int:
-    """Return the most steps that one call can have."""
-    return OVER // (layers * len(LAYER) + NO_LAYER)
+        _reduce_argmax(outputs)
 
 
 @njit(nogil=True, cache=True)
-def run_stack(core: int, turns: int, counter: Any, work: Any, weight_format: Any, screen_format: Any) -> None:
-    """Run one core's part of a forward pass, or of `turns` of them.
+def run_stack(core: int, counter: Any, work: Any, weight_format: Any, screen_format: Any) -> None:
+    """Run one core's part of a forward pass.
 
     The buffers of both formats begin with the core, where they have any.
     """
@@ -269,8 +257,7 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, weight_format: Any
     layers = len(work.weights.panels)
     cores = len(work.outputs.keys)
     tokens = work.x.shape[0]
-    a_turn = layers * len(LAYER) + NO_LAYER
-    end = min(OVER, turns * a_turn)
+    end = layers * len(LAYER) + NO_LAYER
     tiles = np.empty((2, TILE_ROWS, PANEL), np.float32)
     scratch = attention_scratch(work.buffers.q, work.cache, work.attention)
     tile = borrowed(tiles)[0]
@@ -283,25 +270,22 @@ def run_stack(core: int, turns: int, counter: Any, work: Any, weight_format: Any
     phase = phase_of(counter)
     alone = False
     while phase < end:
-        turn = phase // a_turn
-        kind, layer = _kind(phase % a_turn, layers)
+        kind, layer = _kind(phase, layers)
         pieces, grain = sizes[kind]
         if kind == HEAD:
             pieces = work.outputs.panels[0]
         done = 0
         taken = every(pieces) if alone else take(counter, phase, pieces, grain, core, cores)
         while taken[1] > 0:
-            _do(kind, layer, turn, taken, done == 0, pieces, work, own)
+            _do(kind, layer, taken, done == 0, pieces, work, own)
             done += taken[1]
             taken = every(0) if alone else take(counter, phase, pieces, grain, core, cores)
         if alone or (done > 0 and arrived_last(counter, done, pieces)):
             phase += 1
-            if phase % a_turn == 0 and not claim_turn(counter):
-                phase = OVER
             # A short phase is not worth waking the other cores.
-            alone = phase < end and _is_short(phase % a_turn, layers, tokens, sizes)
+            alone = phase < end and _is_short(phase, layers, tokens, sizes)
             if not alone:
-                begin(counter, phase)
+                begin(counter, phase if phase < end else OVER)
         else:
             wait(counter, phase)
             phase = phase_of(counter)

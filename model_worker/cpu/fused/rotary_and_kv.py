@@ -179,7 +179,7 @@ def pieces_of(tokens: int, q: Any, cache: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def rotate_and_write_kv(layer: int, turn: int, block: Any, taken: Any, work: Any) -> None:
+def rotate_and_write_kv(layer: int, block: Any, taken: Any, work: Any) -> None:
     """Rotate the projections of a block of tokens, which are in the buffers: Q goes into `q`, K and V into the cache.
 
     Arguments are as those of layer.py's phases. The pieces follow each other as the projections do, so that most are
@@ -212,9 +212,9 @@ def rotate_and_write_kv(layer: int, turn: int, block: Any, taken: Any, work: Any
         for row in range(skipped, min(skipped + PIECE_TOKENS, count)):
             token = first + row
             part = from_qkv + (at + row) * row_bytes + column * LANE_BYTES
-            angle = rotary.rows[token] + turn
-            number = cache.blocks[turn, token]
-            offset = cache.offsets[turn, token]
+            angle = rotary.rows[token]
+            number = cache.blocks[token]
+            offset = cache.offsets[token]
             if head < heads + kv_heads and head_norms.shape[1]:
                 _normalise_head(part, head_norms[0 if head < heads else 1], epsilon)
             if head < heads:
@@ -225,4 +225,4 @@ def rotate_and_write_kv(layer: int, turn: int, block: Any, taken: Any, work: Any
                 _scatter_key(key_group(cache, layer, kv, number, offset), cache.block_size, steps, rotated)
             else:
                 to = value_group(cache, layer, kv, number, offset // GROUP * GROUP)
-                _scatter_value(to, v_dim, offset % GROUP, part, cache.unused[turn, token], like)
+                _scatter_value(to, v_dim, offset % GROUP, part, cache.unused[token], like)

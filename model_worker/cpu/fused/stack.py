@@ -7,6 +7,7 @@ the packed modules hold. A stack serves only after it has given the logits of th
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from model_worker.batch import ForwardBatch
 from model_worker.cpu.fused.attention import Attention, Cache
-from model_worker.cpu.fused.attention_plan import plan_for, slots_of, zeros_after
+from model_worker.cpu.fused.attention_plan import plan_for, zeros_after
 from model_worker.cpu.fused.layer import Buffers
 from model_worker.cpu.fused.pattern import DecoderWeights, UnsupportedPattern
 from model_worker.cpu.fused.phases import (
@@ -27,7 +28,6 @@ from model_worker.cpu.fused.phases import (
     Outputs,
     Rotary,
     Work,
-    most_turns,
     run_stack,
 )
 from model_worker.cpu.gemm.bf12_format import Bf12Format, with_bf12
@@ -77,27 +77,20 @@ class Drawn(NamedTuple):
     last_tokens: NDArray[np.int64]  # [rows]
 
 
-class Passes:
-    """Launched passes in a row, of which each has the tokens that the one before has drawn."""
+class _LaunchedPass(NamedTuple):
+    """A launched pass: its results are there when `tokens` has returned."""
 
-    def __init__(self, job: Job, tokens: NDArray[np.int64], screen: Screen | None) -> None:
-        self._job = job
-        self._tokens = tokens
-        self._screen = screen
-        # The number of passes.
-        self.count = len(tokens)
+    job: Job
+    outputs: Outputs
+    residual: NDArray[np.float32]  # [T, hidden]
+    screen: Screen | None
 
-    def wait(self, number: int) -> NDArray[np.int64]:
-        """Help until pass `number`, from 0 on, is over. Returns its tokens [L], -1 for one that is not finite."""
-        self._job.finish(number + 1)
-        if self._screen is not None:
-            self._screen.look_back()
-        tokens: NDArray[np.int64] = self._tokens[number]
-        return tokens
-
-    def stop(self) -> None:
-        """Make the pass in progress the last, and set `count` accordingly."""
-        self.count = self._job.stop()
+    def tokens(self) -> NDArray[np.int64]:
+        """Help until the pass is over. Returns its tokens [L], -1 for one that is not finite."""
+        self.job.finish()
+        if self.screen is not None:
+            self.screen.look_back()
+        return self.outputs.tokens
 
 
 def fused_stack(loaded: LoadedModel, tuning: Tuning = EVERYTHING) -> FusedStack | None:
@@ -231,21 +224,13 @@ class FusedStack:
         able = self._cores > 1 and self._table is not None
         return self._tuning.overlap and able and self._modules.weight_bytes >= WORTH_RUNNING_AHEAD
 
-    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Drawn, passes: int = 1) -> Passes:
-        """Launch argmax passes while the caller does something else; decode steps `passes` times, or fewer.
+    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Drawn) -> Callable[[], NDArray[np.int64]]:
+        """Launch an argmax pass while the caller does something else.
 
-        The block tables must hold the tokens of all. The caller helps when it waits. Passes must be waited for in the
-        order of their launch.
+        Returns what waits for its tokens [L], -1 for one that is not finite. The caller helps when it waits. Passes
+        must be waited for in the order of their launch.
         """
-        passes = min(passes, most_turns(len(self._windows))) if batch.decodes else 1
-        return self._begun(batch, cache, np.full(len(drawn.rows), -1), drawn, passes)[0]
-
-    def warm_up(self, batch: ForwardBatch, cache: KVCache) -> None:
-        """Compile the parts of several passes in a row that a single pass does not use; `batch` is a decode step."""
-        no_row = np.full(batch.num_tokens, -1)
-        passes = self.begin(batch, cache, Drawn(no_row, no_row, np.empty(0, np.int64)))
-        passes.stop()
-        passes.wait(0)
+        return self._launch(batch, cache, np.full(len(drawn.rows), -1), drawn).tokens
 
     def _run(
         self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]
@@ -253,19 +238,16 @@ class FusedStack:
         """Run a pass. Returns logits of rows that have a place in `wanted`, the final residual [T, hidden], and the
         argmax."""
         none_deferred = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
-        passes, logits, residual = self._begun(batch, cache, wanted, none_deferred, 1)
-        tokens = passes.wait(0)
-        return torch.from_numpy(logits), torch.from_numpy(residual), tokens
+        launched = self._launch(batch, cache, wanted, none_deferred)
+        tokens = launched.tokens()
+        return torch.from_numpy(launched.outputs.logits), torch.from_numpy(launched.residual), tokens
 
-    def _begun(
-        self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn, passes: int
-    ) -> tuple[Passes, NDArray[np.float32], NDArray[np.float32]]:
-        """Launch passes. Also returns their logits, and the residual of all tokens, as they will be."""
+    def _launch(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn) -> _LaunchedPass:
         if self._may_use_bf12:
             # Not before kernels may be called. Passes give the same without it.
             self._may_use_bf12 = False
             self._copy(Thread(target=self._make_bf12, name="bf12", daemon=True))
-        largest = ArgmaxBuffers(self._cores, len(wanted), passes)
+        largest = ArgmaxBuffers(self._cores, len(wanted))
         screen = self._screen
         greedy = 0 < len(wanted) <= SCREENED_ROWS and int(wanted.max()) < 0
         if not greedy or (screen is not None and not screen.pays()):
@@ -293,15 +275,15 @@ class FusedStack:
         work = Work(
             inputs=inputs,
             x=x,
-            rotary=self._angles_of(batch, passes),
+            rotary=self._angles_of(batch),
             weights=weights,
-            cache=self._cache(batch, cache, passes),
+            cache=self._cache(batch, cache),
             attention=self._attention(batch),
             buffers=buffers,
             outputs=outputs,
         )
-        job = thread_pool(self._cores).begin(run_stack, work, weight_format, self._screen_format, turns=passes)
-        return Passes(job, outputs.tokens, screen), outputs.logits, x
+        job = thread_pool(self._cores).begin(run_stack, work, weight_format, self._screen_format)
+        return _LaunchedPass(job, outputs, x, screen)
 
     def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
         """Return the tokens, and a buffer for their embeddings; filled, where the module must make them."""
@@ -312,15 +294,13 @@ class FusedStack:
         x = self._embedding(batch.tokens).to(torch.float32).numpy()
         return Inputs(tokens[:0], drawn.unread, drawn.last_tokens, np.empty((0, 0), self._element)), x
 
-    def _angles_of(self, batch: ForwardBatch, passes: int) -> Rotary:
+    def _angles_of(self, batch: ForwardBatch) -> Rotary:
         if batch.positions.ndim == 2:
-            assert passes == 1, "tokens with positions in three directions are computed in one pass"
             return self._compute_angles(batch.positions)
         positions = batch.positions.numpy()
-        most = int(positions.max()) + passes
+        most = int(positions.max()) + 1
         if most > _KEPT_POSITIONS:
-            every = (batch.positions[:, None] + torch.arange(passes)).flatten()
-            return self._compute_angles(every)._replace(rows=np.arange(len(positions)) * passes)
+            return self._compute_angles(batch.positions)
         if most > len(self._angles.cos):
             self._angles = self._compute_angles(torch.arange(min(_KEPT_POSITIONS, 2 * most)))
         return self._angles._replace(rows=positions)
@@ -330,7 +310,7 @@ class FusedStack:
         cos, sin = self._rotary(torch.zeros(1, dtype=torch.float32), positions.unsqueeze(-2))
         return Rotary(cos[0].contiguous().numpy(), sin[0].contiguous().numpy(), np.arange(positions.shape[-1]))
 
-    def _cache(self, batch: ForwardBatch, cache: KVCache, passes: int) -> Cache:
+    def _cache(self, batch: ForwardBatch, cache: KVCache) -> Cache:
         if cache not in self._caches:
             k, v = ([memory_of(blocks[layer]) for layer in self._order] for blocks in (cache.k, cache.v))
             keep_in_huge_pages([*k, *v], written=False)
@@ -350,7 +330,7 @@ class FusedStack:
             )
             self._caches[cache] = known, PagesAhead([*k, *v])
         known, ahead = self._caches[cache]
-        blocks, offsets = slots_of(batch, passes)
+        blocks, offsets = np.divmod(batch.slots.numpy(), batch.block_size)
         ahead.use(int(blocks.max()))
         return known._replace(blocks=blocks, offsets=offsets, unused=zeros_after(batch, offsets))
 

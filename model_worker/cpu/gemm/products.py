@@ -15,6 +15,7 @@ from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
 from model_worker.cpu.simd.argmax import take_argmax
 from model_worker.cpu.simd.dot_bf16 import PREFETCH_BYTES, SHARING_PIECES, TILE_ROWS
 from model_worker.cpu.simd.elements import INSIDE, MATH, element, exp
+from model_worker.cpu.simd.gelu import gelu, gelu_tanh
 from model_worker.cpu.threads import arrived_last, begin, take, wait
 
 # Panels of lm_head, the longest product, whose pieces they are, that a core takes at a time: some tens of microseconds.
@@ -222,6 +223,47 @@ def gated(
 
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def gelu_product(
+    core: int,
+    taken: Any,
+    operand: Any,
+    panels: int,
+    bias: Any,
+    tanh: bool,
+    out: Any,
+    weight_format: Any,
+    tile: Any,
+) -> None:
+    """Compute out = gelu(operand . weights + bias), as the operand of the next product; outputs as `add_product`."""
+    rows = out.shape[0]
+    width = len(bias)
+    unit = taken[0]
+    end = min(taken[0] + taken[1], -(-width // HALF))
+    pieces = pieces_of_rows(rows, weight_format)
+    while unit < end:
+        whole = unit % HALVES == 0 and unit + 1 < end
+        at = unit * HALF
+        lanes = min(PANEL if whole else HALF, width - at)
+        added = bias[at : at + lanes]
+        panel = weight_format.panel_at(operand, panels, unit)
+        following = weight_format.panel_at(operand, panels, _following(unit, taken, halves_of(width), core))[0]
+        for piece in range(pieces):
+            first, many = _piece(rows, pieces, piece)
+            prefetching = _prefetching(many, whole, operand, weight_format, panel, following, pieces, piece)
+            weight_format.multiply(operand, first, many, panel, whole, prefetching, tile)
+            for r in range(many):
+                to = out[first + r, at : at + lanes]
+                sums = tile[r]
+                if tanh:
+                    for lane in range(len(to)):
+                        to[lane] = element(gelu_tanh(sums[lane] + added[lane]), out)
+                else:
+                    for lane in range(len(to)):
+                        to[lane] = element(gelu(sums[lane] + added[lane]), out)
+        unit += HALVES if whole else 1
+
+
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _product(
     core: int, taken: Any, operand: Any, panels: int, bias: Any, out: Any, weight_format: Any, tile: Any
 ) -> None:
@@ -256,7 +298,7 @@ def _product(
 
 @njit(nogil=True, cache=True)
 def run_product(
-    core: int, _turns: int, counter: Any, cores: int, operand: Any, panels: int, bias: Any, out: Any, weight_format: Any
+    core: int, counter: Any, cores: int, operand: Any, panels: int, bias: Any, out: Any, weight_format: Any
 ) -> None:
     """Run one core's part of a product alone, out = operand . weights + bias as elements of `out`; no bias has length
     0.

@@ -90,9 +90,9 @@ def reduce_argmax(keys: Any, places: Any, tokens: Any) -> None:
 
 
 class ArgmaxBuffers:
-    """Buffers for each core's argmax of `rows` rows, and for the tokens that they are reduced to in each step."""
+    """Buffers for each core's argmax of `rows` rows, and for the tokens that they are reduced to."""
 
-    def __init__(self, cores: int, rows: int, turns: int = 1) -> None:
+    def __init__(self, cores: int, rows: int) -> None:
         self.keys: NDArray[np.int32] = np.full((cores, rows), _LEAST, np.int32)
         self.places: NDArray[np.int64] = np.zeros((cores, rows), np.int64)
-        self.tokens: NDArray[np.int64] = np.empty((turns, rows), np.int64)
+        self.tokens: NDArray[np.int64] = np.empty(rows, np.int64)

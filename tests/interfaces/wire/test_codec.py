@@ -48,6 +48,7 @@ from interfaces import (
     Terms,
     TextAndVisionContext,
     TextContext,
+    TokenRuns,
     Unknown,
     Vectors,
     WireError,
@@ -61,7 +62,7 @@ from interfaces.context.grammar_state import GrammarState
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
 from interfaces.wire.codec import PROTOCOL_VERSION, message
-from interfaces.wire.declared import Forms
+from interfaces.wire.readers import Readers
 from interfaces.wire.shared_memory import PREFIX, Shareable, SharedMemoryError
 
 i31 = st.integers(0, 2**31 - 1)
@@ -246,6 +247,7 @@ messages = st.one_of(
         new_blocks=hnp.arrays(np.int32, st.tuples(st.integers(0, 5), st.just(3))),
         drop=column(np.int32),
         joins=st.lists(joins, max_size=3),
+        ahead=st.none() | column(np.int32),
     ),
     st.builds(
         StepResult,
@@ -260,6 +262,7 @@ messages = st.one_of(
         device_us=i31,
         hidden=st.none() | st.builds(HiddenStates, column(np.int32), column(np.int32), column(np.float32)),
         reports=reports,
+        more=st.none() | st.builds(TokenRuns, column(np.int32), column(np.int32), column(np.int32)),
     ),
 )
 
@@ -324,7 +327,7 @@ def test_random_bytes_are_refused(wire: bytes) -> None:
         ([PROTOCOL_VERSION, [], "x"], "unknown message tag"),
         ([PROTOCOL_VERSION, 1], "Hello"),
         ([PROTOCOL_VERSION, 1, 7, b""], r"Hello\.replica: expected str, got int"),
-        ([PROTOCOL_VERSION, 3, [1, 2]], r"Cancel\.handles: expected bytes, got array"),
+        ([PROTOCOL_VERSION, 3, [1, 2]], r"Cancel\.handles: expected the bytes of a column of int32, got list"),
         ("text", "a message is an array"),
     ],
 )
@@ -387,7 +390,7 @@ def test_large_columns_survive_too(numbers: np.ndarray) -> None:
 
 @pytest.mark.parametrize("column", [b"\1\0\0", "1234", None, [1], {b"nd": True}])
 def test_what_is_no_column_is_refused(column: object) -> None:
-    with pytest.raises(WireError, match=r"Cancel\.handles: (expected bytes|buffer size must be a multiple)"):
+    with pytest.raises(WireError, match=r"Cancel\.handles: expected the bytes of a column of int32"):
         decode(msgpack.packb([PROTOCOL_VERSION, 3, column]))
 
 
@@ -445,10 +448,10 @@ def test_contexts_of_different_kinds_are_told_apart() -> None:
     parts = msgpack.unpackb(encode(submit), strict_map_key=False)
     wrong: list[object] = [parts[3][1:], ["other", *parts[3][1:]], [[], *parts[3][1:]], [], {}, None]
     for context in wrong:
-        with pytest.raises(WireError, match=r"Submit\.context(\[0\])?: (expected|invalid value)"):
+        with pytest.raises(WireError, match=r"Submit\.context: expected the tag and the fields of one of TextContext"):
             decode(msgpack.packb([*parts[:3], context, *parts[4:]]))
     for cut in (parts[3][:-1], [*parts[3], None]):
-        with pytest.raises(WireError, match=r"Submit\.context: expected array of at (most|least) length \d+"):
+        with pytest.raises(WireError, match=r"Submit\.context: expected an array of \d+ fields"):
             decode(msgpack.packb([*parts[:3], cut, *parts[4:]]))
 
     @dataclass
@@ -463,7 +466,7 @@ def test_contexts_of_different_kinds_are_told_apart() -> None:
         other: str
 
     with pytest.raises(TypeError, match="Left, Right need a wire_tag each, all different"):
-        Forms(positional=True, copy=False, ipc_peer=False).form(Left | Right)
+        Readers(positional=True, copy=False, ipc_peer=False).reader(Left | Right)
 
 
 def test_deep_nesting_is_refused() -> None:

@@ -26,8 +26,8 @@ def kept(sums: NDArray[np.float32], cores: int, rng: np.random.Generator) -> lis
         tile = np.full((len(sums), PANEL), np.float32(1e30))  # what lies beyond the lanes must not count
         tile[:, :lanes] = sums[:, at : at + lanes]
         take_argmax(tile, tile.view(np.int32), len(sums), lanes, at, largest.keys[core], largest.places[core], 0)
-    reduce_argmax(largest.keys, largest.places, largest.tokens[0])
-    return list(largest.tokens[0])
+    reduce_argmax(largest.keys, largest.places, largest.tokens)
+    return list(largest.tokens)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 300), st.integers(1, 3), st.booleans())

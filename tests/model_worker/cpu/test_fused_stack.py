@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
@@ -23,7 +24,7 @@ from model_worker.cpu.fused.stack import Drawn
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel, operand_dtype
-from model_worker.cpu.threads import OVER, ThreadPool, arrived_last, begin, claim_turn, phase_of, take, wait
+from model_worker.cpu.threads import OVER, ThreadPool, arrived_last, begin, phase_of, take, wait
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
@@ -204,39 +205,39 @@ def two_cores() -> Iterator[None]:
 
 @pytest.mark.parametrize("arch", FUSED)
 @pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8")])
-def test_passes_in_a_row_give_what_one_by_one_give(
+def test_launched_passes_give_what_passes_one_by_one_give(
     arch: str, dtype: str, quantization: str, two_cores: None, tmp_path_factory: Any
 ) -> None:
-    """To the last bit, in the cache too; and none is done that was not begun when they are stopped."""
+    """To the last bit, in the cache too, although a pass is launched before the tokens of the last one are read."""
     rng = np.random.default_rng()
     loaded = load(arch, dtype, tmp_path_factory.getbasetemp(), quantization, seed=7)
-    at_once, single = ModelRunner(loaded, 64, 16), ModelRunner(loaded, 64, 16)
-    count, most = int(rng.integers(1, 7)), int(rng.integers(1, 30))
+    overlapped, single = ModelRunner(loaded, 64, 16), ModelRunner(loaded, 64, 16)
+    count, steps = int(rng.integers(1, 7)), int(rng.integers(2, 20))
     tables = rng.permutation(64)[: count * 8].reshape(count, 8)
     lengths, text = rng.integers(1, 99, count), rng.integers(3, VOCAB, 99)
     shared = int(rng.integers(0, lengths.min() // 16 + 1))
     tables[:, :shared] = tables[0, :shared]  # blocks of the same tokens, as the prefix cache has them
     tokens, rows, last_tokens = rng.integers(3, VOCAB, count), rng.permutation(9)[:count], np.full(9, -1)
     for length, table in zip(lengths, tables, strict=True):
-        for runner in (at_once, single):
+        for runner in (overlapped, single):
             size = np.array([length])
             runner.forward(ForwardBatch.build(text[:length], size, size, table[None], 16, size - 1))
 
-    def step(number: int) -> ForwardBatch:
+    def step(number: int, tokens: NDArray[np.int64]) -> ForwardBatch:
         return ForwardBatch.build(tokens, np.ones(count, int), lengths + 1 + number, tables, 16, np.arange(count))
 
-    passes = at_once.begin_pick(step(0), Drawn(np.full(count, -1), rows, last_tokens), most)
-    assert passes.count == most
-    read = int(rng.integers(0, most))
-    got = [passes.wait(number) for number in range(read)]
-    passes.stop()
-    assert min(read + 1, most) <= passes.count <= most
-    got += [passes.wait(number) for number in range(read, passes.count)]
-    for number, drawn in enumerate(got):
-        tokens = single.pick(step(number), np.zeros(count, np.bool_))[0]
+    known = Drawn(np.full(count, -1), rows, last_tokens)
+    waiting = [overlapped.begin_pick(step(0, tokens), known)]
+    for number in range(steps):
+        # Its tokens are those that the pass before draws.
+        waiting.append(overlapped.begin_pick(step(number + 1, np.zeros(count, int)), known._replace(unread=rows)))
+        drawn = waiting.pop(0)()
+        tokens = single.pick(step(number, tokens), np.zeros(count, np.bool_))[0]
         assert drawn.tolist() == tokens.tolist()
-    assert last_tokens[rows].tolist() == got[-1].tolist()
-    for one, other in zip(at_once.cache.k + at_once.cache.v, single.cache.k + single.cache.v, strict=True):
+    drawn = waiting.pop()()
+    assert drawn.tolist() == single.pick(step(steps, tokens), np.zeros(count, np.bool_))[0].tolist()
+    assert last_tokens[rows].tolist() == drawn.tolist()
+    for one, other in zip(overlapped.cache.k + overlapped.cache.v, single.cache.k + single.cache.v, strict=True):
         assert torch.equal(one, other)
 
 
@@ -307,15 +308,10 @@ def test_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype, turn: int) -
 
 
 @njit(nogil=True)
-def _all_phases(
-    core: int, turns: int, counter: Any, cores: int, grain: int, owners: Any, times: Any, early: Any, length: int
-) -> None:
-    """Each phase's pieces are marked by who takes them; `early` counts those taken before the phase before was done.
-
-    A turn has so many phases.
-    """
+def _all_phases(core: int, counter: Any, cores: int, grain: int, owners: Any, times: Any, early: Any) -> None:
+    """Each phase's pieces are marked by who takes them; `early` counts those taken before the phase before was done."""
     phase, pieces = phase_of(counter), owners.shape[1]
-    while phase < min(OVER, turns * length):
+    while phase < len(owners):
         done = 0
         first, count = take(counter, phase, pieces, grain, core, cores)
         while count > 0:
@@ -328,7 +324,7 @@ def _all_phases(
             first, count = take(counter, phase, pieces, grain, core, cores)
         if done > 0 and arrived_last(counter, done, pieces):
             phase += 1
-            begin(counter, OVER if phase % length == 0 and not claim_turn(counter) else phase)
+            begin(counter, OVER if phase == len(owners) else phase)
         else:
             wait(counter, phase)
         phase = phase_of(counter)
@@ -341,7 +337,7 @@ def test_every_piece_is_done_once_and_after_the_phase_before(cores: int, grain: 
     for _ in range(3):
         owners, early = np.zeros((100, 96), np.int64), np.zeros(cores, np.int64)
         times = np.zeros_like(owners)
-        thread_pool.run(_all_phases, cores, grain, owners, times, early, len(owners))
+        thread_pool.run(_all_phases, cores, grain, owners, times, early)
         assert (times == 1).all()
         assert set(owners.ravel().tolist()) <= set(range(1, cores + 1))
         assert not early.any()
@@ -352,7 +348,7 @@ def test_nobody_waits_for_who_has_not_come() -> None:
     thread_pool, jobs = ThreadPool(2), []
     marks = [(np.zeros((50, 30), np.int64), np.zeros((50, 30), np.int64), np.zeros(2, np.int64)) for _ in range(3)]
     for owners, times, early in marks:
-        jobs.append(thread_pool.begin(_all_phases, 2, 2, owners, times, early, len(owners)))
+        jobs.append(thread_pool.begin(_all_phases, 2, 2, owners, times, early))
     limit = time.monotonic() + 60
     while not all((times == 1).all() for _, times, _ in marks):
         assert time.monotonic() < limit, "the other core does nothing"
@@ -361,28 +357,6 @@ def test_nobody_waits_for_who_has_not_come() -> None:
         job.finish()
         assert (owners == 2).all()
         assert (times == 1).all()
-        assert not early.any()
-
-
-@pytest.mark.parametrize("cores", [1, 2, 3])
-def test_turns_follow_each_other_until_somebody_says_that_it_is_enough(cores: int) -> None:
-    thread_pool, rng, length, turns = ThreadPool(cores), np.random.default_rng(), 5, 40
-    for _ in range(30):
-        owners, early = np.zeros((turns * length, 12), np.int64), np.zeros(cores, np.int64)
-        times = np.zeros_like(owners)
-        job, read = (
-            thread_pool.begin(_all_phases, cores, 2, owners, times, early, length, turns=turns),
-            int(rng.integers(40)),
-        )
-        for turn in range(read):
-            job.finish(turn + 1)
-            assert (times[: (turn + 1) * length] == 1).all()
-        count = job.stop()
-        assert max(read, 1) <= count <= turns
-        assert job.stop() == count
-        job.finish()
-        assert (times[: count * length] == 1).all()
-        assert not times[count * length :].any()
         assert not early.any()
 
 

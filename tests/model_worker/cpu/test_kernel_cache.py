@@ -1,8 +1,9 @@
-"""A model whose kernels are still being compiled computes the same in plain torch, and goes over with what it has."""
+"""A model whose kernels are not compiled yet computes the same in plain torch, and compiles none of them."""
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from model_worker.attention import cpu
+from model_worker.attention import reference
 from model_worker.cpu import kernel_cache
 from model_worker.grammar import apply_mask
 from model_worker.loading.load import load_model
-from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
 from model_worker.sampling import draw_cpu
 from model_worker.sampling.draw import Choices, choose
@@ -22,56 +22,34 @@ from tests.model_worker.cpu.test_fused_stack import FUSED, batches
 from tests.model_worker.tiny_models import tiny_model
 
 
-@pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Compilations start a process that ends at once; what goes over writes it down here."""
-    monkeypatch.setattr(sys, "executable", "/bin/true")
-    return []
-
-
-def deferred(arch: str, dtype: str, folder: Path) -> LoadedModel:
-    extra: dict[str, Any] = {"hidden_size": 64} if arch in ("phi3", "qwen2", "mistral") else {}
-    path = tiny_model(arch, folder, **extra)
-    return load_model(path, dtype, "cpu", lambda *_: None, deferred=lambda _: True)
-
-
-@pytest.mark.parametrize("arch", [*FUSED, "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("arch", [FUSED[0], "gpt2", "mixtral"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sequences_go_on_with_the_kernels(arch: str, dtype: str, tmp_path_factory: Any) -> None:
-    rng = np.random.default_rng()
-    loaded = deferred(arch, dtype, tmp_path_factory.getbasetemp())
-    unproven = loaded.unproven
-    assert loaded.stack is None
-    assert unproven is not None
-    assert (unproven.stack is not None) == (arch in FUSED)
-    runner, plain = ModelRunner(loaded, 32, 16), ModelRunner(loaded, 32, 16, backend="reference")
-    # What an earlier sequence left must not matter: it is multiplied by zero, and not all numbers give zero then.
-    for values in runner.cache.v:
-        values.normal_()
-    steps = batches(rng, 16, 32)
+def test_without_kernels_the_model_computes_in_plain_torch(arch: str, dtype: str, tmp_path_factory: Any) -> None:
+    path = tiny_model(arch, tmp_path_factory.getbasetemp())
+    plain = load_model(path, dtype, "cpu", lambda *_: None, has_kernels=lambda _: False)
+    fast = load_model(path, dtype, "cpu", lambda *_: None)
+    assert plain.stack is None
+    assert not plain.has_kernels
+    assert fast.has_kernels
+    assert not any(type(module).__module__.startswith("model_worker") for module in plain.model.modules())
+    runner, other = ModelRunner(plain, 32, 16), ModelRunner(fast, 32, 16)
+    assert runner.backend is reference.attend
+    assert runner.description == "plain torch, while kernels compile"
+    assert other.description != runner.description
     tolerance = 1e-4 if dtype == "float32" else 0.15
-    for number, step in enumerate(steps):
-        if number == len(steps) // 2:
-            assert unproven.proves_itself()
-            runner.go_over()
-            assert runner.backend is cpu.attend
-        got, want = runner.forward(step).double(), plain.forward(step).double()
+    for step in batches(np.random.default_rng(), 16, 32):
+        got, want = runner.forward(step).double(), other.forward(step).double()
         if len(got):
             assert float((got - want).norm() / want.norm()) < tolerance
 
 
-def test_no_number_is_kept_for_the_kernels(tmp_path_factory: Any) -> None:
-    loaded = deferred("llama", "bfloat16", tmp_path_factory.getbasetemp())
-    runner = ModelRunner(loaded, 32, 16)
-    with torch.no_grad():
-        loaded.model.get_input_embeddings().weight[5] = torch.nan  # type: ignore[operator]
-    for step in batches(np.random.default_rng(), 16, 32):
-        step.tokens[:] = 5
-        runner.forward(step)
-    assert all(torch.isfinite(values).all() for values in runner.cache.v)
+def test_int8_weights_are_kernels_in_any_case(tmp_path_factory: Any) -> None:
+    path = tiny_model("llama", tmp_path_factory.getbasetemp())
+    loaded = load_model(path, "float32", "cpu", lambda *_: None, quantization="int8", has_kernels=lambda _: False)
+    assert loaded.has_kernels
 
 
-def test_until_then_no_kernel_is_called(ended: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_until_then_no_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(*_: Any) -> None:
         raise AssertionError("a kernel was called, which would have compiled it")
 
@@ -88,23 +66,34 @@ def test_until_then_no_kernel_is_called(ended: list[str], monkeypatch: pytest.Mo
     )
     masks = rng.integers(-(2**31), 2**31, (4, 10)).astype(np.int32)
 
-    def results() -> tuple[list[int], torch.Tensor]:
+    def results(has_kernels: bool) -> tuple[list[int], torch.Tensor]:
         logits = scaled.clone()
-        apply_mask.apply_masks(logits, np.arange(4), masks)
-        return choose(scaled, scaled.argmax(1), choices)[0].tolist(), logits
+        apply_mask.apply_masks(logits, np.arange(4), masks, has_kernels)
+        return choose(scaled, scaled.argmax(1), choices, has_kernels)[0].tolist(), logits
 
-    want = results()
-    compilation = kernel_cache.Compilation(torch.bfloat16, lambda: ended.append("went over"))
-    assert not kernel_cache.available()
+    want = results(True)
     with monkeypatch.context() as patched:
         patched.setattr(draw_cpu, "choose", unwanted)
         patched.setattr(apply_mask, "_forbid_rows", unwanted)
-        got = results()
-    compilation.settle()
-    assert kernel_cache.available()
-    assert ended == ["went over"]
+        got = results(False)
     assert got[0] == want[0]
     assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_compilation_is_done_when_its_kernels_are_there(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", "/bin/false" if fails else "/bin/sleep")  # it sleeps for no time, in vain
+    compilation = kernel_cache.Compilation(torch.bfloat16)
+    if not fails:
+        kernel_cache.keep(torch.bfloat16)
+    deadline = time.monotonic() + 10
+    while not compilation.done and compilation._done is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert compilation.done is not fails
+    assert ("could not be compiled" in caplog.text) is fails
 
 
 def test_what_was_compiled_is_known_by_type_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,8 @@ def picked(x: Tensor, head: PackedLinear, width: int, numbers: NDArray[np.int64]
     taken, operand = (0, len(numbers)), operand_of(x, head)
     keys, places, weight_format = kept.keys[0], kept.places[0], WordFormat(_like(x))
     argmax_product(taken, numbers, operand, address, none, nothing, keys, places, weight_format, *tiles())
-    reduce_argmax(kept.keys, kept.places, kept.tokens[0])
-    return list(kept.tokens[0])
+    reduce_argmax(kept.keys, kept.places, kept.tokens)
+    return list(kept.tokens)
 
 
 def weights(rng: np.random.Generator, outputs: int, inputs: int, kind: str) -> Tensor:

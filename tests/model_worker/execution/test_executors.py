@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from interfaces import LogprobMode, SamplingParams, Step, StepResult
-from model_worker.cpu.fused.stack import Passes
 from model_worker.execution.isolation import Isolation
 from model_worker.execution.overlap_cpu import OverlapCpu
 from model_worker.execution.overlap_cuda import OverlapCuda
@@ -125,7 +124,7 @@ def test_only_the_synchronous_executor_accepts_grammars(loaded: LoadedModel, ove
     worker = TinyWorker(loaded, overlap, most_guesses=3)
     worker.prefill(join(0, PROMPT * 3))
     worker.shared.masks = cast(Masks, EveryRow())
-    step = worker.step([0], repeats=3)
+    step = worker.step([0], ahead=3)
     packed = worker.shared.rows.pack(step)
     accepting = [type(executor) for executor in worker.executors if executor.accepts(step, packed)]
     assert accepting == [Synchronous]
@@ -149,7 +148,7 @@ def test_while_a_row_is_isolated_every_step_is_cut(loaded: LoadedModel, overlap:
     pending = worker.begin([0, 2, 1], [1, 4, 1], [join(2, PROMPT, alone=True)])
     assert pending.result().rows.tolist() == [0, 2, 1]
     assert sorted(calls) == [1, 2]
-    worker.begin([0], repeats=3).result()
+    worker.begin([0], ahead=3).result()
     worker.begin([0], drop=[2]).result()
     assert worker.taken == ["Isolation", "Isolation", OVERLAPPED[overlap]]
 
@@ -178,41 +177,6 @@ def test_a_refused_row_fails_with_its_first_token(loaded: LoadedModel, overlap: 
     assert "allowed_token_ids" in result.errors[1]
 
 
-class Held:
-    """Passes of which the second one is in progress whenever they are stopped; they draw 9, 10 and so on."""
-
-    def __init__(self, rows: int, count: int) -> None:
-        self.rows = rows
-        self.count = count
-
-    def wait(self, number: int) -> np.ndarray:
-        return np.full(self.rows, 9 + number)
-
-    def stop(self) -> None:
-        self.count = min(self.count, 2)
-
-
-@pytest.mark.parametrize("for_good", [True, False])
-def test_repetitions_that_had_not_begun_are_taken_back(loaded: LoadedModel, for_good: bool) -> None:
-    worker = TinyWorker(loaded, "cpu")
-    worker.prefill(join(0, PROMPT))
-    worker.backend.launch_greedy = lambda batch, drawn, count: cast(Passes, Held(len(drawn.rows), count))
-    pending = worker.begin([0], repeats=7)
-    rows = worker.shared.rows
-    assert (pending.steps, rows.computed[0], rows.known[0]) == (8, 12, 13)
-    if for_good:
-        worker.begin([0])
-        assert (pending.steps, rows.computed[0], rows.known[0]) == (2, 7, 8)
-    else:
-        worker.shared.in_flight.hold()
-        assert (pending.steps, rows.computed[0], rows.known[0]) == (2, 6, 7)
-    results = [pending.result(), pending.result()]
-    assert [(result.step, result.tokens.tolist(), result.last) for result in results] == [
-        (1, [9], False),
-        (2, [10], for_good),
-    ]
-
-
 def test_a_row_whose_text_comes_again_is_guessed(loaded: LoadedModel) -> None:
     worker = TinyWorker(loaded, "cpu", most_guesses=3)
     plain = TinyWorker(loaded)
@@ -220,37 +184,73 @@ def test_a_row_whose_text_comes_again_is_guessed(loaded: LoadedModel) -> None:
         each.prefill(join(0, PROMPT * 3), join(1, PROMPT))
         # A sequence that goes on as it has begun, whatever the model says.
         each.shared.rows._tokens[0, 12] = PROMPT[0]
-    pending = worker.begin([0], repeats=5)
+    result = worker.begin([0], ahead=5).result()
     assert worker.taken == ["Speculation"]
     counters = worker.engine.counters
-    assert (counters.drafted, counters.accepted) == (3, pending.steps - 1)
-    for _ in range(pending.steps):
-        assert pending.result().tokens.tolist() == plain.begin([0]).result().tokens.tolist()
+    more = [] if result.more is None else result.more.tokens.tolist()
+    assert (counters.drafted, counters.accepted) == (3, len(more))
+    for token in [*result.tokens.tolist(), *more]:
+        assert plain.begin([0]).result().tokens.tolist() == [token]
     assert worker.shared.rows.known.tolist() == plain.shared.rows.known.tolist()
+    assert worker.shared.rows.computed.tolist() == plain.shared.rows.computed.tolist()
     worker.taken.clear()
-    worker.begin([0]).result()  # guesses save passes only where more are to follow
-    worker.begin([0, 1], repeats=5).result()
+    worker.begin([0]).result()  # without room
+    worker.begin([0, 1], ahead=5).result()
     assert worker.taken == ["OverlapCpu", "OverlapCpu"]
 
 
-def test_a_row_with_an_unread_token_is_not_guessed(loaded: LoadedModel) -> None:
+def test_there_are_as_many_guesses_as_have_room(loaded: LoadedModel) -> None:
     worker = TinyWorker(loaded, "cpu", most_guesses=3)
+    worker.prefill(join(0, PROMPT * 3))
+    worker.shared.rows._tokens[0, 12] = PROMPT[0]
+    worker.begin([0], ahead=2).result()
+    assert worker.engine.counters.drafted == 2
+
+
+def test_a_right_guess_after_which_nothing_can_be_drawn_ends_the_answer_of_the_step(loaded: LoadedModel) -> None:
+    worker = TinyWorker(loaded, most_guesses=3)
     worker.prefill(join(0, PROMPT * 3))
     text = worker.shared.rows._tokens[0]
     text[12] = PROMPT[0]
-    pending = worker.begin([0])
-    # What was there before the token is read must not be taken for it.
-    text[13] = PROMPT[1]
-    worker.begin([0], repeats=5)
+    greedy = worker.backend.greedy
+    assert greedy is not None
+
+    def broken(batch: Any, wanted: Any) -> Any:
+        _, logits = greedy(batch, wanted)
+        return np.array([PROMPT[1], PROMPT[2], -1, PROMPT[0]][: batch.num_tokens]), logits
+
+    worker.backend.greedy = broken
+    result = worker.begin([0], ahead=3).result()
+    assert result.tokens.tolist() == [PROMPT[1]]
+    assert not result.errors
+    assert result.more is not None
+    assert result.more.tokens.tolist() == [PROMPT[2]]
+    worker.backend.greedy = lambda batch, wanted: (np.array([-1]), greedy(batch, wanted)[1])
+    assert list(worker.begin([0]).result().errors) == [0]
+
+
+def test_a_row_with_an_unread_token_is_read_before_it_is_guessed(loaded: LoadedModel) -> None:
+    worker = TinyWorker(loaded, "cpu", most_guesses=3)
+    plain = TinyWorker(loaded)
+    for each in (worker, plain):
+        each.prefill(join(0, PROMPT * 3))
+        each.shared.rows._tokens[0, 12] = PROMPT[3]
+    text = worker.shared.rows._tokens[0]
+    first = worker.begin([0])
+    # What lies behind the text that was read must not be taken for a part of it.
+    text[13] = PROMPT[0]
+    second = worker.begin([0], ahead=5)
     assert worker.taken == ["OverlapCpu", "OverlapCpu"]
-    # What may be guessed is seen when the token is read: then the next step waits until everything is.
     speculation = worker.executors[1]
     assert isinstance(speculation, Speculation)
-    speculation.propose = lambda packed, read, most: np.array([5], np.int32)  # type: ignore[method-assign]
-    pending.result()
-    worker.begin([0], repeats=5)
+    speculation._guesses = lambda step: np.array([5], np.int32)  # type: ignore[method-assign]
+    third = worker.begin([0], ahead=5)
     assert worker.taken[-1] == "Speculation"
+    assert first.done
+    assert second.done
     assert not worker.shared.in_flight
+    got = [pending.result().tokens.tolist() for pending in (first, second, third)]
+    assert got == [plain.begin([0]).result().tokens.tolist() for _ in range(3)]
 
 
 Sequence = tuple[list[int], SamplingParams]
@@ -297,11 +297,10 @@ def schedule(worker: TinyWorker, sequences: list[Sequence], rng: random.Random) 
             continue
         rows = rng.sample(sorted(owners), len(owners))
         lengths = {joined.row: len(joined.tokens) for joined in joins}
-        repeats = 0 if joins or rng.random() < 0.6 else rng.randrange(min(left.values()))
         ntok = [lengths.get(row, 1) for row in rows] if joins else None
-        steps.append((worker.step(rows, ntok, joins, drop, repeats), dict(owners)))
+        steps.append((worker.step(rows, ntok, joins, drop), dict(owners)))
         for row in rows:
-            left[row] -= 1 + repeats
+            left[row] -= 1
         drop = [row for row in rows if not left[row]]
         for row in drop:
             del owners[row], left[row]
@@ -309,26 +308,21 @@ def schedule(worker: TinyWorker, sequences: list[Sequence], rng: random.Random) 
 
 
 def run(worker: TinyWorker, steps: list[tuple[Step, dict[int, int]]]) -> dict[int, list[int]]:
-    """Tokens by sequence. A step is begun before the one before is read, unless that one has repetitions."""
+    """Tokens by sequence. A step is begun before the one before is read."""
     tokens: dict[int, list[int]] = defaultdict(list)
     launched: deque[Any] = deque()
 
     def read(keep: int) -> None:
         while len(launched) > keep:
             pending, owners = launched.popleft()
-            while pending.left:
-                result: StepResult = pending.result()
-                assert not result.errors
-                for row, token in zip(result.rows.tolist(), result.tokens.tolist(), strict=True):
-                    tokens[owners[row]].append(token)
+            result: StepResult = pending.result()
+            assert not result.errors
+            for row, token in zip(result.rows.tolist(), result.tokens.tolist(), strict=True):
+                tokens[owners[row]].append(token)
 
     for step, owners in steps:
-        again: Step | None = step
-        while again is not None:
-            pending = worker.engine.begin(again)
-            launched.append((pending, owners))
-            read(0 if again.repeats else 1)
-            again = again.after(pending.steps)
+        launched.append((worker.engine.begin(step), owners))
+        read(1)
     read(0)
     return tokens
 

@@ -65,9 +65,9 @@ class TinyWorker:
         ntok: Sequence[int] | None = None,
         joins: Sequence[Join] = (),
         drop: Sequence[int] = (),
-        repeats: int = 0,
+        ahead: int = 0,
     ) -> Pending:
-        step = self.step(rows, ntok, joins, drop, repeats)
+        step = self.step(rows, ntok, joins, drop, ahead)
         return self.engine.begin(step)
 
     def step(
@@ -76,8 +76,9 @@ class TinyWorker:
         ntok: Sequence[int] | None = None,
         joins: Sequence[Join] = (),
         drop: Sequence[int] = (),
-        repeats: int = 0,
+        ahead: int = 0,
     ) -> Step:
+        """A step; each of its rows has room for `ahead` guesses."""
         blocks = [
             (join.row, index, join.row * BLOCKS_PER_ROW + index) for join in joins for index in range(BLOCKS_PER_ROW)
         ]
@@ -90,9 +91,9 @@ class TinyWorker:
             new_blocks=np.array(blocks, np.int32).reshape(-1, 3),
             drop=np.array(drop, np.int32),
             joins=list(joins),
-            repeats=repeats,
+            ahead=np.full(len(rows), ahead, np.int32) if ahead else None,
         )
-        self._steps += 1 + repeats
+        self._steps += 1
         return step
 
     def prefill(self, *joins: Join) -> None:

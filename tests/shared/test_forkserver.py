@@ -13,11 +13,11 @@ from contextlib import closing
 import psutil
 import pytest
 
-from model_worker.nursery import Nursery
+from shared.forkserver import ForkServer
 
 ECHO = """
 import os, socket
-from model_worker.nursery import nurse
+from shared.forkserver import serve_forks
 
 def serve(descriptors):
     with socket.socket(fileno=descriptors[0]) as worker:
@@ -27,21 +27,21 @@ def serve(descriptors):
                 raise ValueError("as asked")
             worker.sendall(data[::-1])
 
-nurse(serve)
+serve_forks(serve)
 """
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    with closing(Nursery(["-c", ECHO])) as made:
+def server() -> Iterator[ForkServer]:
+    with closing(ForkServer(["-c", ECHO])) as made:
         yield made
 
 
-def child_of(nursery: Nursery) -> tuple[socket.socket, psutil.Process]:
+def child_of(server: ForkServer) -> tuple[socket.socket, psutil.Process]:
     ours, theirs = socket.socketpair()
     ours.settimeout(30)
     with theirs:
-        nursery.fork([theirs.fileno()])
+        server.fork([theirs.fileno()])
     return ours, psutil.Process(int(ours.recv(99)))
 
 
@@ -52,8 +52,8 @@ def echo(worker: socket.socket) -> None:
 
 
 @pytest.mark.parametrize(("end", "code"), [("exit", 0), ("raise", 1), ("kill", -signal.SIGKILL)])
-def test_another_child_follows_at_once(nursery: Nursery, end: str, code: int) -> None:
-    worker, first = child_of(nursery)
+def test_another_child_follows_at_once(server: ForkServer, end: str, code: int) -> None:
+    worker, first = child_of(server)
     parent = first.parent()
     with worker:
         echo(worker)
@@ -64,59 +64,59 @@ def test_another_child_follows_at_once(nursery: Nursery, end: str, code: int) ->
         else:
             first.kill()
         assert worker.recv(99) == b""
-    assert nursery.exit_code(10) == code
-    worker, second = child_of(nursery)
+    assert server.exit_code(10) == code
+    worker, second = child_of(server)
     with worker:
         echo(worker)
         assert second.pid != first.pid
         assert second.parent() == parent
 
 
-def test_an_end_that_nobody_asked_for_is_not_taken_for_the_next_one(nursery: Nursery) -> None:
-    worker, first = child_of(nursery)
+def test_an_end_that_nobody_asked_for_is_not_taken_for_the_next_one(server: ForkServer) -> None:
+    worker, first = child_of(server)
     first.kill()
     assert worker.recv(99) == b""
     worker.close()
-    worker, _ = child_of(nursery)
-    assert nursery.exit_code(0.1) == 0
+    worker, _ = child_of(server)
+    assert server.exit_code(0.1) == 0
     worker.sendall(b"raise")
     assert worker.recv(99) == b""
-    assert nursery.exit_code(10) == 1
+    assert server.exit_code(10) == 1
     worker.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_its_death_takes_the_child_along_and_is_made_good(nursery: Nursery, number: signal.Signals) -> None:
+def test_its_death_takes_the_child_along_and_is_made_good(server: ForkServer, number: signal.Signals) -> None:
     """A child that ends so was killed: it did nothing for which the process had to end."""
-    worker, child = child_of(nursery)
+    worker, child = child_of(server)
     child.parent().send_signal(number)
     assert worker.recv(99) == b""
     worker.close()
-    assert nursery.exit_code(10) == -signal.SIGKILL
-    worker, _ = child_of(nursery)
+    assert server.exit_code(10) == -signal.SIGKILL
+    worker, _ = child_of(server)
     with worker:
         echo(worker)
 
 
-def test_closing_ends_both(nursery: Nursery) -> None:
-    worker, child = child_of(nursery)
+def test_closing_ends_both(server: ForkServer) -> None:
+    worker, child = child_of(server)
     parent = child.parent()
     assert parent.ppid() == os.getpid()
-    nursery.close()
+    server.close()
     assert worker.recv(99) == b""
     worker.close()
     wait_until(lambda: not child.is_running() and not parent.is_running())
 
 
 def test_one_that_cannot_load_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    with closing(Nursery(["-c", "raise SystemExit('no tokens')"])) as nursery:
+    with closing(ForkServer(["-c", "raise SystemExit('no tokens')"])) as server:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            nursery.fork([theirs.fileno()])
+            server.fork([theirs.fileno()])
             theirs.close()
             ours.settimeout(30)
             assert ours.recv(99) == b""
-            assert nursery.exit_code(10) == -signal.SIGKILL
+            assert server.exit_code(10) == -signal.SIGKILL
     assert "no tokens" in capfd.readouterr().err
 
 

@@ -1,6 +1,7 @@
-"""Jump-forward tokens, about which a grammar leaves no choice, on their way from a worker to the scheduler.
+"""Several tokens of a row after its sampled one, on their way from a worker to the scheduler.
 
-Knows the layout of the columns; knows neither grammars nor requests.
+They are jump-forward tokens, about which a grammar leaves no choice, or guesses that were right. Knows the layout of
+the columns; knows neither grammars nor requests.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from interfaces.wire.codec import I32
 
 
 @dataclass(frozen=True, slots=True)
-class ForcedTokens:
-    """Jump-forward tokens: row `rows[i]` goes on, after its sampled token, with the next `counts[i]` of `tokens`."""
+class TokenRuns:
+    """Row `rows[i]` goes on, after its sampled token, with the next `counts[i]` of `tokens`."""
 
     rows: I32
     counts: I32
     tokens: I32
 
     @classmethod
-    def of(cls, runs: Mapping[int, Sequence[int] | NDArray[np.int32]]) -> ForcedTokens:
+    def of(cls, runs: Mapping[int, Sequence[int] | NDArray[np.int32]]) -> TokenRuns:
         """Make the columns from the tokens of each row, none of them empty."""
         counts = np.array([len(run) for run in runs.values()], np.int32)
         return cls(np.array(list(runs), np.int32), counts, np.concatenate([*runs.values()]).astype(np.int32))

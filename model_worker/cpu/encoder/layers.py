@@ -1,0 +1,182 @@
+"""Runs the layers of an encoder like BERT's in one compiled call, from embeddings to the last hidden states.
+
+Recognises the model by its modules, and reads the weights that its packed linear modules hold. Modules do not say all
+that a model does, so its states must be compared with the model's own: see model_worker/pooling/verify.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
+
+from model_worker.cpu.encoder.phases import (
+    BLOCK_TOKENS,
+    EncoderBuffers,
+    EncoderWeights,
+    EncoderWork,
+    most_layers,
+    run_encoder,
+)
+from model_worker.cpu.fused.pattern import UnsupportedPattern
+from model_worker.cpu.gemm.int8_format import int8_format
+from model_worker.cpu.gemm.int8_linear import Int8Linear
+from model_worker.cpu.gemm.packed_linear import PackedLinear
+from model_worker.cpu.gemm.weight_format import WeightFormat
+from model_worker.cpu.simd.dot_bf16 import operand_dtype
+from model_worker.cpu.simd.fixed_point import width_of
+from model_worker.cpu.threads import thread_pool
+
+_CHILDREN = {"embeddings", "encoder", "pooler"}
+_LAYER = {"attention", "intermediate", "output"}
+_EXACT = (nn.GELU, GELUActivation)
+_TANH = (NewGELUActivation, GELUTanh)
+
+Packed = PackedLinear | Int8Linear
+
+
+class EncoderLayers:
+    """The layers of a model, and buffers that grow with the largest batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Take a model whose linear modules are packed. Raises UnsupportedPattern with the reason."""
+        layers = _layers(model)
+        self._linears = [_linears(layer) for layer in layers]
+        self._cores = torch.get_num_threads()
+        first = self._linears[0]
+        self._hidden = first[0].out_features
+        self._dtype = first[0].dtype
+        self._weights = _weights(layers, self._linears)
+        self._is_int8 = isinstance(first[0], Int8Linear)
+        element = np.uint16 if self._dtype == torch.bfloat16 else np.float32
+        self._operand = operand_dtype(element)
+        self._buffers, self._format = self._make_room(1)
+
+    def run(self, x: Tensor, starts: Sequence[int]) -> Tensor:
+        """Turn the embeddings `x` float32 [T, hidden] into the last hidden states, in place.
+
+        `starts` are the places where each text begins, and all end.
+        """
+        states = x.numpy()
+        tokens = len(states)
+        if tokens > len(self._buffers.qkv):
+            self._buffers, self._format = self._make_room(max(tokens, 2 * len(self._buffers.qkv)))
+        hidden, qkv, heads, inner = self._buffers
+        buffers = EncoderBuffers(hidden[:tokens], qkv[:tokens], heads[:tokens], inner)
+        if self._operand == np.float32:
+            buffers.hidden[:, : self._hidden] = states
+        else:
+            buffers.hidden[:, : self._hidden] = x.to(torch.bfloat16).view(torch.uint16).numpy()
+        bounds = np.array(starts, np.int64)
+        work = EncoderWork(states, bounds, int(np.diff(bounds).max()), self._weights, buffers)
+        thread_pool(self._cores).run(run_encoder, self._cores, work, self._format)
+        return x
+
+    def _make_room(self, tokens: int) -> tuple[EncoderBuffers, WeightFormat]:
+        q, _, _, out, _, down = self._linears[0]
+        at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
+        buffers = EncoderBuffers(
+            hidden=np.zeros((tokens, q.input_width), self._operand),
+            qkv=np.zeros((tokens, 3 * self._hidden), np.float32),
+            heads=np.zeros((tokens, out.input_width), self._operand),
+            inner=np.zeros((at_a_time, down.input_width), self._operand),
+        )
+        # Sixteen bits of each activation are enough, also where activations are float32.
+        elements = at_a_time * width_of(max(q.input_width, down.input_width))
+        if self._is_int8:
+            return buffers, int8_format(np.uint16, self._cores, at_a_time, elements)
+        return buffers, q.weight_format(self._cores, at_a_time, elements)
+
+
+def require_form(model: nn.Module) -> None:
+    """Raise UnsupportedPattern for a model whose layers are not built like BERT's."""
+    _tanh(_layers(model))
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise UnsupportedPattern(reason)
+
+
+def _layers(model: Any) -> list[Any]:
+    """Return the layers of a model whose modules are BERT's."""
+    children = {name for name, _ in model.named_children()}
+    _require(children <= _CHILDREN and {"embeddings", "encoder"} <= children, "its parts are not those of BERT")
+    only_layers = [name for name, _ in model.encoder.named_children()] == ["layer"]
+    _require(only_layers and len(model.encoder.layer) > 0, "its encoder has more than layers")
+    layers = list(model.encoder.layer)
+    _require(len(layers) <= most_layers(), "it has too many layers")
+    for layer in layers:
+        _require({name for name, _ in layer.named_children()} == _LAYER, "its layers are not built like BERT's")
+    return layers
+
+
+def _linears(layer: Any) -> list[Packed]:
+    """Return Q, K, V, the projection of the heads, and the two of the MLP."""
+    try:
+        attention = getattr(layer.attention, "self")  # noqa: B009 - reads better than a dot before self
+        found = [
+            attention.query,
+            attention.key,
+            attention.value,
+            layer.attention.output.dense,
+            layer.intermediate.dense,
+            layer.output.dense,
+        ]
+    except AttributeError as error:
+        raise UnsupportedPattern("its layers are not built like BERT's") from error
+    _require(all(isinstance(linear, Packed) for linear in found), "a linear layer of it is not packed")
+    q, k, v, out, up, down = found
+    hidden = q.out_features
+    fitting = {q.out_features, k.out_features, v.out_features, out.in_features, out.out_features, up.in_features}
+    _require(fitting == {hidden} and q.in_features == hidden == down.out_features, "its layers change the width")
+    _require(up.out_features == down.in_features, "its MLP has other widths inside")
+    _require(len({type(linear) for linear in found}) == 1, "its linear layers are of different kinds")
+    _require(len({linear.dtype for linear in found}) == 1, "its linear layers are of different types")
+    _require(len({linear.input_width for linear in (q, k, v, up)}) == 1, "its packed layers have different widths")
+    return found
+
+
+def _weights(layers: list[Any], linears: list[list[Packed]]) -> EncoderWeights:
+    first = getattr(layers[0].attention, "self")  # noqa: B009
+    norms = [(layer.attention.output.LayerNorm, layer.output.LayerNorm) for layer in layers]
+    every_norm = [norm for pair in norms for norm in pair]
+    plain = all(type(norm) is nn.LayerNorm and norm.weight is not None for norm in every_norm)
+    _require(plain and len({norm.eps for norm in every_norm}) == 1, "its norms are not plain layer norms")
+    _require(len({linear.out_features for row in linears for linear in row[4:5]}) == 1, "its layers differ in width")
+    return EncoderWeights(
+        panels=np.array([[linear.panels.ctypes.data for linear in row] for row in linears], np.int64),
+        qkv_biases=np.stack([np.concatenate([_bias(linear) for linear in row[:3]]) for row in linears]),
+        out_biases=np.stack([_bias(row[3]) for row in linears]),
+        up_biases=np.stack([_bias(row[4]) for row in linears]),
+        down_biases=np.stack([_bias(row[5]) for row in linears]),
+        norms=np.stack(
+            [np.stack([_float(part) for norm in pair for part in (norm.weight, norm.bias)]) for pair in norms]
+        ),
+        epsilon=np.float32(every_norm[0].eps),
+        heads=int(first.num_attention_heads),
+        scale=np.float32((linears[0][0].out_features // first.num_attention_heads) ** -0.5),
+        tanh=_tanh(layers),
+    )
+
+
+def _tanh(layers: list[Any]) -> bool:
+    """Whether the activation is GELU's approximation by a tanh, and not GELU itself."""
+    activations = {type(getattr(layer.intermediate, "intermediate_act_fn", None)) for layer in layers}
+    tanh = activations <= set(_TANH)
+    _require(tanh or activations <= set(_EXACT), "its activation is not GELU")
+    return tanh
+
+
+def _bias(linear: Packed) -> NDArray[np.float32]:
+    return np.zeros(linear.out_features, np.float32) if linear.bias is None else _float(linear.bias)
+
+
+def _float(tensor: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = tensor.detach().float().numpy()
+    return array

@@ -1,0 +1,257 @@
+"""The layers of an encoder as BERT has them, for the tokens of several texts, in one compiled call.
+
+A layer is a row of phases, as in cpu/fused/phases.py. Each is cut into pieces that the cores of a thread pool claim.
+Few tokens are multiplied by every core with its share of the weights; of many, each core takes blocks through all of a
+layer but attention. Norms come after the sums. The residual and all sums are float32. Indices are not checked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from model_worker.cpu.encoder.attention import attend, scratch_for
+from model_worker.cpu.gemm.products import add_product, gelu_product, halves_of
+from model_worker.cpu.gemm.weight_format import HALVES, PANEL
+from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
+from model_worker.cpu.simd.elements import INSIDE, MATH, borrowed, element, hold
+from model_worker.cpu.threads import OVER, arrived_last, begin, phase_of, take, wait
+
+Q, K, V, OUT_WEIGHT, UP_WEIGHT, DOWN_WEIGHT, WEIGHTS = range(7)
+NORM_WEIGHT, NORM_BIAS, LAST_NORM_WEIGHT, LAST_NORM_BIAS, NORMS = range(5)
+
+# The phases of a layer. Of many tokens, OUT runs all that comes after attention, block by block.
+QKV, ATTENTION, OUT, NORM, UP, DOWN, LAST_NORM, KINDS = range(8)
+# Tokens of a block that one core takes through a layer, so few that they stay in its second-level cache.
+BLOCK_TOKENS = 64
+_GRAIN_ROWS = 4
+# Norms of at most this many tokens run on one core: waking another takes longer.
+_FEW_ROWS = 8
+
+
+class EncoderWeights(NamedTuple):
+    """The weights of the layers. Arrays begin with the layer."""
+
+    panels: NDArray[np.int64]  # [L, WEIGHTS] addresses of packed weights
+    qkv_biases: NDArray[np.float32]  # [L, 3 * hidden]
+    out_biases: NDArray[np.float32]  # [L, hidden]
+    up_biases: NDArray[np.float32]  # [L, inner]
+    down_biases: NDArray[np.float32]  # [L, hidden]
+    norms: NDArray[np.float32]  # [L, NORMS, hidden]
+    epsilon: np.float32
+    heads: int
+    scale: np.float32
+    tanh: bool  # whether GELU is the approximation by a tanh
+
+
+class EncoderBuffers(NamedTuple):
+    """Buffers for T tokens, or for B that are dealt with at a time. Operands are as wide as panels have steps."""
+
+    hidden: NDArray[Any]  # operand [T, >= hidden]
+    qkv: NDArray[np.float32]  # [T, 3 * hidden]
+    heads: NDArray[Any]  # operand [T, >= hidden]
+    inner: NDArray[Any]  # operand [B, >= inner]
+
+
+class EncoderWork(NamedTuple):
+    """The arguments of a pass."""
+
+    x: NDArray[np.float32]  # [T, hidden]: the embeddings, and in the end the last hidden states
+    texts: NDArray[np.int64]  # [n + 1]: where each text begins, and all end
+    longest: int
+    weights: EncoderWeights
+    buffers: EncoderBuffers
+
+
+class _Own(NamedTuple):
+    """The buffers that each core has for itself."""
+
+    core: int
+    weight_format: Any
+    tile: NDArray[np.float32]
+    scratch: Any
+
+
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _normalise(values: Any, added: Any, norms: Any, first: int, epsilon: Any, operand: Any) -> None:
+    """Add a bias to a token's residual and normalise it, in place and as an operand."""
+    width = len(values)
+    total = np.float32(0.0)
+    for c in range(width):
+        values[c] += added[c]
+        total += values[c]
+    mean = total / np.float32(width)
+    squares = np.float32(0.0)
+    for c in range(width):
+        difference = values[c] - mean
+        squares += difference * difference
+    share = np.float32(1.0) / np.sqrt(squares / np.float32(width) + epsilon)
+    weight = norms[first]
+    bias = norms[first + 1]
+    for c in range(width):
+        value = (values[c] - mean) * share * weight[c] + bias[c]
+        values[c] = value
+        operand[c] = element(value, operand)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _project(layer: int, taken: Any, operand: Any, out: Any, weights: Any, own: Any) -> None:
+    """Multiply by some halves of panels of Q's, K's and V's weights, counted as if they lay in a row."""
+    width = weights.out_biases.shape[1]
+    halves = halves_of(width)
+    for part in range(3):
+        first = max(taken[0] - part * halves, 0)
+        end = min(taken[0] + taken[1] - part * halves, halves)
+        if first < end:
+            some = (first, end - first)
+            panels = weights.panels[layer, part]
+            biases = weights.qkv_biases
+            own_format = own.weight_format
+            add_product(own.core, some, operand, panels, width, out, part * width, biases, layer, own_format, own.tile)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _pieces_in(kind: int, tokens: int, weights: Any) -> Any:
+    """Return the number of pieces of a phase before or after attention."""
+    if kind in (NORM, LAST_NORM):
+        return tokens
+    if kind == QKV:
+        return 3 * halves_of(weights.out_biases.shape[1])
+    return halves_of(weights.up_biases.shape[1] if kind == UP else weights.out_biases.shape[1])
+
+
+@njit(inline="always")
+def _do_part(kind: int, layer: int, block: Any, taken: Any, fresh: bool, work: Any, own: Any) -> None:
+    """Run pieces of a phase for a block: its first token, its length, and its first row in `inner`."""
+    first, count, at = block
+    weights = work.weights
+    buffers = work.buffers
+    own_format = own.weight_format
+    x = work.x[first : first + count]
+    hidden = buffers.hidden[first : first + count]
+    heads = buffers.heads[first : first + count]
+    inner = buffers.inner[at : at + count]
+    panels = weights.panels[layer]
+    biases = weights.qkv_biases
+    if kind == QKV:
+        if fresh:
+            own_format.prepare(hidden)
+        _project(layer, taken, hidden, buffers.qkv[first : first + count], weights, own)
+    elif kind == OUT:
+        if fresh:
+            own_format.prepare(heads)
+        add_product(own.core, taken, heads, panels[OUT_WEIGHT], x.shape[1], x, 0, biases, -1, own_format, own.tile)
+    elif kind == UP:
+        if fresh:
+            own_format.prepare(hidden)
+        added = weights.up_biases[layer]
+        gelu_product(own.core, taken, hidden, panels[UP_WEIGHT], added, weights.tanh, inner, own_format, own.tile)
+    elif kind == DOWN:
+        if fresh:
+            own_format.prepare(inner)
+        add_product(own.core, taken, inner, panels[DOWN_WEIGHT], x.shape[1], x, 0, biases, -1, own_format, own.tile)
+    else:
+        added = weights.out_biases[layer] if kind == NORM else weights.down_biases[layer]
+        norm = NORM_WEIGHT if kind == NORM else LAST_NORM_WEIGHT
+        for row in range(taken[0], taken[0] + taken[1]):
+            _normalise(x[row], added, weights.norms[layer], norm, weights.epsilon, hidden[row])
+
+
+@njit(inline="always")
+def _do(kind: int, layer: int, taken: Any, fresh: bool, blocks: int, work: Any, own: Any) -> None:
+    """Run the pieces of a phase that are `taken`; `fresh` if this core had none before.
+
+    With `blocks`, the pieces of phases other than attention are that many blocks of tokens.
+    """
+    tokens = work.x.shape[0]
+    if kind == ATTENTION:
+        weights = work.weights
+        buffers = work.buffers
+        attend(taken, buffers.qkv, work.texts, weights.heads, weights.scale, buffers.heads, own.scratch, own.tile)
+    else:
+        end_part = LAST_NORM + 1 if kind == OUT and blocks > 0 else kind + 1
+        for number in range(taken[0], taken[0] + (taken[1] if blocks > 0 else 1)):
+            block = (0, tokens, 0)
+            if blocks > 0:
+                begins = tokens * number // blocks
+                block = begins, tokens * (number + 1) // blocks - begins, own.core * BLOCK_TOKENS
+            for part in range(kind, end_part):
+                some = (np.int64(0), np.int64(_pieces_in(part, block[1], work.weights))) if blocks > 0 else taken
+                _do_part(part, layer, block, some, fresh or blocks > 0, work, own)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _blocks(tokens: int, cores: int) -> int:
+    """Return the number of blocks into which many tokens are cut, as many for each core; 0 for few tokens."""
+    return -(-tokens // (cores * BLOCK_TOKENS)) * cores if tokens >= cores * BLOCK_TOKENS else 0
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _fill_sizes(sizes: Any, blocks: int, work: Any) -> None:
+    """Fill in [kind, 2]: the pieces of a phase, and the pieces of a grain."""
+    tokens = work.x.shape[0]
+    weights = work.weights
+    sizes[:, 1] = 1
+    sizes[ATTENTION, 0] = (len(work.texts) - 1) * weights.heads
+    if blocks > 0:
+        sizes[QKV, 0] = sizes[OUT, 0] = blocks
+    else:
+        for kind in (QKV, OUT, NORM, UP, DOWN, LAST_NORM):
+            sizes[kind, 0] = _pieces_in(kind, tokens, weights)
+            sizes[kind, 1] = _GRAIN_ROWS if kind in (NORM, LAST_NORM) else HALVES
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _is_short(kind: int, sizes: Any) -> bool:
+    """Whether a phase is over before another core has woken for it."""
+    pieces = sizes[kind, 0]
+    return pieces == 0 or (kind in (NORM, LAST_NORM) and pieces <= _FEW_ROWS)
+
+
+@njit(nogil=True, cache=True)
+def run_encoder(core: int, counter: Any, cores: int, work: Any, weight_format: Any) -> None:
+    """Run one core's part of a pass. `work.x` and `work.buffers.hidden` hold the embeddings.
+
+    The buffers of `weight_format` begin with the core, where it has any.
+    """
+    counter = borrowed(counter)
+    work = borrowed(work)
+    end = len(work.weights.panels) * KINDS
+    tiles = np.empty((TILE_ROWS, PANEL), np.float32)
+    scratch = scratch_for(work.longest, work.x.shape[1] // work.weights.heads)
+    own = _Own(core, borrowed(weight_format.of_core(core)), borrowed(tiles), borrowed(scratch))
+    sizes = np.zeros((KINDS, 2), np.int64)
+    blocks = _blocks(work.x.shape[0], cores)
+    _fill_sizes(sizes, blocks, work)
+    phase = phase_of(counter)
+    alone = False
+    while phase < end:
+        kind = phase % KINDS
+        layer = phase // KINDS
+        pieces, grain = sizes[kind]
+        done: Any = 0
+        taken = (np.int64(0), np.int64(pieces)) if alone else take(counter, phase, pieces, grain, core, cores)
+        while taken[1] > 0:
+            _do(kind, layer, taken, done == 0, blocks, work, own)
+            done += taken[1]
+            taken = (np.int64(0), np.int64(0)) if alone else take(counter, phase, pieces, grain, core, cores)
+        if alone or (done > 0 and arrived_last(counter, done, pieces)):
+            phase += 1
+            if phase == end:
+                phase = OVER
+            alone = phase < end and _is_short(phase % KINDS, sizes)
+            if not alone:
+                begin(counter, phase)
+        else:
+            wait(counter, phase)
+            phase = phase_of(counter)
+    hold(tiles)
+    hold(scratch)
+
+
+def most_layers() -> int:
+    """Return the most layers that one call can have."""
+    return OVER // KINDS - 1

@@ -1,0 +1,50 @@
+"""The fast way of encoders like BERT on a CPU: their layers in one compiled call, beside transformers' embeddings.
+
+Knows how texts become the arguments of that call. That it gives the model's own states is proven at load (verify.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from model_worker.cpu.encoder.layers import EncoderLayers, require_form
+from model_worker.cpu.gemm.packed_linear import pack_linears
+from model_worker.pooling.texts import Texts
+
+
+@dataclass(frozen=True, eq=False)
+class Fused:
+    """All tokens in one row, through compiled layers. Positions begin at `first_position` in each text."""
+
+    model: Any
+    layers: EncoderLayers
+    first_position: int
+    description: str = "packed texts, fused layers"
+
+    def __call__(self, texts: Texts) -> Tensor:
+        types = torch.zeros_like(texts.tokens) if texts.types is None else texts.types
+        positions = (texts.positions + self.first_position)[None]
+        embedded = self.model.embeddings(
+            input_ids=texts.tokens[None], position_ids=positions, token_type_ids=types[None]
+        )
+        # Embeddings end in a norm, so nothing else has this memory: the layers write into it.
+        states = embedded[0].float().contiguous()
+        return self.layers.run(states, texts.starts).to(embedded.dtype)
+
+
+def fused(model: nn.Module, padding: int) -> Iterator[Fused]:
+    """Set up one way to count positions after another. UnsupportedPattern for a model that is not like BERT.
+
+    Its linear modules are packed, which changes what they compute by rounding only.
+    """
+    require_form(model)
+    pack_linears(model)
+    layers = EncoderLayers(model)
+    yield Fused(model, layers, 0)
+    # RoBERTa and its kin count from behind the padding token's id.
+    yield Fused(model, layers, padding + 1)

@@ -1,0 +1,159 @@
+"""The compiled layers of an encoder give the states that transformers' modules give for each text by itself."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+
+from model_worker.cpu.encoder.attention import attend, scratch_for
+from model_worker.cpu.encoder.layers import EncoderLayers, require_form
+from model_worker.cpu.encoder.phases import BLOCK_TOKENS
+from model_worker.cpu.fused.pattern import UnsupportedPattern
+from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
+from model_worker.cpu.gemm.weight_format import PANEL
+from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
+from model_worker.cpu.simd.gelu import gelu, gelu_tanh
+
+SEEDS = st.integers(0, 2**32 - 1)
+LENGTHS = st.lists(st.integers(1, 150), min_size=1, max_size=6)
+
+
+def bert(seed: int, hidden: int, heads: int, act: str = "gelu", dtype: torch.dtype = torch.float32) -> Any:
+    config = BertConfig(
+        vocab_size=90,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden + 10,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        max_position_embeddings=160,
+        hidden_act=act,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(seed)
+    made: Any = BertModel(config, add_pooling_layer=False)
+    model = made.eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # also biases and norms, which begin as zeros and ones
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(dtype)
+
+
+def texts_of(seed: int, lengths: list[int]) -> list[Tensor]:
+    rng = np.random.default_rng(seed)
+    return [torch.from_numpy(rng.integers(1, 90, length)) for length in lengths]
+
+
+def alone(model: Any, texts: list[Tensor]) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat([model(input_ids=text[None]).last_hidden_state[0] for text in texts]).float()
+
+
+def together(model: Any, layers: EncoderLayers, texts: list[Tensor]) -> Tensor:
+    lengths = [len(text) for text in texts]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with torch.inference_mode():
+        x = model.embeddings(input_ids=torch.cat(texts)[None], position_ids=positions[None])[0].float()
+        return layers.run(x, [0, *np.cumsum(lengths).tolist()])
+
+
+def worst(got: Tensor, want: Tensor) -> float:
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+@settings(max_examples=12, deadline=None)
+@given(SEEDS, LENGTHS, st.sampled_from([(48, 4), (64, 2), (128, 2), (256, 2), (130, 13)]), st.booleans())
+def test_texts_together_get_the_states_of_texts_alone(
+    seed: int, lengths: list[int], shape: tuple[int, int], tanh: bool
+) -> None:
+    """Also of so many tokens that cores take them in blocks, and of heads wider than a panel."""
+    model = bert(seed % 2**31, *shape, "gelu_new" if tanh else "gelu")
+    texts = texts_of(seed, lengths)
+    want = alone(model, texts)
+    pack_linears(model)
+    layers = EncoderLayers(model)
+    assert worst(together(model, layers, texts), want) < 1e-4
+    few = texts_of(seed + 1, [1, 3])
+    assert worst(together(model, layers, few), alone(model, few)) < 1e-4
+
+
+@pytest.mark.parametrize("lengths", [[7], [BLOCK_TOKENS * torch.get_num_threads() // 2 + 1] * 3])
+def test_bfloat16_and_int8_weights_keep_the_states(lengths: list[int]) -> None:
+    lengths = [min(length, 150) for length in lengths]
+    texts = texts_of(5, lengths)
+    for dtype, int8, least in ((torch.bfloat16, False, 0.999), (torch.float32, True, 0.9999)):
+        model = bert(5, 64, 2, dtype=dtype)
+        exact = bert(5, 64, 2)
+        quantized = quantize_linears(model) if int8 else None
+        want = alone(model if int8 else exact, texts)
+        pack_linears(model, quantized=quantized)
+        got = together(model, EncoderLayers(model), texts)
+        assert torch.cosine_similarity(got, want).min() > least
+
+
+def test_a_text_gets_the_same_bits_beside_others_as_alone() -> None:
+    model = bert(3, 64, 2)
+    pack_linears(model)
+    layers = EncoderLayers(model)
+    texts = texts_of(3, [20, 5, 40])
+    separate = torch.cat([together(model, layers, [text]) for text in texts])
+    assert worst(together(model, layers, texts), separate) < 1e-6
+
+
+def test_other_models_are_refused_with_a_reason() -> None:
+    with pytest.raises(UnsupportedPattern, match="parts are not those of BERT"):
+        require_form(nn.Sequential(nn.Linear(3, 3)))
+    with pytest.raises(UnsupportedPattern, match="activation is not GELU"):
+        require_form(bert(0, 48, 4, act="relu"))
+    with pytest.raises(UnsupportedPattern, match="not packed"):
+        EncoderLayers(bert(0, 48, 4))
+
+
+@njit
+def _gelus(values: Any, exact: Any, approximate: Any) -> None:
+    for i in range(len(values)):
+        exact[i] = gelu(values[i])
+        approximate[i] = gelu_tanh(values[i])
+
+
+def test_gelu_is_that_of_torch() -> None:
+    values = np.concatenate([np.linspace(-12, 12, 20_001), [-1e30, -100, 0, 100, 1e30]]).astype(np.float32)
+    exact, approximate = np.empty_like(values), np.empty_like(values)
+    _gelus(values, exact, approximate)
+    wide = torch.from_numpy(values).double()
+    for got, how in ((exact, "none"), (approximate, "tanh")):
+        want = torch.nn.functional.gelu(wide, approximate=how).numpy()
+        assert (np.abs(got - want) <= 3e-7 * np.maximum(1, np.abs(want))).all()
+
+
+@njit(nogil=True)
+def _attend(qkv: Any, bounds: Any, heads: int, longest: int, scale: Any, out: Any) -> None:
+    scratch = scratch_for(longest, qkv.shape[1] // 3 // heads)
+    tile = np.empty((TILE_ROWS, PANEL), np.float32)
+    attend((np.int64(0), np.int64(heads * (len(bounds) - 1))), qkv, bounds, heads, scale, out, scratch, tile)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SEEDS, LENGTHS, st.integers(1, 3), st.integers(1, 140))
+def test_attention_is_the_naive_one(seed: int, lengths: list[int], heads: int, head_dim: int) -> None:
+    rng = np.random.default_rng(seed)
+    width = heads * head_dim
+    qkv = (2 * rng.standard_normal((sum(lengths), 3 * width))).astype(np.float32)
+    bounds = np.array([0, *np.cumsum(lengths)])
+    out = np.full((len(qkv), width), np.nan, np.float32)
+    _attend(qkv, bounds, heads, max(lengths), np.float32(head_dim**-0.5), out)
+    for first, end in itertools.pairwise(bounds):
+        q, k, v = np.split(qkv[first:end].astype(np.float64).reshape(end - first, 3 * heads, head_dim), 3, axis=1)
+        scores = np.einsum("qhd,khd->hqk", q, k) * head_dim**-0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        want = np.einsum("hqk,khd->qhd", weights, v).reshape(end - first, width)
+        assert np.abs(out[first:end] - want).max() < 1e-4
