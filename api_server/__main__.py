@@ -29,12 +29,14 @@ from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from api_server.leaving import SECONDS_FOR_LAST_FRAMES, Leaving
 from api_server.rotation import Rotation
+from api_server.shared_secret import shared_secret
 from api_server.state import ServerState
 from api_server.text.pooled_model import PooledModel
-from api_server.text.tokenizer import Tokenizer, hide_torch
+from api_server.text.tokenizer import Tokenizer
 from shared import liveness, logs, phases
 from shared.addresses import LOOPBACK_NETWORKS
 from shared.endpoints import RunDirectory
+from shared.hidden_torch import hide_torch
 from shared.load_errors import may_pass
 from shared.settings import Settings
 
@@ -98,7 +100,14 @@ async def _serve(
 ) -> None:
     engine = EngineClient(run_directory.api_endpoint, role)
     engine.start()
-    server = ServerState(settings, tokenizer, engine, pooled_model, processes_file=run_directory.processes_file)
+    server = ServerState(
+        settings,
+        tokenizer,
+        engine,
+        pooled_model,
+        processes_file=run_directory.processes_file,
+        image_key=shared_secret(run_directory.image_key_file),
+    )
     application = create(server)
     config = uvicorn.Config(
         logged(application, settings),
@@ -137,6 +146,7 @@ async def _serve(
         beating.cancel()
         try:
             await server.constraints.close()
+            await server.close_images()
         finally:
             application.metrics.write()  # also for requests that were cancelled meanwhile
             engine.close()

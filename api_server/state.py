@@ -6,6 +6,7 @@ request.
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,19 +22,26 @@ from api_server.constraints.compiler import ConstraintCompiler
 from api_server.engine.client import EngineClient
 from api_server.engine.retry_after import RetryAfterEstimator
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.media.client import MediaClient
+from api_server.media.images import Images
 from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK, PooledModel
 from api_server.text.sealed_text import Seal
 from api_server.text.text_batches import BatchTokenizer
 from api_server.text.tokenizer import Tokenizer
+from interfaces import NO_IMAGES
 from shared import process_table
 from shared.access_keys import AccessKeys
 from shared.addresses import only_loopback
 from shared.fetch_hosts import FetchHosts
 from shared.process_table import ProcessState
-from shared.settings import Settings
+from shared.settings import Settings, parse_memory
 
 if TYPE_CHECKING:
     from api_server.chat.url_fetch import UrlFetcher
+
+# Tokens of an image without --max-image-tokens, on a CPU and on a GPU.
+_IMAGE_TOKENS_ON_CPU = 1280
+_IMAGE_TOKENS_ON_GPU = 4096
 
 # Names that clients send when they accept any model (huggingface_hub sends tgi or dummy).
 _ANY_MODEL = ("", "default", "tgi", "dummy")
@@ -55,6 +63,8 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     # The supervisor's file of silent processes; None without a supervisor.
     processes_file: Path | None = None
+    # Makes the hashes of images; the same in all API processes of a server, and no client knows it.
+    image_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     bodies: Bodies = field(default_factory=Bodies)
     # Counts refusals and estimates Retry-After.
     retry_after: RetryAfterEstimator = field(default_factory=RetryAfterEstimator)
@@ -66,10 +76,38 @@ class ServerState:
         self.keys = AccessKeys.of(self.settings)
         self.formats = AnswerFormats.of(self.settings, self.tokenizer)
         self.url_fetcher = _url_fetcher(FetchHosts.parse(self.settings.fetch_hosts))
+        self.tokenizer.images = lambda: self.images if self.sees else None
 
     @cached_property
     def constraints(self) -> ConstraintCompiler:
         return ConstraintCompiler(self.tokenizer.grammar_vocabulary)
+
+    @property
+    def sees(self) -> bool:
+        """True when the workers take images."""
+        return self.engine.model.images != NO_IMAGES
+
+    @cached_property
+    def images(self) -> Images:
+        """The images of requests. Made for a model that sees."""
+        most = self.settings.max_image_tokens or self._image_tokens()
+        client = MediaClient({"model": self.settings.model, "most_tokens": most})
+        most_bytes = parse_memory(self.settings.media_cache, "media_cache") or 0
+        return Images(client, self.engine.segments, most_bytes, self.image_key, self._observe_image)
+
+    def _image_tokens(self) -> int:
+        workers = self.engine.status.workers if self.engine.status else []
+        on_gpu = any(worker.device.startswith("cuda") for worker in workers)
+        return _IMAGE_TOKENS_ON_GPU if on_gpu else _IMAGE_TOKENS_ON_CPU
+
+    def _observe_image(self, seconds: float) -> None:
+        for observer in self.observers:
+            observer.image(seconds)
+
+    async def close_images(self) -> None:
+        """Ends the process that reads images, if there is one."""
+        if "images" in self.__dict__:
+            await self.images.client.close()
 
     @cached_property
     def batch_tokenizer(self) -> BatchTokenizer:

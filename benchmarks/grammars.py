@@ -27,10 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 from api_server.constraints.compiler import ConstraintCompiler
-from api_server.text.tokenizer import Tokenizer, hide_torch
+from api_server.text.tokenizer import Tokenizer
 from benchmarks import server
 from deploy import embedded_model
 from interfaces import Constraint, ConstraintKind
+from shared.hidden_torch import hide_torch
 
 SCHEMAS = 50
 WORDS = [

@@ -1,4 +1,4 @@
-"""`LLM`: text, chats and vectors from a model within this process, without a server.
+"""`LLM`: text, chats, vectors, scores and labels from a model within this process, without a server.
 
 Joins the tokenizer of the API server to the pipelines of the worker, and keeps the batch full. Requests get the tokens
 that they get from a server.
@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api_server.generation.offline_tokenizer import TextReader, TextTokenizer
+from deploy.offline_pooling import TextPooler
 from interfaces import (
-    EmbeddingsContext,
-    EmbeddingsGenerationInputs,
     GenerationStatus,
     RequestID,
     SamplingParamsInput,
@@ -29,10 +28,9 @@ from interfaces import (
     TextGenerationInputs,
     TextGenerationRequest,
     TextGenerationRequestMessage,
-    TokenBuffer,
 )
-from model_worker.pipelines.embeddings import EmbeddingsPipeline
 from model_worker.pipelines.text import TextPipeline
+from shared.pooling_files import task_of
 
 T = TypeVar("T")
 
@@ -53,6 +51,14 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """The place of a document among those given, and its score from 0 to 1."""
+
+    index: int
+    score: float
+
+
 @dataclass
 class _Running:
     """One prompt in the batch, and the KV blocks that it may come to need."""
@@ -67,13 +73,14 @@ class LLM:
     """A model of a Hugging Face directory or hub name. Do not use it from two threads at once.
 
     `options` are those of `TextPipeline.load`: device, dtype, quantization, max_batch_size, max_length, kv_memory. The
-    model is loaded by the first call that needs it, once for text and once for vectors; ValueError gives the reason
-    when it cannot be.
+    model is loaded by the first call that needs it, once for text and once for each other task; ValueError gives the
+    reason when it cannot be.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._model = str(model)
         self._options = options
+        self._poolers: dict[str, TextPooler] = {}
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="llm", daemon=True).start()
 
@@ -101,28 +108,48 @@ class LLM:
             ]
         )
 
-    def embed(self, texts: str | Sequence[str]) -> NDArray[np.float32]:
-        """Embed each text: f32[texts, width]. ValueError for a text that is too long, by its place."""
-        pipeline, tokenizer = self._embedder
-        contexts: dict[RequestID, EmbeddingsContext] = {}
-        for place, text in enumerate([texts] if isinstance(texts, str) else texts):
-            try:
-                ids = self._await(tokenizer.encode(text, add_special_tokens=True))
-            except ValueError as error:
-                raise ValueError(f"texts[{place}]: {error}") from None
-            context = TextContext(tokens=TokenBuffer(ids), max_length=None)
-            contexts[context.request_id] = context
-        outputs = pipeline.execute(EmbeddingsGenerationInputs([contexts])) if contexts else {}
-        return np.array([outputs[name].embeddings for name in contexts], np.float32)
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """Embed each text: f32[texts, width]. A model that generates embeds, too.
+
+        `prompt_name` is one of the checkpoint's prompts. `dimensions` cut a vector before `normalize` gives it the
+        length 1. ValueError for a text that is too long, by its place, unless `truncate` cuts it.
+        """
+        several = [texts] if isinstance(texts, str) else list(texts)
+        if not several:
+            return np.empty((0, 0), np.float32)
+        return self._pooler("embed").embed(several, prompt_name, dimensions, normalize, truncate)
+
+    def rerank(self, query: str, documents: Sequence[str], instruction: str | None = None) -> list[Ranked]:
+        """Score each document for a query, from 0 to 1, and return the places and scores, the best first.
+
+        Documents that are too long are cut. `instruction` is for decoders with a template that takes one.
+        """
+        if not documents:
+            return []
+        scores = self._pooler("rerank").scores(query, list(documents), instruction)
+        return [Ranked(int(place), float(scores[place])) for place in np.argsort(-scores, kind="stable")]
+
+    def classify(self, texts: str | Sequence[str], truncate: bool = False) -> list[dict[str, float]]:
+        """Return the probability of each label by its name, for each text."""
+        several = [texts] if isinstance(texts, str) else list(texts)
+        return self._pooler("classify").labels(several, truncate) if several else []
 
     def close(self) -> None:
         """End the threads and processes that were started. Idempotent."""
-        for name in ("_texts", "_embedder"):
-            pipeline, tokenizer = self.__dict__.pop(name, (None, None))
-            if tokenizer is not None:
-                tokenizer.close()
-            if isinstance(pipeline, TextPipeline):
-                pipeline.close()
+        pipeline, tokenizer = self.__dict__.pop("_texts", (None, None))
+        if pipeline is not None:
+            tokenizer.close()
+            pipeline.close()
+        for pooler in self._poolers.values():
+            pooler.close()
+        self._poolers.clear()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def __enter__(self) -> Self:
@@ -137,10 +164,16 @@ class LLM:
         return pipeline, TextTokenizer.load(self._model, pipeline.max_length)
 
     @cached_property
-    def _embedder(self) -> tuple[EmbeddingsPipeline, TextTokenizer]:
-        options = {name: value for name, value in self._options.items() if name in ("device", "dtype")}
-        pipeline = EmbeddingsPipeline.load(self._model, **options)
-        return pipeline, TextTokenizer.load(self._model, pipeline.max_length or 1 << 20)
+    def _task(self) -> str:
+        """What the checkpoint was made for."""
+        return task_of(self._model)
+
+    def _pooler(self, task: str) -> TextPooler:
+        """Return the model for a task. What the checkpoint was made for counts; a model that generates does any."""
+        chosen = task if self._task == "generate" else self._task
+        if chosen not in self._poolers:
+            self._poolers[chosen] = TextPooler(self._model, chosen, self._options)
+        return self._poolers[chosen]
 
     def _run(self, requests: Sequence[TextGenerationRequest]) -> list[Completion]:
         pipeline, tokenizer = self._texts

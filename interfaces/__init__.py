@@ -48,8 +48,11 @@ if TYPE_CHECKING:
     from interfaces.result.pooled_values import PooledValues as PooledValues
     from interfaces.result.results import *
     from interfaces.wire.codec import *
+    from interfaces.wire.shared_memory import MESSAGE_THRESHOLD as MESSAGE_THRESHOLD
     from interfaces.wire.shared_memory import Segments as Segments
+    from interfaces.wire.shared_memory import Shareable as Shareable
     from interfaces.wire.shared_memory import SharedMemoryArray as SharedMemoryArray
+    from interfaces.wire.shared_memory import fill as fill
     from interfaces.wire.shared_memory import sweep_segments as sweep_segments
 
 _PUBLIC = """
@@ -57,12 +60,12 @@ base.log_probabilities: LogProbabilities
 base.request_id: DUMMY_REQUEST_ID Request RequestID RequestType
 base.status: BatchType GenerationStatus InputModality SchedulerStatus
 wire.codec: WireError decode encode msgpack_numpy_decoder msgpack_numpy_encoder
-wire.shared_memory: Segments SharedMemoryArray sweep_segments
+wire.shared_memory: MESSAGE_THRESHOLD Segments Shareable SharedMemoryArray fill sweep_segments
 request.chat: ImageContentPart MessageContent TextContentPart TextGenerationRequestFunction
     TextGenerationRequestMessage TextGenerationRequestTool TextGenerationResponseFormat VideoContentPart
 request.constraint: Constraint ConstraintKind
 request.lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
-request.requests: EmbeddingsGenerationRequest PixelGenerationRequest TextGenerationRequest
+request.requests: EmbeddingsGenerationRequest ImageWishes PixelGenerationRequest TextGenerationRequest
 request.sampling: LogprobMode MOST_LOGPROB_IDS MOST_TOP_LOGPROBS SEED_LIMIT SamplingParams
     SamplingParamsGenerationConfigDefaults SamplingParamsInput combine
 result.outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput

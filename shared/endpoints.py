@@ -50,6 +50,11 @@ class RunDirectory:
         return self.path / "settings.json"
 
     @property
+    def image_key_file(self) -> Path:
+        """The secret with which API processes make the hashes of images."""
+        return self.path / "image.key"
+
+    @property
     def deaths_file(self) -> Path:
         """The log of process deaths, newest last, with their causes; the supervisor writes it."""
         return self.path / "deaths.log"

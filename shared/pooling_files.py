@@ -137,13 +137,16 @@ class PoolingFiles:
             return "sparse"
         if "LogitScore" in kinds:
             return "rerank"
+        if scores := [int(module.config.get("out_features", 1)) for module in self.score_modules]:
+            return "rerank" if scores[-1] == 1 else "classify"
+        if "Pooling" in kinds:
+            return "embed"
         if architecture.endswith("ForSequenceClassification"):
             return "rerank" if len(self.labels) == 1 else "classify"
         if architecture.endswith("ForTokenClassification"):
             return "classify_tokens"
-        if kinds:
-            late = "Pooling" not in kinds and ("Dense" in kinds or "MultiVectorMask" in kinds)
-            return "embed_tokens" if late else "embed"
+        if "Dense" in kinds or "MultiVectorMask" in kinds:
+            return "embed_tokens"
         if model_type in _TASK_OF_MODEL_TYPE:
             return _TASK_OF_MODEL_TYPE[model_type]
         if model_type:
@@ -254,6 +257,11 @@ class PoolingFiles:
                 "serve a reranker, or use task generate"
             )
         return int(vocabulary["yes"]), int(vocabulary["no"])
+
+    @property
+    def score_modules(self) -> list[PoolingModule]:
+        """The Dense modules of a cross-encoder whose scores come from a pooled vector."""
+        return [module for module in self.of_kind("Dense") if module.config.get("module_output_name") == "scores"]
 
     def of_kind(self, kind: str) -> list[PoolingModule]:
         """Return the modules of one kind, in order."""

@@ -86,8 +86,8 @@ class Settings:
     fetch_hosts: str = _setting(
         "access",
         "",
-        "hosts from which documents that requests name by URL are fetched: NAME, *.SUFFIX, ADDRESS or NETWORK, with "
-        "commas; names lead to public addresses and to those listed; none: no URL is ever fetched",
+        "hosts from which documents and images that requests name by URL are fetched: NAME, *.SUFFIX, ADDRESS or "
+        "NETWORK, with commas; names lead to public addresses and to those listed; none: no URL is ever fetched",
     )
     worker_endpoint: str = _setting(
         "access",
@@ -167,6 +167,18 @@ class Settings:
         "tokens to guess ahead of a sequence that runs by itself on a CPU, from its own text; right guesses save "
         "passes, wrong ones cost up to as much; 3 or 7 suit the kernels; 0: none",
     )
+    limit_images: int = _setting("capacity", 32, "images that one request may have; 0: none")
+    max_image_tokens: int | None = _setting(
+        "capacity",
+        None,
+        "tokens that one image may take, where the model can be shown a smaller one; default: 1280 on a CPU, 4096 on "
+        "a GPU",
+    )
+    media_cache: str = _setting(
+        "capacity",
+        "256MiB",
+        "memory of each API process for images that it has read, which clients send again with each turn",
+    )
     prefix_cache: bool = _setting("behaviour", True, "reuse the KV blocks of prompts that start alike")
     hidden_states: bool = _setting(
         "behaviour", False, "let clients ask for hidden states (SGLang's return_hidden_states), whose answers are large"
@@ -231,6 +243,11 @@ class Settings:
         _check(self.log_level in LOG_LEVELS, "log_level", self.log_level, "one of " + ", ".join(LOG_LEVELS))
         _check(self.log_format in FORMATS, "log_format", self.log_format, "text or json")
         parse_memory(self.kv_memory)
+        _check(self.media_cache != "auto", "media_cache", self.media_cache, "a size such as 256MiB or 1GB")
+        parse_memory(self.media_cache, "media_cache")
+        _check(0 <= self.limit_images <= 1024, "limit_images", self.limit_images, "0 to 1024")
+        least = self.max_image_tokens
+        _check(least is None or least >= 16, "max_image_tokens", least, "at least 16")
         _check(
             all(re.fullmatch(r"(\w+=)?[\w.]+:\w+", entry) for entry in _entries(self.logit_processors)),
             "logit_processors",
@@ -278,14 +295,14 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-def parse_memory(text: str) -> int | None:
+def parse_memory(text: str, name: str = "kv_memory") -> int | None:
     """Parse `512MB`, `4GiB`, `2000000` to bytes; None for `auto`. Raises SettingsError."""
     if text == "auto":
         return None
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMG]I?|)B?", text.upper())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
-        raise SettingsError(f"kv_memory must be auto or a size such as 512MB or 4GB, got {text!r}")
+        raise SettingsError(f"{name} must be auto or a size such as 512MB or 4GB, got {text!r}")
     return size
 
 

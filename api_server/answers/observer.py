@@ -41,5 +41,8 @@ class Observer(Protocol):
     def texts_abandoned(self, shot: OneShot) -> None:
         """The client of a one-shot request went away before the end."""
 
+    def image(self, seconds: float) -> None:
+        """An image of a request is at hand, after `seconds` of reading it; 0: it was in the cache."""
+
     def failed(self, path: str, error: RequestFailed) -> None:
         """A request on this path was answered with an error, before or after its first token."""

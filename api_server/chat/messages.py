@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from api_server.chat.images import LoadedImage
 from api_server.errors import ErrorKind, RequestFailed, invalid, unsupported
 from interfaces import MessageContent, TextContentPart, TextGenerationRequestMessage
 
@@ -92,8 +93,8 @@ def text_content(
 ) -> str | list[MessageContent]:
     """A message's content. `kinds` are the types of parts that are texts, each with the key of its text.
 
-    `unseen`: an image, or the like, becomes a text that says so. A part that the user asks about now is refused
-    instead; a tool's result, or an old message, must not end a conversation.
+    Images that have been loaded stay. `unseen`: an image that has not, or the like, becomes a text that says so. A part
+    that the user asks about now is refused instead; a tool's result, or an old message, must not end a conversation.
     """
     if content is None:
         return ""
@@ -101,7 +102,11 @@ def text_content(
         return content
     if not isinstance(content, list):
         raise invalid(f"{path} must be a text or a list of parts", path)
-    return [TextContentPart(text=_part_text(part, f"{path}[{i}]", kinds, unseen)) for i, part in enumerate(content)]
+    return [_part(part, f"{path}[{i}]", kinds, unseen) for i, part in enumerate(content)]
+
+
+def _part(part: Any, path: str, kinds: Mapping[str, str], unseen: bool) -> MessageContent:
+    return part if isinstance(part, LoadedImage) else TextContentPart(text=_part_text(part, path, kinds, unseen))
 
 
 def _part_text(part: Any, path: str, kinds: Mapping[str, str], unseen: bool) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
@@ -14,7 +15,7 @@ import orjson
 
 from api_server.chat.control_tokens import ControlTokens, parts
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from interfaces import TextContentPart, TextGenerationRequest, TextGenerationRequestMessage
+from interfaces import ImageContentPart, TextContentPart, TextGenerationRequest, TextGenerationRequestMessage
 
 # Parameters of apply_chat_template itself: as template variables they would change the server's behaviour.
 _RESERVED = frozenset(
@@ -37,6 +38,37 @@ _RESERVED = frozenset(
     }
 )
 
+# Stands for an image in a message that a template takes as one text. Unicode's noncharacter, which no text has.
+_IMAGE_SIGN = "\U0001fffe"
+# A text that no template writes by itself.
+_PROBE = "xyzzy-47"
+
+
+@dataclass(frozen=True)
+class ImageForm:
+    """The forms of messages that a template of a model with eyes takes."""
+
+    # Text that stands for an image in a content that is one text.
+    mark: str
+    # Content may be a list of parts, whose images the template writes itself.
+    takes_parts: bool = False
+    # Content may be a text.
+    takes_texts: bool = True
+
+
+def image_form(tokenizer: Any, placeholder: str, mark: str) -> ImageForm:
+    """The forms that the tokenizer's template takes, found by rendering a message in each."""
+    parts = _probed(tokenizer, [{"type": "image"}, {"type": "text", "text": _PROBE}])
+    takes_parts = parts.count(placeholder) == 1 and _PROBE in parts and "'type'" not in parts
+    return ImageForm(mark, takes_parts, _PROBE in _probed(tokenizer, _PROBE) or not takes_parts)
+
+
+def _probed(tokenizer: Any, content: Any) -> str:
+    try:
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+    except Exception:  # a template that was not made for this form raises whatever comes
+        return ""
+
 
 def size(request: TextGenerationRequest) -> int:
     """Approximate number of characters that a template gets."""
@@ -52,18 +84,24 @@ def _length(content: Any) -> int:
     return len(content or "")
 
 
-def render(tokenizer: Any, request: TextGenerationRequest, control: ControlTokens | None = None) -> list[str]:
+def render(
+    tokenizer: Any,
+    request: TextGenerationRequest,
+    control: ControlTokens | None = None,
+    images: ImageForm | None = None,
+) -> list[str]:
     """The prompt's text, in parts, each to be tokenized by itself. Raises RequestFailed(INVALID or TEMPLATE).
 
     With `control` the names of control tokens in messages are cut, so that they are text; otherwise there is one part.
+    `images` is given for a model with eyes.
     """
     options = dict(request.chat_template_options or {})
     for name in options.keys() & _RESERVED:
         raise invalid(f"chat_template_kwargs must not contain {name!r}", "chat_template_kwargs")
     template = _template_of(tokenizer, bool(request.tools))
-    messages = [_turn(message, i, template) for i, message in enumerate(request.messages)]
+    messages = [_turn(message, i, template, images) for i, message in enumerate(request.messages)]
     if request.tools and "tools" not in template:
-        messages[-1]["content"] += _introduced(request.tools, request.tool_prompt)
+        _append(messages[-1], _introduced(request.tools, request.tool_prompt))
     if request.continue_final_message and not messages[-1]["content"]:
         raise invalid("continue_final_message needs a last message with content to continue", "messages")
 
@@ -82,6 +120,8 @@ def render(tokenizer: Any, request: TextGenerationRequest, control: ControlToken
             tokenize=False,
             **options,
         )
+        if images is not None:
+            text = text.replace(_IMAGE_SIGN, images.mark)
         return parts(text, sign)
 
     try:
@@ -135,11 +175,32 @@ def _template_of(tokenizer: Any, tools: bool) -> str:
 _NAMES_OF_REASONING = ("thinking", "reasoning")
 
 
-def _turn(message: TextGenerationRequestMessage, index: int, template: str) -> dict[str, Any]:
-    """A message in the form of templates: absent fields are absent, and content is one text."""
+def _append(turn: dict[str, Any], text: str) -> None:
+    """Adds a text to the end of a turn's content."""
+    if isinstance(turn["content"], str):
+        turn["content"] += text
+    else:
+        turn["content"].append({"type": "text", "text": text})
+
+
+def _content(message: TextGenerationRequestMessage, images: ImageForm | None) -> Any:
+    """A message's content as the template takes it. ValueError for a part that it cannot have."""
+    count = message.count(ImageContentPart)
+    if images is None or not (count or images.takes_parts):
+        return message.text
+    if images.takes_parts and (count or not images.takes_texts):
+        if isinstance(message.content, str):
+            return [{"type": "text", "text": message.content}]
+        return [part.model_dump(include={"type", "text"}) for part in message.content]
+    texts = [part.text for part in message.content if isinstance(part, TextContentPart)] if count else [message.text]
+    return "\n".join([_IMAGE_SIGN] * count + texts)
+
+
+def _turn(message: TextGenerationRequestMessage, index: int, template: str, images: ImageForm | None) -> dict[str, Any]:
+    """A message in the form of templates: absent fields are absent, and content is one text unless it has images."""
     turn = message.model_dump(exclude_none=True)
     try:
-        turn["content"] = message.text
+        turn["content"] = _content(message, images)
     except ValueError as error:
         raise RequestFailed(ErrorKind.UNSUPPORTED, f"messages[{index}].{error}", field="messages") from None
     for name in _NAMES_OF_REASONING:

@@ -35,7 +35,8 @@ MOST_BYTES = 4 * 1024 * 1024
 MOST_ADDRESSES = 4
 RETRY_AFTER_SECONDS = 2
 _REDIRECTS = (301, 302, 303, 307, 308)
-_HEADERS = {"Accept": "text/*, application/json, */*;q=0.1", "Accept-Encoding": "gzip", "Connection": "close"}
+_ACCEPT_TEXT = "text/*, application/json, */*;q=0.1"
+_HEADERS = {"Accept-Encoding": "gzip", "Connection": "close"}
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,12 @@ class UrlFetcher:
         self._tls = tls or httpx2.create_ssl_context()
         self._slots = asyncio.Semaphore(self._limits.at_once)
 
-    async def fetch(self, url: str, field: str) -> Fetched:
-        """Fetches a URL. `field` is the client's name of it, for errors. Raises RequestFailed."""
-        hop = _Hop(field)
+    async def fetch(self, url: str, field: str, most_bytes: int = 0, accept: str = _ACCEPT_TEXT) -> Fetched:
+        """Fetches a URL. `field` is the client's name of it, for errors. Raises RequestFailed.
+
+        `most_bytes` takes the place of the limit of documents, unless it is 0.
+        """
+        hop = _Hop(field, most_bytes or self._limits.bytes, accept)
         placed = False
         try:
             async with asyncio.timeout(self._limits.seconds), self._slots:
@@ -106,7 +110,7 @@ class UrlFetcher:
         url = hop.enter(given)
         for _ in range(self._limits.redirects + 1):
             addresses = await self._addresses(url)
-            answer = await self._get(url, addresses)
+            answer = await self._get(url, addresses, hop)
             if isinstance(answer, Fetched):
                 return answer
             was_tls = url.scheme == "https"
@@ -132,11 +136,11 @@ class UrlFetcher:
                 raise _Refused("has an address that is not public, and that --fetch-hosts does not list")
         return list(found[:MOST_ADDRESSES])
 
-    async def _get(self, url: httpx2.URL, addresses: Sequence[str]) -> Fetched | str:
+    async def _get(self, url: httpx2.URL, addresses: Sequence[str], hop: _Hop) -> Fetched | str:
         """Requests a URL at its addresses; returns the content, or the URL that it redirects to."""
         for address in addresses:
             try:
-                return await self._exchange(url, address, self._limits.seconds / len(addresses))
+                return await self._exchange(url, address, self._limits.seconds / len(addresses), hop)
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
                 certificate = next((e for e in _causes(error) if isinstance(e, ssl.SSLCertVerificationError)), None)
                 if certificate is not None:
@@ -145,23 +149,28 @@ class UrlFetcher:
                 raise _Refused(f"broke off, or does not speak HTTP ({type(error).__name__})") from None
         raise _Refused("does not take a connection")
 
-    async def _exchange(self, url: httpx2.URL, address: str, connect_seconds: float) -> Fetched | str:
+    async def _exchange(self, url: httpx2.URL, address: str, connect_seconds: float, hop: _Hop) -> Fetched | str:
         """Sends one request on a connection of its own, to the address, with the URL's host in its head."""
         host = _host(url).removesuffix(".")
         request = httpx2.Request(
             "GET",
             url.copy_with(host=address),
-            headers={**_HEADERS, "Host": url.netloc.decode("ascii"), "User-Agent": f"tokenyard/{release()}"},
+            headers={
+                "Accept": hop.accept,
+                **_HEADERS,
+                "Host": url.netloc.decode("ascii"),
+                "User-Agent": f"tokenyard/{release()}",
+            },
             extensions={"sni_hostname": host, "timeout": {"connect": connect_seconds}},
         )
         async with httpx2.AsyncHTTPTransport(verify=self._tls, trust_env=False) as transport:
             response = await transport.handle_async_request(request)
             try:
-                return await self._read(response, url)
+                return await self._read(response, url, hop.most_bytes)
             finally:
                 await response.aclose()
 
-    async def _read(self, response: httpx2.Response, url: httpx2.URL) -> Fetched | str:
+    async def _read(self, response: httpx2.Response, url: httpx2.URL, limit: int) -> Fetched | str:
         if response.status_code in _REDIRECTS and "location" in response.headers:
             try:
                 return str(url.join(response.headers["location"]))
@@ -169,11 +178,10 @@ class UrlFetcher:
                 raise _Refused("redirects to what is no URL") from None
         if response.status_code != 200:
             raise _Refused(f"answers with status {response.status_code}")
-        body = await self._body(response)
+        body = await self._body(response, limit)
         return Fetched(body, response.headers.get("content-type", ""), url.path.rpartition("/")[2])
 
-    async def _body(self, response: httpx2.Response) -> bytes:
-        limit = self._limits.bytes
+    async def _body(self, response: httpx2.Response, limit: int) -> bytes:
         too_large = _Refused(f"sends more than {limit} bytes")
         announced = response.headers.get("content-length", "")
         if announced.isascii() and announced.isdigit() and int(announced[:19]) > limit:
@@ -213,9 +221,11 @@ class _Gzip:
 
 
 class _Hop:
-    """The state of a fetch: the host that an error is about."""
+    """The state of a fetch: the host that an error is about, and what is asked for."""
 
-    def __init__(self, field: str) -> None:
+    def __init__(self, field: str, most_bytes: int, accept: str) -> None:
+        self.most_bytes = most_bytes
+        self.accept = accept
         self._field = field
         self._host = ""
 
@@ -236,9 +246,7 @@ class _Hop:
 
     def fail(self, reason: str) -> NoReturn:
         what = f"the host {self._host!r}" if self._host else "it"
-        raise invalid(
-            f"{self._field} cannot be fetched: {what} {reason}. Send the document itself instead", self._field
-        )
+        raise invalid(f"{self._field} cannot be fetched: {what} {reason}. Send the content itself instead", self._field)
 
 
 def _host(url: httpx2.URL) -> str:

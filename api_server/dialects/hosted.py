@@ -163,7 +163,7 @@ async def _instance(
         if forms == {"tgi"}:
             body = await part.apart(lambda: read(GenerateRequest, part))
             check(body, part, streaming=False)
-            return body, internal_request(body, part, streaming=False)
+            return body, await internal_request(body, part, streaming=False)
         if forms == {"chat"}:
             given = await part.apart(lambda: openai_requests.read(part, ChatBody))
             request = await openai_requests.chat_request(part, given)

@@ -82,7 +82,7 @@ class EngineClient:
         self._endpoint = endpoint
         self._context: zmq.Context[Any] = zmq.Context()
         self._open: dict[int, OpenRequest] = {}
-        self._segments = Segments() if same_host(endpoint) else None
+        self.segments = Segments() if same_host(endpoint) else None
         self._last_handle = secrets.randbits(20)
         self._incarnation: int | None = None
         self._past: set[int] = set()
@@ -110,8 +110,8 @@ class EngineClient:
             self._hello.cancel()
         self._socket.close(linger=500)
         self._context.term()
-        if self._segments is not None:
-            self._segments.release_all()
+        if self.segments is not None:
+            self.segments.release_all()
 
     @property
     def running(self) -> int:
@@ -164,8 +164,8 @@ class EngineClient:
         if error is not None:
             submission.fail(error)
             return
-        if self._segments is not None:
-            submission.share(self._segments)
+        if self.segments is not None:
+            submission.share(self.segments)
         self._send_submit(submission)
 
     def end_all_in(self, seconds: float) -> None:
@@ -241,8 +241,8 @@ class EngineClient:
         """Frees the shared memory of a submission that has ended. False when that was done before."""
         if self._open.pop(submission.handle, None) is None:
             return False
-        if self._segments is not None:
-            submission.unshare(self._segments)
+        if self.segments is not None:
+            submission.unshare(self.segments)
         return True
 
     def _new_handle(self) -> int:

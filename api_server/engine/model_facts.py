@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interfaces import Status
+from interfaces import NO_IMAGES, Status
 
 
 class ModelFacts:
@@ -18,6 +18,8 @@ class ModelFacts:
         self.vector_width = 0
         # Names of a classifier's labels, in the order of their numbers.
         self.labels: list[str] = []
+        # NO_IMAGES, CUT_IMAGES or WHOLE_IMAGES.
+        self.images = NO_IMAGES
 
     def update(self, status: Status) -> None:
         self.max_model_len = status.max_model_len or self.max_model_len
@@ -26,3 +28,4 @@ class ModelFacts:
             self.tasks = frozenset(status.tasks)
             self.vector_width = status.vector_width
             self.labels = status.labels
+            self.images = status.images

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from api_server.answers.formats import AnswerFormats
 from api_server.body import item_limits
@@ -21,9 +22,11 @@ from interfaces import (
     DUMMY_REQUEST_ID,
     Constraint,
     ConstraintKind,
+    ImageMetadata,
     LogprobMode,
     SamplingParams,
     SamplingParamsGenerationConfigDefaults,
+    TextAndVisionContext,
     TextContext,
     TextGenerationRequest,
     combine,
@@ -53,9 +56,11 @@ class Prepared:
         length = 1 if self.only_scores else sampling.max_new_tokens
         if k or length != sampling.max_new_tokens:
             sampling = replace(sampling, seed=seed_of(sampling.seed, k), max_new_tokens=length)
-        context = TextContext.from_prompt(
+        made, images = self._images()
+        context = made.from_prompt(
             self.prompt.tokens,
             sampling,
+            **images,
             request_id=self.request.request_id,
             model_name=self.request.model_name,
             cache_salt=_salt(self.request),
@@ -68,6 +73,22 @@ class Prepared:
         )
         context.set_thinking_region(None, self.grammar_begins_after)
         return context
+
+    def _images(self) -> tuple[type[TextContext], dict[str, Any]]:
+        """The type of the context, and its fields for images. Each context has its own descriptions of them."""
+        if not self.prompt.images:
+            return TextContext, {}
+        images = [
+            ImageMetadata(
+                start_idx=placed.start,
+                end_idx=placed.end,
+                pixel_values=placed.image.pixel_values,
+                image_hash=placed.image.image_hash,
+                extras=placed.image.extras,
+            )
+            for placed in self.prompt.images
+        ]
+        return TextAndVisionContext, {"vision_token_ids": [self.prompt.vision_token_id], "images": images}
 
 
 async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -> list[Prepared]:

@@ -120,12 +120,18 @@ class Metrics:
         self._refused_connections = _Tally(
             Counter("tokenyard_connections_refused", "Connections beyond the limit of open files", registry=own)
         )
+        self._images = _Tally(Counter("tokenyard_images", "Images of requests", registry=own))
+        self._cached_images = _Tally(
+            Counter("tokenyard_cached_images", "Images of requests that came from the cache of images", registry=own)
+        )
         self._totals = (
             self._prompt_tokens,
             self._generation_tokens,
             self._cached_tokens,
             self._pooled_texts,
             self._refused_connections,
+            self._images,
+            self._cached_images,
         )
         self._histograms: list[_TalliedHistogram] = []
         self._validation = self._histogram("request_validation_seconds", "Arrival to submission", SECONDS)
@@ -141,6 +147,9 @@ class Metrics:
         self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to the last token of an answer", SECONDS)
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt length of an answer", LENGTHS)
         self._generation_length = self._histogram("request_generation_tokens", "Length of an answer", LENGTHS)
+        self._image_seconds = self._histogram(
+            "image_processing_seconds", "Bytes of an image to its arrays, with the wait for a process", SECONDS
+        )
         self._due: asyncio.TimerHandle | None = None
 
     def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> _TalliedHistogram:
@@ -201,6 +210,14 @@ class Metrics:
 
     def texts_abandoned(self, shot: OneShot) -> None:
         self._count(shot.path, Outcome.CANCELLED)
+
+    def image(self, seconds: float) -> None:
+        self._images.amount += 1
+        if seconds:
+            self._image_seconds.note(seconds)
+        else:
+            self._cached_images.amount += 1
+        self._write_soon()
 
     def failed(self, path: str, error: RequestFailed) -> None:
         if path in self._routes:

@@ -10,12 +10,9 @@ import asyncio
 import dataclasses
 import json
 import logging
-import os
-import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,8 +23,11 @@ from api_server.chat import template
 from api_server.chat.control_tokens import ControlTokens
 from api_server.chat.control_tokens import parts as split_at_names
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
+from api_server.media.images import Images, Vision
 from api_server.text.detokenizer import Detokenizer, Vocabulary
-from interfaces import SamplingParamsGenerationConfigDefaults, TextGenerationRequest
+from api_server.text.image_prompt import Pictures, PlacedImage
+from api_server.text.model_files import defaults, eos_ids, processor_template, read_generation_config
+from interfaces import TextGenerationRequest
 from shared.load_errors import broken_file
 from shared.resources import usable_cores
 
@@ -48,6 +48,9 @@ class Prompt:
     tokens: NDArray[np.int32]
     # Parts of the text that were tokenized one by one, if there are several (control_tokens.py).
     parts: tuple[str, ...] = ()
+    images: tuple[PlacedImage, ...] = ()
+    # The token of the positions that an image's features take.
+    vision_token_id: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,19 +76,22 @@ class Tokenizer:
         self._vocabulary = Vocabulary(self._backend)
         self._pool = ThreadPoolExecutor(min(THREADS, usable_cores()), "tokenizer")
         self._jobs = 0
-        self.eos_token_ids = _eos_ids(tokenizer, generation_config)
-        self.defaults = _defaults(generation_config, self.eos_token_ids)
+        self.eos_token_ids = eos_ids(tokenizer, generation_config)
+        self.defaults = defaults(generation_config, self.eos_token_ids)
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         # One more than the highest id.
         self.vocab_size = max(vocabulary.values()) + 1
         self._longest_token = max(map(len, vocabulary))
         self._control = None if control_tokens else ControlTokens(self._backend, self.chat_template)
+        # Gives the images of requests, or None while the served model has no eyes.
+        self.images: Callable[[], Images | None] = lambda: None
+        self._image_forms: dict[str, template.ImageForm] = {}
 
     @classmethod
     def load(cls, model: str, control_tokens: bool = False) -> Tokenizer:
         """Loads from a Hugging Face directory or hub name. Raises ValueError with the reason.
 
-        transformers is imported here, so that a process can `hide_torch` first.
+        transformers is imported here, so that a process can `hide_torch` (shared/hidden_torch.py) first.
         """
         from transformers import AutoTokenizer
 
@@ -96,7 +102,9 @@ class Tokenizer:
             raise ValueError(f"the tokenizer of {model} cannot be loaded: {reason}") from error
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"the tokenizer of {model} has no tokenizer.json form, which this server needs")
-        return cls(tokenizer, _read_generation_config(model), control_tokens)
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = processor_template(model)
+        return cls(tokenizer, read_generation_config(model), control_tokens)
 
     async def prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
         """The request's prompt as token ids. Raises RequestFailed.
@@ -106,9 +114,10 @@ class Tokenizer:
         """
         if request.prompt is None and not request.messages:
             raise invalid("exactly one of prompt and messages must be given", "prompt")
+        pictures = await self._pictures(request)
         if isinstance(request.prompt, Sequence) and not isinstance(request.prompt, str):
-            return Prompt(None, _truncated(self._checked(request.prompt), request))
-        return await self.in_thread(lambda: self._encode_prompt(request, max_tokens))
+            return self._ids_prompt(request.prompt, request, pictures)
+        return await self.in_thread(lambda: self._encode_prompt(request, max_tokens, pictures))
 
     async def spans(self, text: str, add_special_tokens: bool = True, parts: Sequence[str] = ()) -> list[TokenSpan]:
         """The tokens of a text with their places in it (TGI's /tokenize). Raises RequestFailed when it is too long.
@@ -213,10 +222,56 @@ class Tokenizer:
         finally:
             self._jobs -= 1
 
-    def _encode_prompt(self, request: TextGenerationRequest, max_tokens: int | None) -> Prompt:
+    async def _pictures(self, request: TextGenerationRequest) -> Pictures | None:
+        """The images of a request. None for a model without eyes. Raises RequestFailed."""
+        field = "messages" if request.messages else "prompt"
+        images = self.images()
+        if images is not None and request.prompt_embeddings is None:
+            vision = await images.vision()
+            processed = await images.processed(request.images, request.image_wishes) if request.images else []
+            return Pictures(vision, processed, field)
+        if request.images:
+            raise RequestFailed(ErrorKind.UNSUPPORTED, "this model takes no images, only text", field=field)
+        return None
+
+    def _ids_prompt(self, given: Sequence[int], request: TextGenerationRequest, pictures: Pictures | None) -> Prompt:
+        ids = self._checked(given)
+        if pictures is None:
+            return Prompt(None, _truncated(ids, request))
+        return self._with_images(None, pictures.expanded_ids(ids, self.token_of, self.ids_of), (), request, pictures)
+
+    def _image_form(self, vision: Vision) -> template.ImageForm:
+        known = self._image_forms.get(vision.mark)
+        if known is None:
+            known = template.image_form(self._tokenizer, vision.placeholder, vision.mark)
+            self._image_forms[vision.mark] = known
+        return known
+
+    def _with_images(
+        self,
+        text: str | None,
+        ids: NDArray[np.int32],
+        parts: tuple[str, ...],
+        request: TextGenerationRequest,
+        pictures: Pictures,
+    ) -> Prompt:
+        """The prompt with its images at their places."""
+        placed = pictures.placed(ids)
+        if placed and request.truncate_prompt_to is not None and len(ids) > request.truncate_prompt_to:
+            raise invalid(
+                f"the prompt has {len(ids)} tokens, more than the {request.truncate_prompt_to} that it is to be cut "
+                "to, and a prompt with images cannot be cut: send a shorter one",
+                "truncate",
+            )
+        return Prompt(text, _truncated(ids, request), parts, placed, pictures.vision.token_id if placed else None)
+
+    def _encode_prompt(
+        self, request: TextGenerationRequest, max_tokens: int | None, pictures: Pictures | None = None
+    ) -> Prompt:
         if request.messages:
             self._refuse_endless_turns(request, max_tokens)
-            parts = template.render(self._tokenizer, request, self._control)
+            form = None if pictures is None else self._image_form(pictures.vision)
+            parts = template.render(self._tokenizer, request, self._control, form)
         else:
             parts = [str(request.prompt)]
         if not parts[-1].rstrip().endswith(request.opening.rstrip()):
@@ -229,8 +284,15 @@ class Tokenizer:
             self._refuse_endless(text, max_tokens)
         else:
             refuse_long(len(text), "prompt")
+        if pictures is not None:
+            parts = pictures.expanded(parts)
+            text = "".join(parts)
+            add_special_tokens = add_special_tokens and not (pictures.images and pictures.vision.behind_images)
         ids = np.array(self._encoded(parts, add_special_tokens).ids, np.int32)
-        return Prompt(text, _truncated(ids, request), tuple(parts) if len(parts) > 1 else ())
+        several = tuple(parts) if len(parts) > 1 else ()
+        if pictures is not None:
+            return self._with_images(text, ids, several, request, pictures)
+        return Prompt(text, _truncated(ids, request), several)
 
     def _encoded(self, parts: Sequence[str], add_special_tokens: bool) -> Any:
         """The encoding of a text whose parts no token crosses, as `tokenizers` returns it."""
@@ -319,56 +381,6 @@ def refuse_long(characters: int, field: str) -> None:
         raise RequestFailed(ErrorKind.TOO_LONG, message, field=field)
 
 
-def hide_torch() -> None:
-    """Makes transformers load without torch: a third of the start-up time and a quarter of the memory.
-
-    Must come before the first import of transformers.
-    """
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
-
 def _truncated(tokens: NDArray[np.int32], request: TextGenerationRequest) -> NDArray[np.int32]:
     keep = request.truncate_prompt_to
     return tokens if keep is None else tokens[-keep:]
-
-
-def _eos_ids(tokenizer: Any, config: dict[str, Any]) -> list[int]:
-    configured = config.get("eos_token_id") or []
-    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
-    return list(dict.fromkeys(token for token in ids if token is not None))
-
-
-def _defaults(config: dict[str, Any], eos: list[int]) -> SamplingParamsGenerationConfigDefaults:
-    """Values of the file itself; transformers' own class defaults are left out."""
-    names = {f.name for f in dataclasses.fields(SamplingParamsGenerationConfigDefaults)} - {"eos_token_id"}
-    given = {name: value for name, value in config.items() if name in names and value is not None}
-    return SamplingParamsGenerationConfigDefaults(**given, eos_token_id=eos)
-
-
-def _read_generation_config(model: str) -> dict[str, Any]:
-    path = _config_file(model)
-    if path is None:
-        return {}
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        log.warning("generation_config.json of %s is ignored: %s", model, error)
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _config_file(model: str) -> Path | None:
-    if Path(model).is_dir():
-        path = Path(model) / "generation_config.json"
-        return path if path.exists() else None
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(
-        model,
-        "generation_config.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return Path(found) if found else None

@@ -28,11 +28,25 @@ from interfaces.request.sampling import SamplingParams, SamplingParamsInput
 
 __all__ = [
     "EmbeddingsGenerationRequest",
+    "ImageWishes",
     "PixelGenerationRequest",
     "Request",
     "RequestType",
     "TextGenerationRequest",
 ]
+
+
+@dataclass(frozen=True)
+class ImageWishes:
+    """The wishes of a client for one image of a request."""
+
+    # The name of the image in errors: the client's own path to it.
+    field: str = "images"
+    # "low", "high", "auto" or "original".
+    detail: str = "auto"
+    # Bounds of the pixels that the model sees, where it takes images of any size.
+    min_pixels: int | None = None
+    max_pixels: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,8 @@ class TextGenerationRequest(Request):
     # The conversation, for the chat template.
     messages: list[TextGenerationRequestMessage] = field(default_factory=list)
 
-    # Encoded images, one for each image part of the messages, in order.
+    # Encoded images, one for each image part of the messages, in order. A text prompt, or one of token ids, has a
+    # placeholder for each.
     images: list[bytes] = field(default_factory=list)
 
     tools: Sequence[TextGenerationRequestTool | Mapping[str, Any]] | None = None
@@ -79,6 +94,8 @@ class TextGenerationRequest(Request):
 
     _: KW_ONLY
     videos: list[bytes] = field(default_factory=list)
+    # One for each image; empty: none has any.
+    image_wishes: list[ImageWishes] = field(default_factory=list)
     # Address of the engine that must serve it; None: any.
     target_endpoint: str | None = None
 
@@ -212,8 +229,10 @@ class TextGenerationRequest(Request):
                 put(self, "sampling", replace(self.sampling, stop=_joined(self.sampling.stop, more)))
 
     def _check_media(self) -> None:
-        if isinstance(self.prompt, str) and self.prompt:
-            raise ValueError("a text prompt has no place for images or videos: use messages, or token ids")
+        if isinstance(self.prompt, str) and self.prompt and self.videos:
+            raise ValueError("a text prompt has no place for videos: use messages, or token ids")
+        if self.image_wishes and len(self.image_wishes) != len(self.images):
+            raise ValueError(f"image_wishes has {len(self.image_wishes)} items for {len(self.images)} images")
         if not self.messages:
             return
         for what, given, parts in (

@@ -8,23 +8,25 @@ do these.
 Everything else (contexts, outputs, results by request id): `msgpack_numpy_encoder` and `msgpack_numpy_decoder(type)`,
 where dataclasses are maps by field name and large arrays may travel through shared memory.
 
-Decoding checks every value against the declared type and raises `WireError` with the path of the first field that is
-wrong; nothing else comes out of it, whatever the bytes. It knows no message and no socket.
+msgspec writes messages, and checks everything that is read against its declared type (declared.py). `WireError` names
+the path of the first field that is wrong; nothing else comes out of decoding, whatever the bytes. Knows no message and
+no socket.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgpack
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from interfaces.wire.declared import Forms, wire_name
 from interfaces.wire.forms import F32 as F32
 from interfaces.wire.forms import I8 as I8
 from interfaces.wire.forms import I32 as I32
@@ -32,7 +34,6 @@ from interfaces.wire.forms import I64 as I64
 from interfaces.wire.forms import (
     Column,
     InProcess,
-    Reader,
     Triples,
     WireError,
     check_dtype,
@@ -42,9 +43,7 @@ from interfaces.wire.forms import (
 )
 from interfaces.wire.forms import F32Matrix as F32Matrix
 from interfaces.wire.forms import I32x3 as I32x3
-from interfaces.wire.readers import Readers, wire_name
-from interfaces.wire.record_readers import wire_fields
-from interfaces.wire.record_writers import values_of
+from interfaces.wire.records import Form, positional, wire_error, wire_fields
 from interfaces.wire.shared_memory import Segments, SharedMemoryArray
 
 __all__ = [
@@ -72,15 +71,15 @@ PROTOCOL_VERSION = 14
 # Bytes from which an array travels through shared memory, where that is on.
 SHARED_MEMORY_THRESHOLD = 24_000_000
 
-# A message up to this size cannot make the unpacker reserve much memory, whatever it claims to contain.
-_SURELY_SMALL = 4096
+# First byte of a msgpack array of more than 15 elements.
+_LONG_ARRAY = 0xDC
 
 T = TypeVar("T")
 
 _by_tag: dict[int, type] = {}
 _tag_of: dict[type, int] = {}
-_message_readers: dict[tuple[type[Any], bool], Reader] = {}
 _plain_of: dict[type[Any], Callable[[Any], Any]] = {}
+_decoders: dict[tuple[int, bool], Callable[[bytes | memoryview], Any]] = {}
 
 
 def message(tag: int) -> Callable[[type[T]], type[T]]:
@@ -98,10 +97,11 @@ def message(tag: int) -> Callable[[type[T]], type[T]]:
 
 def encode(value: Any) -> bytes:
     """Return the bytes of a registered message. Raises TypeError for objects that have no place on the wire."""
-    tag = _tag_of.get(type(value))
-    if tag is None:
-        raise TypeError(f"{type(value).__name__} is not a message: decorate it with @message")
-    return _packed(_packers.message, [PROTOCOL_VERSION, tag, *values_of(type(value))(value)])
+    plain = _plain_of.get(type(value)) or _make_plain(type(value))
+    try:
+        return _write(plain(value))
+    except (ValueError, OverflowError, RecursionError, AttributeError) as error:
+        raise TypeError(f"no place on the wire: {error}") from None
 
 
 def decode(data: bytes | memoryview, *, ipc_peer: bool = False) -> Any:
@@ -110,15 +110,15 @@ def decode(data: bytes | memoryview, *, ipc_peer: bool = False) -> Any:
     `ipc_peer` says that the bytes come from a process of this host and user: then arrays may be named that are in
     shared memory. They are not mapped here.
     """
-    parts = _unpack(data)
-    if type(parts) is not list or len(parts) < 2:
-        raise WireError("a message is an array [version, tag, fields...]")
-    if parts[0] != PROTOCOL_VERSION:
-        raise WireError(f"protocol version {str(parts[0])[:80]}, this process speaks {PROTOCOL_VERSION}")
-    cls = _by_tag.get(parts[1]) if type(parts[1]) is int else None
-    if cls is None:
-        raise WireError(f"unknown message tag {str(parts[1])[:80]}")
-    return _checked(_message_reader(cls, ipc_peer), parts[2:], cls.__name__)
+    try:
+        # An array of up to 15 elements has one byte before them, a longer one two more for its length.
+        start = 1 if data[0] < _LONG_ARRAY else 3
+        if data[start] != PROTOCOL_VERSION:
+            raise _not_a_message(data)
+        decoder = _decoders[data[start + 1], ipc_peer]
+    except (KeyError, IndexError):
+        decoder = _make_decoder(data, ipc_peer)
+    return decoder(data)
 
 
 class MsgpackNumpyEncoder:
@@ -164,10 +164,11 @@ class MsgpackNumpyDecoder:
         self.type_ = type_
         self.copy = copy
         self.ipc_peer = ipc_peer
-        self._reader = Readers(positional=False, copy=copy, ipc_peer=ipc_peer).reader(type_)
+        form = Forms(positional=False, copy=copy, ipc_peer=ipc_peer).form(type_)
+        self._decode = _decoder_of(form, getattr(type_, "__name__", ""))
 
     def __call__(self, data: bytes | memoryview) -> Any:
-        return _checked(self._reader, _unpack(data), getattr(self.type_, "__name__", ""))
+        return self._decode(data)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _decoder, (self.type_, self.copy, self.ipc_peer)
@@ -193,32 +194,41 @@ def _decoder(type_: Any, copy: bool, ipc_peer: bool) -> MsgpackNumpyDecoder:
     return MsgpackNumpyDecoder(type_, copy, ipc_peer=ipc_peer)
 
 
-def _message_reader(cls: type[Any], ipc_peer: bool) -> Reader:
-    reader = _message_readers.get((cls, ipc_peer))
-    if reader is None:
-        reader = Readers(positional=True, copy=False, ipc_peer=ipc_peer).reader(cls)
-        _message_readers[cls, ipc_peer] = reader
-    return reader
+def _make_plain(cls: type[Any]) -> Callable[[Any], Any]:
+    if _by_tag.get(_tag_of.get(cls, -1)) is not cls:
+        raise TypeError(f"{cls.__name__} is not a message: decorate it with @message")
+    plain = _message_form(cls, False).plain
+    assert plain is not None
+    _plain_of[cls] = plain
+    return plain
+
+
+def _message_form(cls: type[Any], ipc_peer: bool) -> Form:
+    forms = Forms(positional=True, copy=False, ipc_peer=ipc_peer)
+    return positional(cls, forms.fields(cls), (PROTOCOL_VERSION, _tag_of[cls]))
+
+
+def _make_decoder(data: bytes | memoryview, ipc_peer: bool) -> Callable[[bytes | memoryview], Any]:
+    """Make the decoder of a message of this kind. Raises WireError for anything else."""
+    parts = _decode_anything(data)
+    tag = parts[1] if type(parts) is list and len(parts) > 1 and parts[0] == PROTOCOL_VERSION else None
+    if type(tag) is not int or (cls := _by_tag.get(tag)) is None:
+        raise _not_a_message(data)
+    made = _decoders[tag, ipc_peer] = _decoder_of(_message_form(cls, ipc_peer), cls.__name__)
+    return made
+
+
+def _not_a_message(data: bytes | memoryview) -> WireError:
+    parts = _decode_anything(data)
+    if type(parts) is not list or len(parts) < 2:
+        return WireError("a message is an array [version, tag, fields...]")
+    if parts[0] != PROTOCOL_VERSION:
+        return WireError(f"protocol version {str(parts[0])[:80]}, this process speaks {PROTOCOL_VERSION}")
+    return WireError(f"unknown message tag {str(parts[1])[:80]}")
 
 
 def _positional_plain(value: Any) -> Any:
-    plain = _plain_of.get(type(value))
-    if plain is None:
-        plain = _plain_of[type(value)] = _positional_form(type(value))
-    return plain(value)
-
-
-def _positional_form(cls: type[Any]) -> Callable[[Any], Any]:
-    """Make a function that turns one level of a value of that class into types that msgpack or this module knows."""
-    if issubclass(cls, np.ndarray):
-        return message_form
-    if not dataclasses.is_dataclass(cls) or cls is SharedMemoryArray:
-        return _other
-    wire_type: type[Any] | None = getattr(cls, "wire_type", None)
-    if wire_type is not None:
-        values = values_of(wire_type)
-        return lambda value: values(value.to_wire())
-    return values_of(cls)
+    return message_form(value) if isinstance(value, np.ndarray) else _other(value)
 
 
 def _other(value: Any) -> Any:
@@ -229,6 +239,8 @@ def _other(value: Any) -> Any:
         return {"__pydantic__": True, "type": wire_name(type(value)), "data": value.model_dump()}
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, set | frozenset):
@@ -262,16 +274,6 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     return type(value) is type(default) and not isinstance(value, np.ndarray) and value == default
 
 
-class _Packers(threading.local):
-    """Reusable packers: making one costs more than packing a step."""
-
-    def __init__(self) -> None:
-        self.message = msgpack.Packer(default=_positional_plain)
-
-
-_packers = _Packers()
-
-
 def _packed(packer: Any, value: Any) -> bytes:
     try:
         return cast(bytes, packer.pack(value))
@@ -279,30 +281,28 @@ def _packed(packer: Any, value: Any) -> bytes:
         raise TypeError(f"no place on the wire: {error}") from None
 
 
-def _unpack(data: bytes | memoryview) -> Any:
-    try:
-        if len(data) > _SURELY_SMALL:
-            _check_lengths(data)
-        return msgpack.unpackb(data, strict_map_key=False)
-    except Exception as error:  # the unpacker's own errors have no common base
-        raise WireError(f"not msgpack: {str(error)[:200] or type(error).__name__}") from None
+def _decoder_of(form: Form, root: str) -> Callable[[bytes | memoryview], Any]:
+    """Make a decoder of values of one form. Its WireErrors begin with `root`."""
+    unpack = msgspec.msgpack.Decoder(form.check).decode
+    finish = form.finish
+
+    def decode(data: bytes | memoryview) -> Any:
+        try:
+            checked = unpack(data)
+            return checked if finish is None or checked is None else finish(checked)
+        except WireError as error:
+            raise error.within(root) from None
+        except msgspec.ValidationError as error:
+            raise wire_error(error, form.check).within(root) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WireError(f"not msgpack: {error}", root) from None
+        except TypeError as error:  # an element that a set cannot hold
+            raise WireError(str(error), root) from None
+        except RecursionError:
+            raise WireError("nested too deeply", root) from None
+
+    return decode
 
 
-def _check_lengths(data: bytes | memoryview) -> None:
-    """Walk over the bytes without building anything; raise when they end before what they claim to contain.
-
-    The unpacker reserves room for each list by its claimed length, so nested lists of claimed lengths could take a
-    thousand times the message's size.
-    """
-    walker = msgpack.Unpacker(max_buffer_size=len(data), read_size=1, strict_map_key=False)
-    walker.feed(data)
-    walker.skip()
-
-
-def _checked(reader: Reader, value: Any, root: str) -> Any:
-    try:
-        return reader(value)
-    except WireError as error:
-        raise error.within(root) from None
-    except RecursionError:
-        raise WireError("nested too deeply", root) from None
+_decode_anything = _decoder_of(Form(Any), "")
+_write = msgspec.msgpack.Encoder(enc_hook=_positional_plain).encode

@@ -10,15 +10,19 @@ Reading msgpack-numpy's form is done here and not by its own decoder, because th
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from interfaces.wire.shared_memory import Shareable, SharedMemoryArray, SharedMemoryError
+
+# Bytes up to which an array is copied: a view of it costs as much.
+_SHORT = 65536
 
 # Checks a value that msgpack gave and builds the declared value from it. Raises WireError.
 Reader = Callable[[Any], Any]
@@ -70,16 +74,6 @@ I8 = typing.Annotated[NDArray[np.int8], Column(np.int8)]
 F32 = typing.Annotated[NDArray[np.float32], Column(np.float32)]
 F32Matrix = typing.Annotated[NDArray[np.float32], Matrix(np.float32)]
 I32x3 = typing.Annotated[NDArray[np.int32], Triples()]
-
-
-class Stateful(Protocol):
-    """A class whose wire form is not its constructor's arguments: it travels as a `wire_type` instead."""
-
-    wire_type: ClassVar[type]
-
-    def to_wire(self) -> Any: ...
-    @classmethod
-    def from_wire(cls, state: Any) -> Self: ...
 
 
 def kind_of(value: object) -> str:
@@ -186,30 +180,41 @@ def column_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
     return read
 
 
+_INT32 = wire_dtype(np.dtype(np.int32))
+
+
 def bare_column_reader(element: np.dtype[Any]) -> Reader:
-    """Make a reader of the bytes of numbers: it returns a read-only view."""
+    """Make a reader of the bytes of numbers: it returns a read-only view. ValueError when they are no whole numbers."""
+    return functools.partial(np.frombuffer, dtype=wire_dtype(element))
+
+
+def read_triples(data: bytes) -> NDArray[Any]:
+    """Return the int32[k, 3] whose bytes these are."""
+    numbers = np.frombuffer(data, _INT32)
+    if len(numbers) % 3:
+        raise WireError(f"expected triples of int32, got {len(numbers)} numbers")
+    return numbers.reshape(-1, 3)
+
+
+def column_writer(element: np.dtype[Any], row: tuple[int, ...] = ()) -> Callable[[Any], Any]:
+    """Make a writer of arrays with any number of rows of this shape: as the bytes of their numbers and no more, because
+    both sides know the type. It raises TypeError for anything else.
+    """
     dtype = wire_dtype(element)
-    size = element.itemsize
+    dimensions = 1 + len(row)
 
-    def read(data: Any) -> NDArray[Any]:
-        if type(data) is not bytes or len(data) % size:
-            raise WireError(f"expected the bytes of a column of {element}, got {kind_of(data)}")
-        return np.frombuffer(data, dtype)
+    def write(array: Any) -> Any:
+        # Most are short columns, of numbers of this machine's order.
+        if type(array) is np.ndarray and array.dtype is dtype and array.shape[1:] == row and array.nbytes <= _SHORT:
+            return array.tobytes()
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{type(array).__name__} has no place on the wire where an array is declared")
+        if array.dtype != dtype or array.ndim != dimensions or array.shape[1:] != row:
+            found = f"an array of {array.dtype} and shape {array.shape}"
+            raise TypeError(f"{found} has no place on the wire where {dtype} in {dimensions} dimensions is declared")
+        return bytes_of(array)
 
-    return read
-
-
-def bare_triples_reader() -> Reader:
-    read_column = bare_column_reader(np.dtype(np.int32))
-
-    def read(data: Any) -> NDArray[Any]:
-        numbers = read_column(data)
-        if len(numbers) % 3:
-            raise WireError(f"expected triples of int32, got {len(numbers)} numbers")
-        triples: NDArray[Any] = numbers.reshape(-1, 3)
-        return triples
-
-    return read
+    return write
 
 
 def matrix_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
@@ -224,7 +229,7 @@ def matrix_reader(dtype: np.dtype[Any], copy: bool, ipc_peer: bool) -> Reader:
 
 def bytes_of(array: NDArray[Any]) -> Any:
     # Large contiguous arrays are packed from where they are, without a copy in between.
-    if array.nbytes > 65536 and array.flags.c_contiguous:
+    if array.nbytes > _SHORT and array.flags.c_contiguous:
         return array.data
     return array.tobytes()
 

@@ -130,6 +130,18 @@ class Segments:
             self._new.append(segment)
         return segment
 
+    def reserve(self) -> str:
+        """Return the name of a segment that another process will `fill` for this owner. It has one holder."""
+        name = _new_name()
+        self._holders[name] = 1
+        return name
+
+    def free(self, names: Iterable[str]) -> None:
+        """Give reserved names back, with the segments that were written under them."""
+        for name in names:
+            if self._holders.pop(name, None) is not None:
+                _unlink(name)
+
     def take(self) -> list[SharedMemoryArray]:
         """Return the segments shared since the last call: to be released when the request that they belong to has
         ended."""
@@ -191,6 +203,18 @@ class Segments:
             _warn(f"{DIRECTORY} takes no array of {array.nbytes} bytes ({error.strerror}): it travels inline")
             return None
         return segment
+
+
+def fill(name: str, array: NDArray[Any]) -> bool:
+    """Write `array` under a name that its owner has reserved; False when there is no room for it."""
+    if not 0 < array.nbytes < _room():
+        return False
+    try:
+        _write(name, np.ascontiguousarray(array))
+    except OSError:
+        _unlink(name)
+        return False
+    return True
 
 
 def sweep_segments() -> int:

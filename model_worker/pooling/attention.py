@@ -67,6 +67,7 @@ def _packed_attention(
         raise NotPacked("its attention does not see the tokens of all texts in one row")
     if softcap is None and _varlen_fits(query, value):
         return _varlen(query, key, value, texts, causal, sliding_window, scaling), None
+    shared = key.shape[1] != query.shape[1]
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
     for start, count, length in texts.runs:
         inside = slice(start, start + count * length)
@@ -76,10 +77,10 @@ def _packed_attention(
             found = _capped(q, k, v, visible, scaling, softcap)
         elif visible is None or (causal and (sliding_window is None or sliding_window >= length)):
             found = scaled_dot_product_attention(
-                q, k, v, is_causal=causal and length > 1, scale=scaling, enable_gqa=True
+                q, k, v, is_causal=causal and length > 1, scale=scaling, enable_gqa=shared
             )
         else:
-            found = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True)
+            found = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=shared)
         out[0, inside] = found.transpose(1, 2).flatten(0, 1)
     return out, None
 

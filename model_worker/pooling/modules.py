@@ -5,10 +5,9 @@ Knows what the files say (shared/pooling_files.py) and the weights of Dense laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -158,8 +157,3 @@ def _weights(files: PoolingFiles, module: PoolingModule) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise ModelRefused(files.source, f"{path} cannot be read: {error}") from error
-
-
-def scores_of(files: PoolingFiles) -> Sequence[Any]:
-    """Return the Dense modules of a cross-encoder whose scores come from a pooled vector."""
-    return [module for module in files.of_kind("Dense") if module.config.get("module_output_name") == "scores"]

@@ -163,6 +163,7 @@ class SchedulerDouble:
     labels: list[str] = field(default_factory=list)
     pooled: Callable[[PoolingContext], PooledValues] = sums_of
     """The values of a one-shot request; they are sent in two halves."""
+    images: int = 0
     incarnation: int = field(default_factory=lambda: secrets.randbits(31))
     submits: list[Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -244,6 +245,7 @@ class SchedulerDouble:
             tasks=self.tasks,
             vector_width=2,
             labels=self.labels,
+            images=self.images,
         )
 
     def _take(self, router: zmq.Socket[bytes], replica: bytes, message: Any) -> None:
@@ -442,6 +444,8 @@ def serving(
         serving = asyncio.ensure_future(found["web"].serve(sockets=[listener]))
         started.set()
         await serving
+        await found["state"].close_images()
+        await found["state"].constraints.close()
         engine.close()
 
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)

@@ -13,7 +13,7 @@ import interfaces
 
 FORBIDDEN = ("torch", "zmq", "starlette", "transformers", "uvicorn", "fastapi")
 FOLDER = Path(interfaces.__file__).parent
-ALLOWED = {"numpy", "msgpack", "msgpack_numpy", "pydantic", "pydantic_core", "interfaces"}
+ALLOWED = {"numpy", "msgpack", "msgpack_numpy", "msgspec", "pydantic", "pydantic_core", "interfaces"}
 
 
 def run(code: str) -> str:

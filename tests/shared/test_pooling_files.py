@@ -54,6 +54,21 @@ def modules(*kinds: str) -> list[dict[str, Any]]:
         ("rerank", {"config.json": {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}}),
         ("classify", {"config.json": {"architectures": ["BertForSequenceClassification"]}}),
         ("classify_tokens", {"config.json": {"architectures": ["BertForTokenClassification"]}}),
+        # A fine-tuned classifier's class may have stayed in the config of an embedder.
+        (
+            "embed",
+            {
+                "config.json": {"architectures": ["BertForSequenceClassification"]},
+                "modules.json": modules("Transformer", "Pooling"),
+            },
+        ),
+        (
+            "rerank",
+            {
+                "modules.json": modules("Transformer", "Pooling", "Dense"),
+                "2_Dense/config.json": {"out_features": 1, "module_output_name": "scores"},
+            },
+        ),
         (
             "sparse",
             {

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from api_server.body import item_limits, unknown_fields, validation
 from api_server.body.unknown_fields import ALWAYS, Refusals, unless
-from api_server.chat import documents
+from api_server.chat import documents, images
 from api_server.chat.thinking import template_options
 from api_server.chat.tools import listed, tool_use
 from api_server.constraints.given import response_format
 from api_server.dialects.anthropic.client_tools import as_function, is_run_by_servers
 from api_server.dialects.anthropic.context_edits import Count, Edited, Messages, edited
-from api_server.dialects.anthropic.documents import document_block
+from api_server.dialects.anthropic.documents import document_block, image_block
 from api_server.dialects.anthropic.schema import Conversation, MessagesBody, OutputConfig, Tool, ToolChoice
 from api_server.dialects.anthropic.turns import system_parts, turns
 from api_server.errors import invalid, unsupported
@@ -89,6 +89,7 @@ async def request(call: Call, given: Conversation) -> Asked:
     """Maps the conversation to one internal request, with length and sampling if it is to be answered."""
     await call.apart(lambda: item_limits.check_parts(given.messages, "messages"))
     await documents.load(call.server.url_fetcher, given.messages, "messages", document_block)
+    await images.load(call.server, given.messages, "messages", image_block)
     counted: list[tuple[Messages, int]] = []
 
     async def read(messages: Messages) -> TextGenerationRequest:
@@ -120,6 +121,7 @@ def _request(call: Call, given: Conversation, said: Messages) -> TextGenerationR
         request_id=RequestID(call.request_id),
         model_name=call.server.model_name,
         messages=[*system, *messages],
+        **images.of_messages(messages),
         tools=use.tools,
         forced_tools=use.forced,
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,

@@ -30,7 +30,7 @@ class _Turn:
     """The content of one message: results of calls, thinking, text, calls."""
 
     role: str
-    parts: list[TextContentPart] = field(default_factory=list)
+    parts: list[MessageContent] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     results: list[TextGenerationRequestMessage] = field(default_factory=list)
@@ -165,9 +165,10 @@ def _text(block: Mapping[str, Any], name: str, path: str) -> str:
     return found
 
 
-def _texts(given: Any, path: str, unseen: bool = False) -> list[TextContentPart]:
+def _texts(given: Any, path: str, unseen: bool = False) -> list[MessageContent]:
+    """The texts of a content, and its loaded images. Raises RequestFailed for an empty text."""
     content = text_content(given, path, _BLOCKS, unseen)
-    parts = [TextContentPart(text=content)] if isinstance(content, str) else content
-    if not parts or not all(isinstance(part, TextContentPart) and part.text for part in parts):
+    parts: list[MessageContent] = [TextContentPart(text=content)] if isinstance(content, str) else content
+    if not parts or any(isinstance(part, TextContentPart) and not part.text for part in parts):
         raise invalid(f"{path} must not be empty, nor any text in it", path)
-    return [part for part in parts if isinstance(part, TextContentPart)]
+    return parts

@@ -14,7 +14,7 @@ import orjson
 
 from api_server.body import item_limits, unknown_fields, validation
 from api_server.body.unknown_fields import ALWAYS, Refusals, unless
-from api_server.chat import documents
+from api_server.chat import documents, images
 from api_server.chat.messages import chat_messages
 from api_server.chat.thinking import template_options
 from api_server.chat.tools import ToolUse, tool_use
@@ -97,7 +97,9 @@ def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -
 async def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     """The conversation as one internal request."""
     use = await call.apart(lambda: _tool_use(given))
+    bounds = images.pixel_bounds(given.mm_processor_kwargs, "mm_processor_kwargs")
     await documents.load(call.server.url_fetcher, given.messages, "messages", documents.file_part)
+    await images.load(call.server, given.messages, "messages", images.openai_part, bounds)
     return await call.apart(lambda: _chat_request(call, given, use))
 
 
@@ -121,9 +123,11 @@ def _max_tokens(given: ChatBody) -> int | None:
 
 def _chat_request(call: Call, given: ChatBody, use: ToolUse) -> TextGenerationRequest:
     wanted = given.top_logprobs or 0 if given.logprobs else None
+    messages = chat_messages(given.messages)
     return TextGenerationRequest(
         **_extended(call, given, _common(call, given, _max_tokens(given), wanted)),
-        messages=chat_messages(given.messages),
+        messages=messages,
+        **images.of_messages(messages),
         tools=use.tools,
         forced_tools=use.forced,
         parallel_tool_calls=given.parallel_tool_calls is not False,
@@ -172,6 +176,7 @@ def responses_request(
     return TextGenerationRequest(
         **common,
         messages=messages,
+        **images.of_messages(messages),
         tools=use.tools,
         forced_tools=use.forced,
         parallel_tool_calls=given.parallel_tool_calls is not False,

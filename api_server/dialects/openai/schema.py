@@ -119,7 +119,7 @@ class Message(BaseModel):
 
 class ChatBody(ExtendedBody):
     messages: Annotated[Turns, Field(min_length=1)] = Field(
-        description="The conversation: role and content (a text, or parts of type text and file)"
+        description="The conversation: role and content (a text, or parts of type text, file and image_url)"
     )
     max_completion_tokens: int | None = Field(None, description="Newer name of max_tokens")
     logprobs: bool | None = Field(None, description="Return the log probability of each token of the answer")
@@ -145,6 +145,9 @@ class ChatBody(ExtendedBody):
         None, ge=0, description="Reasoning that has become so long is ended; 0 asks the model not to reason"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template")
+    mm_processor_kwargs: dict[str, Any] | None = Field(
+        None, description="min_pixels and max_pixels of each image, where the model takes images of any size"
+    )
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn (default true)")
     continue_final_message: bool | None = Field(None, description="Continue the last message instead of a new turn")
 

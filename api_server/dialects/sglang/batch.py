@@ -8,12 +8,13 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from api_server.chat.images import LoadedImage
 from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
 
 NO_INPUT = "Either text, input_ids or input_embeds should be provided."
@@ -47,6 +48,9 @@ class Item:
     return_hidden_states: bool
     custom_logit_processor: str
     token_ids_logprob: list[int]
+    # The images as the client gave them, each with its path in the body.
+    image_data: list[tuple[str, Any]] = field(default_factory=list)
+    images: list[LoadedImage] = field(default_factory=list)
 
     @property
     def n(self) -> int:
@@ -68,6 +72,7 @@ def expand(body: GenerateRequest, fresh_rid: str) -> Batch:
     columns = [_spread(name, getattr(body, name), default, size, is_batch) for name, default in SPREAD]
     rids = _rids(body, fresh_rid, size, is_batch)
     columns.append(_named_tokens(body.token_ids_logprob or [], size))
+    columns.append(_images(body.image_data, size, is_batch))
     items = [Item(*values) for values in zip(rids, prompts, *columns, strict=True)]
     counts = {item.n for item in items}
     if len(counts) > 1:
@@ -125,6 +130,26 @@ def _named_tokens(given: Sequence[int | list[int] | None], size: int) -> list[li
     if len(given) != size:
         raise ValueError("The length of token_ids_logprob should be equal to the batch size.")
     return [each if isinstance(each, list) else [] for each in given]
+
+
+def _images(given: Any, size: int, is_batch: bool) -> list[list[tuple[str, Any]]]:
+    """The images of each prompt, with their paths: one image for all prompts, one for each, or a list for each."""
+    name = "image_data"
+    if given is None or given == []:
+        return [[] for _ in range(size)]
+    if not isinstance(given, list):
+        return [[(name, given)] for _ in range(size)]
+    if not is_batch and not any(isinstance(each, list) for each in given):
+        return [[(f"{name}[{i}]", item) for i, item in enumerate(given) if item is not None]]
+    if len(given) != size:
+        raise ValueError(f"The length of {name} should be equal to the batch size.")
+    return [_of_one_prompt(each, f"{name}[{i}]") for i, each in enumerate(given)]
+
+
+def _of_one_prompt(given: Any, path: str) -> list[tuple[str, Any]]:
+    if isinstance(given, list):
+        return [(f"{path}[{i}]", item) for i, item in enumerate(given) if item is not None]
+    return [] if given is None else [(path, given)]
 
 
 def _rids(body: GenerateRequest, fresh_rid: str, size: int, is_batch: bool) -> list[str]:

@@ -69,7 +69,7 @@ async def model_info(call: Call) -> Response:
         served_model_name=name,
         preferred_sampling_params=None,
         weight_version=WEIGHT_VERSION,
-        has_image_understanding=False,
+        has_image_understanding=call.server.sees,
         has_audio_understanding=False,
     )
     return Response(facts.model_dump_json(), media_type="application/json")

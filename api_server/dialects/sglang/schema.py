@@ -119,7 +119,12 @@ class GenerateRequest(BaseModel):
         None, description="Prompts share cached prefixes only with prompts of the same salt"
     )
     extra_key: str | list[str | None] | None = Field(None, description="As cache_salt; both count")
-    image_data: Any = Field(None, description="Not built yet")
+    image_data: Any = Field(
+        None,
+        description="Images of the prompt, which has a placeholder for each: a URL, a data URI, base64, or an object "
+        "with url and detail; a list of them. With a list of prompts: one for all, a list with one each, or a list of "
+        "lists",
+    )
     video_data: Any = Field(None, description="Not built yet")
     audio_data: Any = Field(None, description="Not built yet")
     lora_path: str | list[str | None] | None = Field(None, description="Not built yet")

@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from api_server.body.item_limits import MAX_TEXT, Tools, Turns, check_count, check_parts
 from api_server.body.validation import Mismatch, parse
-from api_server.chat import documents
+from api_server.chat import documents, images
 from api_server.chat.messages import chat_messages
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Integers
@@ -113,6 +113,7 @@ async def tokenize(call: Call) -> Response:
     prompts: list[str | None] = list(body.prompt) if isinstance(body.prompt, list) else [body.prompt]
     refuse_long(sum(len(prompt or "") for prompt in prompts), "prompt")
     await documents.load(call.server.url_fetcher, body.messages or (), "messages", documents.file_part)
+    await images.load(call.server, body.messages or (), "messages", images.openai_part)
     messages = await call.apart(lambda: chat_messages(body.messages or ()))
     ids = [await _ids(prompt, messages, body, call) for prompt in prompts]
     listed = isinstance(body.prompt, list)
@@ -150,6 +151,7 @@ async def _ids(
             request_id=RequestID(call.request_id),
             prompt=prompt,
             messages=messages,
+            **images.of_messages(messages),
             tools=body.tools,
             chat_template_options=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,

@@ -19,7 +19,6 @@ from interfaces import MOST_LOGPROB_IDS, MOST_TOP_LOGPROBS
 MAX_STOP_STRINGS = 32
 
 _UNSUPPORTED_FIELDS = (
-    "image_data",
     "video_data",
     "audio_data",
     "lora_path",

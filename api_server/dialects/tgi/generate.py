@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 from api_server.body import unknown_fields
 from api_server.body.validation import Mismatch, parse
+from api_server.chat import images
+from api_server.chat.images import LoadedImage
 from api_server.constraints.given import of_tgi
 from api_server.dialects.tgi.errors import BodyMismatch
 from api_server.dialects.tgi.schema import Body, GenerateParameters, GenerateRequest
@@ -16,6 +19,8 @@ from interfaces import LogprobMode, RequestID, SamplingParamsInput, TextGenerati
 
 R = TypeVar("R", bound=Body)
 
+# An image in a prompt, as Markdown writes it.
+_IMAGE = re.compile(r"!\[[^\]\[]{0,1000}\]\(((?:data:|https?://)[^)\s]*)\)", re.IGNORECASE)
 # Stands for the model's limits until a worker has reported them; `generate` then refuses the request as not ready.
 _UNKNOWN_LIMIT = 1 << 62
 
@@ -38,13 +43,30 @@ def check(body: GenerateRequest, call: Call, streaming: bool) -> None:
         raise invalid(problem)
 
 
-def internal_request(body: GenerateRequest, call: Call, streaming: bool) -> TextGenerationRequest:
+async def prompt_and_images(inputs: str, call: Call) -> tuple[str, list[LoadedImage]]:
+    """The prompt with a mark for each image that it links to, and these images. Raises RequestFailed.
+
+    A model without eyes reads the links as they are.
+    """
+    if not call.server.sees or "](" not in inputs:
+        return inputs, []
+    sources = [images.url_source(found[1], "inputs") for found in _IMAGE.finditer(inputs)]
+    loaded = await images.load_sources(call.server, sources, "inputs")
+    if not loaded:
+        return inputs, []
+    mark = (await call.server.images.vision()).mark
+    return _IMAGE.sub(lambda _: mark, inputs), loaded
+
+
+async def internal_request(body: GenerateRequest, call: Call, streaming: bool) -> TextGenerationRequest:
     """The internal request. Token details need a second detokenization, so only answers that show them ask for them."""
     parameters = body.effective
+    prompt, loaded = await prompt_and_images(body.inputs, call)
     tokens_shown = streaming or parameters.wants_details
     return TextGenerationRequest(
         request_id=RequestID(call.request_id),
-        prompt=body.inputs,
+        prompt=prompt,
+        **images.of_images(loaded),
         truncate_prompt_to=parameters.truncate,
         constraint=of_tgi(parameters.grammar),
         sampling=_sampling(parameters, tokens_shown),

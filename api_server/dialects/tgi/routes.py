@@ -6,9 +6,10 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
+from api_server.chat import images
 from api_server.dialects.tgi import chat_tokenize
 from api_server.dialects.tgi.errors import ERROR_STATUSES, error_frame
-from api_server.dialects.tgi.generate import check, internal_request, read
+from api_server.dialects.tgi.generate import check, internal_request, prompt_and_images, read
 from api_server.dialects.tgi.rendering import answer, events, headers, is_complete, stream_headers
 from api_server.dialects.tgi.schema import (
     CompatGenerateRequest,
@@ -24,9 +25,10 @@ from api_server.dialects.tgi.validation import MAX_STOP_SEQUENCES
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.generation.generation import generate
 from api_server.release import release
-from api_server.text.tokenizer import THREADS
+from api_server.text.tokenizer import THREADS, TokenSpan
 from api_server.web.endpoint import Call, Document
 from api_server.web.sse import EventStream
+from interfaces import RequestID, TextGenerationRequest
 
 TAG = "tgi"
 
@@ -98,11 +100,22 @@ async def compat_generate(call: Call) -> Response:
 async def tokenize(call: Call) -> Response:
     """POST /tokenize with `inputs`: the tokens with their places in the text."""
     body = await call.apart(lambda: read(TokenizeRequest, call))
-    spans = await call.server.tokenizer.spans(body.inputs)
+    spans = await _spans(body.inputs, call)
     keep = body.parameters.truncate if body.parameters else None
     shown = spans if keep is None else spans[max(0, len(spans) - keep) :]
     tokens = [{"id": s.id, "text": s.text, "start": s.start, "stop": s.stop} for s in shown]
     return Response(orjson.dumps(tokens), media_type="application/json")
+
+
+async def _spans(inputs: str, call: Call) -> list[TokenSpan]:
+    """The tokens of a prompt. An image in it is shown as the tokens that stand for it."""
+    tokenizer = call.server.tokenizer
+    text, loaded = await prompt_and_images(inputs, call)
+    if not loaded:
+        return await tokenizer.spans(inputs)
+    request = TextGenerationRequest(RequestID(call.request_id), prompt=text, **images.of_images(loaded))
+    prompt = await tokenizer.prompt(request, None)
+    return await tokenizer.spans(prompt.text or "", parts=prompt.parts)
 
 
 async def info(call: Call) -> Response:
@@ -132,7 +145,7 @@ async def info(call: Call) -> Response:
 
 async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response:
     check(body, call, streaming=False)
-    generation = await generate(call.server, internal_request(body, call, streaming=False))
+    generation = await generate(call.server, await internal_request(body, call, streaming=False))
     choices = sorted(await generation.collect(), key=lambda choice: choice.mean_logprob, reverse=True)
     if not all(map(is_complete, choices)):
         raise RequestFailed(ErrorKind.INTERNAL, "Incomplete generation", counted=True)
@@ -143,7 +156,7 @@ async def _complete(body: GenerateRequest, call: Call, listed: bool) -> Response
 
 async def _stream(body: GenerateRequest, call: Call) -> Response:
     check(body, call, streaming=True)
-    generation = await generate(call.server, internal_request(body, call, streaming=True))
+    generation = await generate(call.server, await internal_request(body, call, streaming=True))
     response = EventStream(events(body, generation, call.server.tokenizer), generation.close, error_frame)
     response.headers.update(stream_headers(call, body))
     return response

@@ -62,7 +62,7 @@ async def refusal(url: str, hosts: str = HERE, resolve: Resolver | None = None, 
         await fetch(url, hosts, resolve, **limits)
     assert (caught.value.kind, caught.value.field) == (ErrorKind.INVALID, "the_field")
     assert caught.value.message.startswith("the_field cannot be fetched: ")
-    assert "Send the document itself" in caught.value.message
+    assert "Send the content itself" in caught.value.message
     return caught.value.message
 
 

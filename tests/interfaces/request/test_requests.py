@@ -10,6 +10,7 @@ import pytest
 from interfaces import (
     EmbeddingsGenerationRequest,
     ImageContentPart,
+    ImageWishes,
     PixelGenerationRequest,
     Request,
     RequestID,
@@ -48,8 +49,11 @@ def test_anything_else_is_no_message(wrong: Any) -> None:
     [
         ({"prompt": "x", "messages": [PICTURE]}, "prompt and messages exclude each other"),
         ({"prompt": [1], "messages": [PICTURE]}, "prompt and messages exclude each other"),
-        ({"prompt": "x", "images": [b"i"]}, "a text prompt has no place for images"),
-        ({"prompt": "x", "videos": [b"v"]}, "a text prompt has no place for images or videos"),
+        ({"prompt": "x", "videos": [b"v"]}, "a text prompt has no place for videos"),
+        (
+            {"prompt": "x", "images": [b"i"], "image_wishes": [ImageWishes(), ImageWishes()]},
+            "image_wishes has 2 items for 1 images",
+        ),
         ({"messages": [PICTURE], "images": [b"i", b"j"]}, "images has 2 items for 1 parts"),
         ({"messages": [CLIP], "videos": [b"v", b"w"]}, "videos has 2 items for 1 parts"),
         ({"messages": [CLIP], "images": [b"i"]}, "images has 1 items for 0 parts"),

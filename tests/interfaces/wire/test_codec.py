@@ -62,7 +62,7 @@ from interfaces.context.grammar_state import GrammarState
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
 from interfaces.wire.codec import PROTOCOL_VERSION, message
-from interfaces.wire.readers import Readers
+from interfaces.wire.declared import Forms
 from interfaces.wire.shared_memory import PREFIX, Shareable, SharedMemoryError
 
 i31 = st.integers(0, 2**31 - 1)
@@ -327,7 +327,7 @@ def test_random_bytes_are_refused(wire: bytes) -> None:
         ([PROTOCOL_VERSION, [], "x"], "unknown message tag"),
         ([PROTOCOL_VERSION, 1], "Hello"),
         ([PROTOCOL_VERSION, 1, 7, b""], r"Hello\.replica: expected str, got int"),
-        ([PROTOCOL_VERSION, 3, [1, 2]], r"Cancel\.handles: expected the bytes of a column of int32, got list"),
+        ([PROTOCOL_VERSION, 3, [1, 2]], r"Cancel\.handles: expected bytes, got array"),
         ("text", "a message is an array"),
     ],
 )
@@ -390,7 +390,7 @@ def test_large_columns_survive_too(numbers: np.ndarray) -> None:
 
 @pytest.mark.parametrize("column", [b"\1\0\0", "1234", None, [1], {b"nd": True}])
 def test_what_is_no_column_is_refused(column: object) -> None:
-    with pytest.raises(WireError, match=r"Cancel\.handles: expected the bytes of a column of int32"):
+    with pytest.raises(WireError, match=r"Cancel\.handles: (expected bytes|buffer size must be a multiple)"):
         decode(msgpack.packb([PROTOCOL_VERSION, 3, column]))
 
 
@@ -448,10 +448,10 @@ def test_contexts_of_different_kinds_are_told_apart() -> None:
     parts = msgpack.unpackb(encode(submit), strict_map_key=False)
     wrong: list[object] = [parts[3][1:], ["other", *parts[3][1:]], [[], *parts[3][1:]], [], {}, None]
     for context in wrong:
-        with pytest.raises(WireError, match=r"Submit\.context: expected the tag and the fields of one of TextContext"):
+        with pytest.raises(WireError, match=r"Submit\.context(\[0\])?: (expected|invalid value)"):
             decode(msgpack.packb([*parts[:3], context, *parts[4:]]))
     for cut in (parts[3][:-1], [*parts[3], None]):
-        with pytest.raises(WireError, match=r"Submit\.context: expected an array of \d+ fields"):
+        with pytest.raises(WireError, match=r"Submit\.context: expected array of at (most|least) length \d+"):
             decode(msgpack.packb([*parts[:3], cut, *parts[4:]]))
 
     @dataclass
@@ -466,7 +466,7 @@ def test_contexts_of_different_kinds_are_told_apart() -> None:
         other: str
 
     with pytest.raises(TypeError, match="Left, Right need a wire_tag each, all different"):
-        Readers(positional=True, copy=False, ipc_peer=False).reader(Left | Right)
+        Forms(positional=True, copy=False, ipc_peer=False).form(Left | Right)
 
 
 def test_deep_nesting_is_refused() -> None:

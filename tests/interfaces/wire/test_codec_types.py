@@ -373,12 +373,13 @@ def test_values_of_other_types_give_a_value_or_a_wire_error(pair: tuple[Any, Any
         msgpack_numpy_decoder(pair[0])(msgpack.packb(value))
 
 
+@pytest.mark.parametrize("levels", [1, 100, 1000])
 @pytest.mark.parametrize("header", [b"\xdd\x00\x0f\xff\xff", b"\xdf\x00\x0f\xff\xff"])
-def test_claimed_lengths_reserve_no_memory(header: bytes) -> None:
-    wire = header * 1000 + b"\xc0" * 1_000_000
+def test_claimed_lengths_reserve_no_memory(header: bytes, levels: int) -> None:
+    wire = header * levels + b"\xc0" * (1_000_000 if levels > 1 else 100)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for read in (decode, msgpack_numpy_decoder(Any)):
-        with pytest.raises(WireError, match="not msgpack"):
+        with pytest.raises(WireError, match=r"not msgpack|nested too deeply"):
             read(wire)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000, "in KiB"
 
@@ -409,15 +410,15 @@ class Box(Generic[T]):
         ({"content": "x"}, "Box.content: expected int, got str"),
         ({"content": True}, "Box.content: expected int, got bool"),
         ({"content": 1.0}, "Box.content: expected int, got float"),
-        ({"content": 1, "kind": True}, "Box.kind: 'True' is none of"),
-        ({"content": 1, "either": [1, "x"]}, r"Box.either: fits none .*\[1\]: expected int"),
-        ({"content": 1, "pair": [1]}, "Box.pair: expected a list of 2"),
+        ({"content": 1, "kind": True}, "Box.kind: expected int .* got bool"),
+        ({"content": 1, "either": [1, "x"]}, r"Box.either\[1\]: expected int"),
+        ({"content": 1, "pair": [1]}, "Box.pair: expected array of length 2, got 1"),
         ({"content": 1, "pair": [1, 2]}, r"Box.pair\[1\]: expected str, got int"),
         ({"content": 1, "shape": {"name": "n"}}, r"Box.shape.size: missing"),
-        ({"content": 1, "shape": {"name": "n", "size": 1, "x": 2}}, "Box.shape: 'x' is no field of Shape"),
+        ({"content": 1, "shape": {"name": "n", "size": 1, "x": 2}}, "Box.shape: object contains unknown field x"),
         ({"content": 1, "names": [1]}, r"Box.names\[0\]: expected str"),
-        ({"content": 1, "colour": 2}, "Box: 'colour' is no field of Box"),
-        ([1], "Box: expected a Box, got list"),
+        ({"content": 1, "colour": 2}, "Box: object contains unknown field colour"),
+        ([1], "Box: expected object, got array"),
     ],
 )
 def test_errors_name_the_path(form: object, complaint: str) -> None:

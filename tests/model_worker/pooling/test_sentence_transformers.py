@@ -177,6 +177,30 @@ def test_cross_encoders_give_the_scores_of_sentence_transformers(name: str, tmp_
     assert_close(load_pooling(path).run(context)[0][:, 0], want)
 
 
+@pytest.mark.parametrize("labels", [1, 3])
+def test_cross_encoders_may_score_a_pooled_vector(labels: int, tmp_path: Path) -> None:
+    bare = save("bert", tmp_path / "bare")
+    save_tokenizer(bare)
+    dense = Dense(
+        48,
+        labels,
+        activation_function=torch.nn.Identity(),
+        module_input_name="sentence_embedding",
+        module_output_name="scores",
+    )
+    modules = [Transformer(str(bare)), Pooling(48, "cls"), dense]
+    CrossEncoder(modules=modules, device="cpu").save(str(tmp_path / "saved"))
+    path = tmp_path / "saved"
+    assert PoolingFiles.read(path).task == ("rerank" if labels == 1 else "classify")
+    documents = sentences(4)
+    model = CrossEncoder(str(path), device="cpu")
+    want = model.predict([("w7", document) for document in documents], activation_fn=torch.nn.Identity())
+    encoded = model.tokenizer(["w7"] * 4, documents)
+    types = np.concatenate(encoded["token_type_ids"]).astype(np.int8)
+    context = PoolingContext.of(encoded["input_ids"], PoolingTask.CLASSIFY, token_types=types, activate=False)
+    assert_close(load_pooling(path).run(context)[0], np.reshape(want, (4, labels)))
+
+
 def test_decoders_with_a_template_give_the_scores_of_sentence_transformers(tmp_path: Path) -> None:
     bare = save("llama", tmp_path / "bare", AutoModelForCausalLM)
     tokenizer = save_tokenizer(bare)

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from api_server.body.unknown_fields import report
+from api_server.chat.images import LoadedImage
 from api_server.chat.messages import text_content
 from api_server.dialects.openai.responses.tools import Tool, input_of
 from api_server.errors import invalid
@@ -54,7 +55,9 @@ def turns_of(item: Mapping[str, Any], path: str) -> Turns | None:
 def content(given: Any, path: str, unseen: bool = False) -> Any:
     """A text, or parts in the form of chats."""
     found = text_content(given, path, PARTS, unseen)
-    return found if isinstance(found, str) else [part.model_dump() for part in found]
+    if isinstance(found, str):
+        return found
+    return [part if isinstance(part, LoadedImage) else part.model_dump() for part in found]
 
 
 def _call(call_id: Any, name: str, arguments: Any) -> Turns:

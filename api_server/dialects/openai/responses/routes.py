@@ -74,7 +74,7 @@ def _read(call: Call) -> tuple[ResponsesBody, Toolbox]:
 
 
 async def _request(call: Call, body: ResponsesBody, tools: Toolbox) -> TextGenerationRequest:
-    await input.load_documents(call.server, body)
+    await input.load_parts(call.server, body)
     seal = call.server.seal
     request = await call.apart(lambda: requests.responses_request(call, body, input.messages(body, seal), tools))
     return await context.managed(call.server, body, request)

@@ -40,8 +40,8 @@ class ResponsesBody(TextBody):
     """One answer to one conversation; the server keeps nothing of it."""
 
     input: str | Annotated[Turns, Field(min_length=1)] = Field(
-        description="What the user says, or items: messages (role and content: a text, or parts of type input_text and "
-        "input_file), calls of tools, their outputs and reasoning, as an answer had them"
+        description="What the user says, or items: messages (role and content: a text, or parts of type input_text, "
+        "input_image and input_file), calls of tools, their outputs and reasoning, as an answer had them"
     )
     instructions: str | None = Field(None, description="A system message before the input")
     max_output_tokens: int | None = Field(None, ge=1, description="Longest answer in tokens")

@@ -1,0 +1,101 @@
+"""Turns the bytes of an image file into an upright picture of three colours. Runs in the media process only.
+
+Knows Pillow, and what of it must not meet the bytes of strangers. Knows no model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+# The formats that are opened. Pillow knows many more, some of which run other programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# Most pixels of one image: decoded, they take 100 MB.
+MOST_PIXELS = 33_000_000
+# Most pixels of all images of one request.
+MOST_PIXELS_TOGETHER = 100_000_000
+
+_WHITE = (255, 255, 255)
+# Depths of more than 8 bits for each pixel, as Pillow opens them.
+_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I")
+_HIGHEST_OF_16_BITS = 65_535
+_STEPS_TO_8_BITS = 257
+
+
+class ImageRefused(ValueError):
+    """An image that cannot be used. The message is the end of a sentence about it."""
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Width and height from the file's header. Raises ImageRefused."""
+    with _opened(data) as image:
+        return image.size
+
+
+def decoded(data: bytes) -> Image.Image:
+    """The picture, upright and in RGB; the first one of an animation. Raises ImageRefused."""
+    with _opened(data) as image:
+        try:
+            image.load()
+            return _flat(_upright(image))
+        except MemoryError:
+            raise
+        except Exception as error:  # decoders meet arbitrary bytes and raise whatever comes
+            raise ImageRefused(f"is damaged or cut off ({_reason(error)}): send the whole file") from None
+
+
+def _opened(data: bytes) -> Image.Image:
+    """The image with its header read, and no pixel."""
+    with warnings.catch_warnings():
+        # A header that announces too many pixels is refused below; other warnings are about metadata.
+        warnings.simplefilter("ignore")
+        try:
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError:
+            raise ImageRefused(f"is no image that can be read here: send {', '.join(FORMATS)}") from None
+        except Image.DecompressionBombError:
+            raise ImageRefused(f"has more than {MOST_PIXELS} pixels: send a smaller one") from None
+        except MemoryError:
+            raise
+        except Exception as error:  # as above
+            raise ImageRefused(f"is damaged ({_reason(error)}): send the whole file") from None
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise ImageRefused(f"has {width} x {height} pixels; at most {MOST_PIXELS} are possible: send a smaller one")
+    if width < 1 or height < 1:
+        raise ImageRefused("has no pixels")
+    return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image turned as its EXIF data say. Malformed EXIF data are ignored."""
+    turned = None
+    with contextlib.suppress(Exception):
+        turned = ImageOps.exif_transpose(image)
+    return image if turned is None else turned
+
+
+def _flat(image: Image.Image) -> Image.Image:
+    """The image in RGB. What is transparent becomes white, and 16 bits become 8."""
+    if image.mode in _DEEP:
+        image = _of_8_bits(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        whole = image.convert("RGBA")
+        under = Image.new("RGBA", whole.size, (*_WHITE, 255))
+        return Image.alpha_composite(under, whole).convert("RGB")
+    return image.convert("RGB")
+
+
+def _of_8_bits(image: Image.Image) -> Image.Image:
+    deep = np.clip(np.asarray(image).astype(np.int64), 0, _HIGHEST_OF_16_BITS)
+    return Image.fromarray((deep // _STEPS_TO_8_BITS).astype(np.uint8))
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:100]

@@ -1,0 +1,214 @@
+"""The images of requests as arrays, each processed once while it is in the cache.
+
+Clients send a conversation's images again with each turn, so that a hit costs only the hash of its bytes. Equal images
+that arrive together share one computation, and hits never wait behind it. Knows the cache and the owner of its arrays;
+the media process knows how images are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
+from api_server.media.client import MediaClient, ProcessLost
+from api_server.media.protocol import Answer, unpacked
+from interfaces import ImageWishes, Segments, Shareable, SharedMemoryArray
+
+# Most images that are being processed or wait for it.
+MOST_WAITING = 256
+# Names of segments that go with a job. Few arrays of an image are large.
+_NAMES = 3
+# Up to this number of images a request cannot have too many pixels together.
+_CANNOT_BE_TOO_LARGE = 3
+# Attempts at an image. The process may have died of something else.
+_ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class Vision:
+    """Facts of the model that a prompt with images is made with (processors.py: Facts)."""
+
+    placeholder: str
+    mark: str
+    token_id: int
+    token: str
+    behind_images: str
+    behind_prompt: str
+    fingerprint: str
+
+
+@dataclass(eq=False)
+class ProcessedImage:
+    """One image as the model takes it. Its arrays live as long as this object, or longer while a request holds them."""
+
+    arrays: dict[str, Shareable]
+    # The text that stands for the image in a prompt.
+    run: str
+    # Names the content to the prefix cache, in 63 bits.
+    image_hash: int
+
+    @property
+    def pixel_values(self) -> Shareable:
+        return self.arrays["pixel_values"]
+
+    @property
+    def extras(self) -> dict[str, Shareable]:
+        """The other arrays, by the names of parameters of the model."""
+        return {name: array for name, array in self.arrays.items() if name != "pixel_values"}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values()) + len(self.run)
+
+
+@dataclass
+class Images:
+    """The processed images of one API process.
+
+    `segments` own the arrays; None: arrays travel in messages. `key` makes the hashes such that no client can search
+    for two images of one hash. `observe` is called for each image with the seconds of its processing, 0 for a hit.
+    """
+
+    client: MediaClient
+    segments: Segments | None
+    most_bytes: int
+    key: bytes
+    observe: Callable[[float], None] = lambda seconds: None
+    _kept: OrderedDict[bytes, ProcessedImage] = field(default_factory=OrderedDict)
+    _kept_bytes: int = 0
+    _coming: dict[bytes, asyncio.Task[ProcessedImage]] = field(default_factory=dict)
+
+    async def vision(self) -> Vision:
+        """Facts of the model. Raises RequestFailed when its images cannot be processed here."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return Vision(**await self.client.facts())
+            except ProcessLost:
+                continue
+        raise _lost()
+
+    async def processed(self, images: Sequence[bytes], options: Sequence[ImageWishes]) -> list[ProcessedImage]:
+        """Processes the images of a request. Raises RequestFailed that names the image by its field."""
+        vision = await self.vision()
+        given = [*options] or [ImageWishes(f"images[{i}]") for i in range(len(images))]
+        if len(images) > _CANNOT_BE_TOO_LARGE:
+            await self._check_sizes(images, given)
+        keys = await asyncio.to_thread(lambda: [self._hash(*each, vision) for each in zip(images, given, strict=True)])
+        found = [self._find(*each) for each in zip(keys, images, given, strict=True)]
+        try:
+            return [image if isinstance(image, ProcessedImage) else await asyncio.shield(image) for image in found]
+        except _Refused as refused:
+            refused_at = next(i for i, image in enumerate(found) if _has_failed(image, refused))
+            where = given[refused_at].field
+            raise invalid(f"{where}: the image {refused}", where) from None
+
+    def _find(self, key: bytes, image: bytes, options: ImageWishes) -> ProcessedImage | asyncio.Task[ProcessedImage]:
+        kept = self._kept.get(key)
+        if kept is not None:
+            self._kept.move_to_end(key)
+            self.observe(0.0)
+            return kept
+        coming = self._coming.get(key)
+        if coming is None:
+            if len(self._coming) >= MOST_WAITING:
+                message = f"{len(self._coming)} images wait to be read; retry later"
+                raise RequestFailed(ErrorKind.OVERLOADED, message, retry_after=RETRY_AFTER_SECONDS)
+            # A task of its own: when the client goes away, others may wait for the same image.
+            coming = self._coming[key] = asyncio.create_task(self._process(key, image, options))
+            coming.add_done_callback(lambda task: self._done(key, task))
+        return coming
+
+    def _done(self, key: bytes, task: asyncio.Task[ProcessedImage]) -> None:
+        del self._coming[key]
+        if task.cancelled() or task.exception() is not None:
+            return
+        image = task.result()
+        self._kept[key] = image
+        self._kept_bytes += image.nbytes
+        while self._kept_bytes > self.most_bytes and self._kept:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+    async def _process(self, key: bytes, image: bytes, options: ImageWishes) -> ProcessedImage:
+        began = time.monotonic()
+        pixels = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+        job: dict[str, object] = {
+            "measure": [],
+            "image": image,
+            "detail": options.detail,
+            "pixels": {name: value for name, value in pixels.items() if value is not None},
+        }
+        found = await self._ask(job)
+        self.observe(time.monotonic() - began)
+        arrays = {name: unpacked(array) for name, array in found["arrays"].items()}
+        made = ProcessedImage(arrays, found["run"], int.from_bytes(key[:8], "little") >> 1)
+        self._release_after(made)
+        return made
+
+    async def _ask(self, job: dict[str, object]) -> Answer:
+        """Asks the media process, once more if it has died. Raises _Refused and RequestFailed."""
+        for _ in range(_ATTEMPTS):
+            names = [self.segments.reserve() for _ in range(_NAMES)] if self.segments is not None else []
+            used: set[str] = set()
+            try:
+                answer = await self.client.ask(job | {"segments": names})
+                if "error" in answer:
+                    raise _Refused(answer["error"], answer.get("index", 0))
+                used = {name for name, *_ in answer.get("arrays", {}).values() if isinstance(name, str)}
+                return answer
+            except ProcessLost:
+                continue
+            finally:
+                if self.segments is not None:
+                    self.segments.free(name for name in names if name not in used)
+        raise _lost()
+
+    def _release_after(self, image: ProcessedImage) -> None:
+        """Has the segments of an image released when the last user of the object is gone."""
+        held = [array for array in image.arrays.values() if isinstance(array, SharedMemoryArray)]
+        if held and self.segments is not None:
+            weakref.finalize(image, _release, self.segments, held, asyncio.get_running_loop())
+
+    async def _check_sizes(self, images: Sequence[bytes], options: Sequence[ImageWishes]) -> None:
+        """Refuses a request whose images have too many pixels together, by their headers."""
+        try:
+            await self._ask({"measure": list(images), "image": b"", "detail": "", "pixels": {}})
+        except _Refused as refused:
+            where = options[refused.index].field
+            raise invalid(f"{where}: the image {refused}", where) from None
+
+    def _hash(self, image: bytes, options: ImageWishes, vision: Vision) -> bytes:
+        settings = f"{vision.fingerprint}\0{options.detail}\0{options.min_pixels}\0{options.max_pixels}"
+        digest = blake2b(image, key=self.key, digest_size=16, person=b"tokenyard")
+        digest.update(blake2b(settings.encode(), digest_size=16).digest())
+        return digest.digest()
+
+
+class _Refused(Exception):
+    """An image that cannot be used; the message ends a sentence about it."""
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
+
+
+def _has_failed(image: ProcessedImage | asyncio.Task[ProcessedImage], error: _Refused) -> bool:
+    return isinstance(image, asyncio.Task) and image.done() and image.exception() is error
+
+
+def _release(segments: Segments, held: list[SharedMemoryArray], loop: asyncio.AbstractEventLoop) -> None:
+    """Releases segments on the loop's thread, which is the only one that counts holders."""
+    if loop.is_closed():
+        segments.release(held)
+    else:
+        loop.call_soon_threadsafe(segments.release, held)
+
+
+def _lost() -> RequestFailed:
+    text = "the process that reads images has died; retry"
+    return RequestFailed(ErrorKind.UNAVAILABLE, text, retry_after=RETRY_AFTER_SECONDS)

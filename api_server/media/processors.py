@@ -1,0 +1,234 @@
+"""The model's own image processor, as transformers has it, without torch. Runs in the media process only.
+
+It gives the arrays that the model's `get_image_features` takes, under the names of its parameters, and the text that
+stands for one image in a prompt. Knows transformers' processor classes; knows no file format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from api_server.media.decode import ImageRefused
+
+# Tokens of an image that is asked for with `detail: low`.
+LOW_DETAIL_TOKENS = 256
+# Masks that change nothing where each of their elements is true, as in a call with one image.
+_MASKS = ("pixel_attention_mask", "pixel_mask")
+# Counts that a processor makes its text of, and that no model takes.
+_COUNTS = ("rows", "cols", "num_patches")
+_TEMPORAL = ("Glm4v", "Glm46V")
+# Tokens that chat templates write around an image, and whose models were trained with them.
+_AROUND = (("<|vision_start|>", "<|vision_end|>"), ("<|begin_of_image|>", "<|end_of_image|>"))
+
+
+class NoProcessor(ValueError):
+    """The model's images cannot be processed here. The message says why."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of a processor that a prompt is made with."""
+
+    # Stands for an image in a rendered template.
+    placeholder: str
+    # The placeholder with the tokens that a template of such a model writes around it.
+    mark: str
+    # The token of the positions that an image's features take, and its text.
+    token_id: int
+    token: str
+    # Text that the processor puts behind the last image and behind the prompt.
+    behind_images: str
+    behind_prompt: str
+    # Changes whenever arrays of an image may change.
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """One processed image: `arrays` by name, and the text that stands for the image."""
+
+    arrays: dict[str, NDArray[Any]]
+    run: str
+
+
+class Processor:
+    """Processes one image after the other: one call for several would hold all of them in memory at once."""
+
+    def __init__(self, model: str, most_tokens: int) -> None:
+        """Loads the processor. Raises NoProcessor."""
+        self._most_tokens = most_tokens
+        try:
+            self._processor = _load(model)
+        except NoProcessor:
+            raise
+        except Exception as error:  # files of a model raise whatever comes
+            reason = (str(error).strip() or repr(error)).splitlines()[0]
+            raise NoProcessor(f"its image processor cannot be loaded without torchvision: {reason}") from error
+        self.facts = _facts(self._processor, model)
+
+    def process(self, image: Image.Image, detail: str, pixels: dict[str, int]) -> Arrays:
+        """Processes an image in RGB; `pixels` may have min_pixels and max_pixels. Raises ImageRefused."""
+        options = self._options(detail, pixels)
+        given = self._processor._merge_kwargs(
+            tokenizer_init_kwargs=self._processor.tokenizer.init_kwargs, return_tensors="np", **options
+        )["images_kwargs"]
+        try:
+            found, runs = self._processor._process_images([image], **given)
+        except ValueError as error:
+            raise ImageRefused(f"cannot be used by this model: {error}") from None
+        unused = {*self._processor.unused_input_names, *_COUNTS}
+        arrays = {name: np.asarray(value) for name, value in found.items() if name not in unused}
+        arrays = {name: array for name, array in arrays.items() if not (name in _MASKS and array.all())}
+        return Arrays(arrays, runs[0])
+
+    def _options(self, detail: str, pixels: dict[str, int]) -> dict[str, Any]:
+        """Arguments of the image processor that keep an image within its tokens."""
+        most = self._most_tokens if detail != "original" else 0
+        if detail == "low":
+            most = min(most or LOW_DETAIL_TOKENS, LOW_DETAIL_TOKENS)
+        return _limited(self._processor, most, pixels)
+
+
+def _limited(processor: Any, most: int, pixels: dict[str, int]) -> dict[str, Any]:
+    images = processor.image_processor
+    size = dict(getattr(images, "size", None) or {})
+    if hasattr(images, "merge_size") and "longest_edge" in size:
+        return _area(images, size, most, pixels)
+    if pixels:
+        raise ImageRefused("cannot be resized by min_pixels and max_pixels: the model has fixed sizes")
+    if not most:
+        return {}
+    each = getattr(processor, "image_seq_len", None) or getattr(processor, "image_seq_length", None) or 0
+    if each and getattr(images, "do_image_splitting", False):
+        side = dict(images.max_image_size)["longest_edge"]
+        tiles = max(1, math.isqrt(max(1, most // each - 1)))
+        return {"size": {"longest_edge": min(size["longest_edge"], tiles * side)}}
+    if each and hasattr(images, "max_patches"):
+        return {"max_patches": min(images.max_patches, max(1, most // each - 1))}
+    if isinstance(processor, _Rows):
+        return {"size": {"longest_edge": min(size["longest_edge"], math.isqrt(most) * processor.unit)}}
+    return {}
+
+
+def _area(images: Any, size: dict[str, int], most: int, pixels: dict[str, int]) -> dict[str, Any]:
+    """The least and most pixels of an image that keeps its own size."""
+    unit = (images.patch_size * images.merge_size) ** 2
+    if type(images).__name__.startswith(_TEMPORAL):
+        unit *= images.temporal_patch_size  # these count the pixels of an image once for each frame of a pair
+    longest = min(size["longest_edge"], most * unit) if most else size["longest_edge"]
+    longest = min(longest, pixels.get("max_pixels", longest))
+    longest = max(longest, unit)
+    shortest = min(pixels.get("min_pixels", size["shortest_edge"]), longest)
+    if (shortest, longest) == (size["shortest_edge"], size["longest_edge"]):
+        return {}
+    return {"size": {"shortest_edge": shortest, "longest_edge": longest}}
+
+
+def _load(model: str) -> Any:
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto import processing_auto
+    from transformers.processing_utils import ProcessorMixin
+
+    config = AutoConfig.from_pretrained(model)
+    images = AutoImageProcessor.from_pretrained(model, backend="pil")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    known, _ = ProcessorMixin.get_processor_dict(model)
+    usual: dict[str, Any] = getattr(processing_auto, "PROCESSOR_MAPPING_NAMES", {})
+    # The files of a model may name another class than that of its type.
+    name = known.get("processor_class") or images._processor_class or usual.get(config.model_type)
+    if isinstance(name, tuple):
+        name = name[-1]
+    if name is None:
+        raise NoProcessor(f"models of type {config.model_type} have no processor")
+    if name == "PixtralProcessor":
+        made = _Rows(images, tokenizer, known)
+    else:
+        made = _constructed(_class(name), images, tokenizer, known)
+    found = getattr(config, "image_token_id", None)
+    made.feature_token_id = getattr(config, "image_token_index", None) if found is None else found
+    return made
+
+
+def _class(name: str) -> Any:
+    """The processor's class, which takes the parts that there are."""
+    import transformers
+
+    found = getattr(transformers, name)
+    owner = importlib.import_module(found.__module__)
+    if getattr(owner, "num2words", 0) is None:
+        owner.num2words = str  # type: ignore[attr-defined]  # the package writes numbers in texts about videos
+
+    # transformers checks the classes of all parts, those of videos among them, which cannot be imported here.
+    return type(found.__name__, (found,), {"check_argument_for_proper_class": lambda *_: None})
+
+
+def _constructed(made: Any, images: Any, tokenizer: Any, known: dict[str, Any]) -> Any:
+    parts = {"image_processor": images, "tokenizer": tokenizer}
+    unknown = [part for part in made.get_attributes() if part not in (*parts, "video_processor")]
+    if unknown:
+        raise NoProcessor(f"it needs {' and '.join(unknown)}")
+    return made.from_args_and_dict([parts.get(part) for part in made.get_attributes()], known)
+
+
+class _Rows:
+    """Pixtral's processor, whose class in transformers wants torch: rows of tokens, each with an end."""
+
+    unused_input_names: tuple[str, ...] = ()
+    feature_token_id: int | None = None
+
+    def __init__(self, images: Any, tokenizer: Any, known: dict[str, Any]) -> None:
+        self.image_processor = images
+        self.tokenizer = tokenizer
+        self.unit = int(known.get("patch_size", 16)) * int(known.get("spatial_merge_size", 1))
+        self.image_token = str(known.get("image_token", "[IMG]"))
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self._break = str(known.get("image_break_token", "[IMG_BREAK]"))
+        self._end = str(known.get("image_end_token", "[IMG_END]"))
+
+    def _merge_kwargs(self, tokenizer_init_kwargs: Any, **given: Any) -> dict[str, Any]:
+        return {"images_kwargs": given}
+
+    def _process_images(self, images: list[Any], **given: Any) -> tuple[Any, list[str]]:
+        found = self.image_processor(images, **given | {"patch_size": self.unit})
+        runs = []
+        for height, width in found["image_sizes"]:
+            row = self.image_token * (int(width) // self.unit)
+            runs.append(self._break.join([row] * (int(height) // self.unit)) + self._end)
+        return found, runs
+
+
+def _marked(placeholder: str, vocabulary: dict[str, int]) -> str:
+    for before, behind in _AROUND:
+        if before in vocabulary and behind in vocabulary:
+            return f"{before}{placeholder}{behind}"
+    return placeholder
+
+
+def _facts(processor: Any, model: str) -> Facts:
+    tokenizer = processor.tokenizer
+    token_id = processor.feature_token_id
+    if token_id is None:
+        token_id = processor.image_token_ids[0]
+    placeholder = processor.image_token
+    if not placeholder or token_id is None or token_id < 0:
+        raise NoProcessor("it names no token for images")
+    is_first = type(processor).__name__ == "PaliGemmaProcessor"
+    settings = f"{model}\0{processor.image_processor.to_json_string()}\0{type(processor).__name__}"
+    return Facts(
+        placeholder=placeholder,
+        mark=_marked(placeholder, tokenizer.get_vocab()),
+        token_id=int(token_id),
+        token=str(tokenizer.convert_ids_to_tokens(int(token_id))),
+        # PaliGemma was trained with images first, then the beginning, the text and a newline.
+        behind_images=tokenizer.bos_token or "" if is_first else "",
+        behind_prompt="\n" if is_first else "",
+        fingerprint=hashlib.blake2b(settings.encode(), digest_size=16).hexdigest(),
+    )

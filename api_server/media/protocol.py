@@ -1,0 +1,68 @@
+"""Messages between an API process and its media process, in msgpack over pipes.
+
+The first message to the media process is a `Start`; it answers with facts or with an error. Then come jobs, each with a
+number, and answers in the order of completion.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from interfaces import MESSAGE_THRESHOLD, Shareable, SharedMemoryArray, fill
+
+
+class Start(TypedDict):
+    """What the media process loads."""
+
+    model: str
+    most_tokens: int
+
+
+class Job(TypedDict):
+    """One image to be processed, or the headers of several to be read.
+
+    `segments` are names that arrays may be written under. `pixels` may have min_pixels and max_pixels.
+    """
+
+    number: int
+    measure: list[bytes]
+    image: bytes
+    detail: str
+    pixels: dict[str, int]
+    segments: list[str]
+
+
+class Answer(TypedDict, total=False):
+    """Results of a job. `error` ends a sentence about the image; `index` is that of the image in `measure`."""
+
+    number: int
+    error: str
+    index: int
+    # Pixels of each image of `measure`.
+    counts: list[int]
+    run: str
+    arrays: dict[str, list[Any]]
+
+
+def packed(array: NDArray[Any], segments: list[str]) -> list[Any]:
+    """An array in a message: its name in shared memory or its bytes, with shape and type. Takes a name if it uses one.
+
+    A name whose segment there was no room for is not used again.
+    """
+    facts = [list(array.shape), array.dtype.str]
+    if array.nbytes >= MESSAGE_THRESHOLD and segments:
+        name = segments.pop(0)
+        if fill(name, array):
+            return [name, *facts]
+    return [np.ascontiguousarray(array).tobytes(), *facts]
+
+
+def unpacked(given: list[Any]) -> Shareable:
+    """The array of a message, or its placeholder."""
+    value, shape, dtype = given
+    if isinstance(value, str):
+        return SharedMemoryArray(value, tuple(shape), dtype)
+    return np.frombuffer(value, dtype).reshape(shape)
