@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import warnings
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -50,19 +49,16 @@ def decoded(data: bytes) -> Image.Image:
 
 def _opened(data: bytes) -> Image.Image:
     """The image with its header read, and no pixel."""
-    with warnings.catch_warnings():
-        # A header that announces too many pixels is refused below; other warnings are about metadata.
-        warnings.simplefilter("ignore")
-        try:
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-        except UnidentifiedImageError:
-            raise ImageRefused(f"is no image that can be read here: send {', '.join(FORMATS)}") from None
-        except Image.DecompressionBombError:
-            raise ImageRefused(f"has more than {MOST_PIXELS} pixels: send a smaller one") from None
-        except MemoryError:
-            raise
-        except Exception as error:  # as above
-            raise ImageRefused(f"is damaged ({_reason(error)}): send the whole file") from None
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ImageRefused(f"is no image that can be read here: send {', '.join(FORMATS)}") from None
+    except Image.DecompressionBombError:
+        raise ImageRefused(f"has more than {MOST_PIXELS} pixels: send a smaller one") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # as above
+        raise ImageRefused(f"is damaged ({_reason(error)}): send the whole file") from None
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise ImageRefused(f"has {width} x {height} pixels; at most {MOST_PIXELS} are possible: send a smaller one")

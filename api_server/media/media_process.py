@@ -14,6 +14,7 @@ import selectors
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,7 @@ NICENESS = 5
 _FAILED = 3
 _TOO_SLOW = f"takes more than {CPU_SECONDS:g} s of processor time to read: send a smaller one"
 _TOO_LARGE = f"takes more than {MEMORY_BYTES >> 20} MB of memory to read: send a smaller one"
+_CRASHED = "cannot be read: its decoder crashed, or ran out of memory"
 
 
 @dataclass
@@ -155,7 +157,7 @@ def _why(status: int) -> str:
     number = os.waitstatus_to_exitcode(status)
     if number == _FAILED:
         return "cannot be read: the image processor failed on it"
-    return _TOO_SLOW if number in (-signal.SIGPROF, -signal.SIGKILL) else _TOO_LARGE
+    return _TOO_SLOW if number in (-signal.SIGPROF, -signal.SIGKILL) else _CRASHED
 
 
 def send(answers: Any, message: Any) -> None:
@@ -166,6 +168,7 @@ def send(answers: Any, message: Any) -> None:
 def main() -> None:
     become("media_process")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process ends this one
+    warnings.simplefilter("ignore")  # they are about metadata of strangers' files
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's prints must not mix with answers
     hide_torch()
