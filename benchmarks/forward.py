@@ -147,7 +147,7 @@ def _times(actions: Sequence[Callable[[], object]], seconds: float) -> list[list
 def measure(runners: Mapping[str, ModelRunner], work: Work, seconds: float) -> dict[str, list[float]]:
     def action(runner: ModelRunner) -> Callable[[], object]:
         # A new batch each time, as in service: plans that belong to it are made anew.
-        return lambda: runner.forward(replace(work.batch))
+        return lambda: runner.backend.logits(replace(work.batch))
 
     times = _times([action(runner) for runner in runners.values()], seconds)
     return dict(zip(runners, times, strict=True))

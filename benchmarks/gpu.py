@@ -37,7 +37,7 @@ from interfaces import Join, SamplingParams, Step
 from model_worker.batch import ForwardBatch
 from model_worker.engine import Engine
 from model_worker.execution import executors_for
-from model_worker.execution.base import Backend, DeviceStep, WorkerIdentity
+from model_worker.execution.base import DeviceStep, WorkerIdentity
 from model_worker.execution.flight import Pending
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
@@ -124,7 +124,7 @@ def traced(runner: ModelRunner, prompts: Sequence[NDArray[np.int64]], given: Ten
     batch = ForwardBatch.build(np.concatenate(prompts), lens, lens, tables, size, last, device)
     steps = []
     for i in range(CHECKED_STEPS):
-        logits = runner.forward(batch).float().cpu()
+        logits = runner.backend.logits(batch).float().cpu()
         steps.append(logits)
         tokens = (logits.argmax(-1) if given is None else given[i]).numpy()
         batch = ForwardBatch.build(tokens, ones, lens + i + 1, tables, size, np.arange(count), device)
@@ -144,7 +144,7 @@ def checks(model: Path, device: str, dtype: str) -> list[Check]:
         got = traced(runner, prompts, exact.argmax(-1))
         error = float(((got - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
         agreeing = float((got.argmax(-1) == exact.argmax(-1)).float().mean())
-        found.append(Check(runner.backend_name, error, agreeing))
+        found.append(Check(runner.attention_name, error, agreeing))
     return found
 
 
@@ -169,7 +169,7 @@ class Worker:
         table = WorkerRows(rows, length, loaded.block_size, runner.num_blocks)
         sampler = SamplerRows(rows, loaded.vocab_size, loaded.device)
         sampler.warm_up()
-        shared = DeviceStep(table, sampler, Backend(loaded.device, runner.forward), WorkerIdentity(0, 0))
+        shared = DeviceStep(table, sampler, runner.backend, WorkerIdentity(0, 0))
         self._engine = Engine(shared, executors_for(shared, loaded.device.type))
         self._rows, self._prompt, self._output = rows, prompt, output
         self._blocks = -(-length // loaded.block_size)

@@ -85,7 +85,7 @@ def score(runner: ModelRunner, texts: Iterable[Document]) -> Score:
         length = np.array([len(text.ids)])
         table = np.arange(-(-len(text.ids) // BLOCK_SIZE), dtype=np.int32)[None]
         batch = ForwardBatch.build(text.ids, length, length, table, BLOCK_SIZE, text.answered - 1)
-        logits, wanted = runner.forward(batch).double(), torch.from_numpy(text.ids[text.answered])
+        logits, wanted = runner.backend.logits(batch).double(), torch.from_numpy(text.ids[text.answered])
         result.tokens += len(wanted)
         result.loss += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
         result.hits += int((logits.argmax(-1) == wanted).sum())

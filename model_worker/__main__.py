@@ -26,11 +26,9 @@ from shared.settings import Settings, parse_memory
 if TYPE_CHECKING:
     from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
-    from model_worker.execution.base import Backend
     from model_worker.loop import Runner
     from model_worker.model import LoadedModel
     from model_worker.one_shot import TextRunner
-    from model_worker.runner import ModelRunner
     from model_worker.sampling.sampler import SamplerRows
 
 log = logging.getLogger(__name__)
@@ -145,9 +143,9 @@ def build(
     else:
         log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
         compilation = kernel_cache.Compilation(loaded.dtype)
-    backend = _backend(runner)
-    shared = DeviceStep(rows, sampler, backend, WorkerIdentity(index, epoch), masks)
-    engine = Engine(shared, executors_for(shared, loaded.device.type, settings.speculate))
+    shared = DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, epoch), masks)
+    overlaps = loaded.device.type == "cuda" or runner.backend.overlaps
+    engine = Engine(shared, executors_for(shared, loaded.device.type if overlaps else "off", settings.speculate))
     hello = WorkerHello(
         device=device,
         index=index,
@@ -160,8 +158,8 @@ def build(
         vocab_size=loaded.vocab_size,
         architecture=loaded.architecture,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        attention=runner.backend_name,
-        hidden_size=runner.hidden_size,
+        attention=runner.attention_name,
+        hidden_size=loaded.hidden_size,
         backend=runner.description,
     )
     torch.set_grad_enabled(False)
@@ -217,19 +215,6 @@ def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:
     sampler.warm_up()
     for dtype in {torch.float32, loaded.dtype}:
         apply_mask.warm_up(dtype)
-
-
-def _backend(runner: ModelRunner) -> Backend:
-    """The ways in which the runner computes a batch."""
-    from model_worker.execution.base import Backend
-
-    return Backend(
-        runner.loaded.device,
-        runner.forward,
-        greedy=runner.pick,
-        hidden=runner.forward_with_hidden if runner.gives_hidden_states else None,
-        launch_greedy=runner.begin_pick if runner.runs_ahead else None,
-    )
 
 
 def serve(

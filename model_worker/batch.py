@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -158,3 +158,11 @@ def _check_columns(
             f"kv_lens reach {kv_lens.max()}, but block_tables hold {block_tables.shape[1]} blocks "
             f"of {block_size} tokens"
         )
+
+
+class DeferredTokens(NamedTuple):
+    """Tokens that a pass leaves to later ones, which may be launched before they have been read."""
+
+    unread: NDArray[np.int64]  # [T]: the row whose last token stands for this one; -1: it is known
+    rows: NDArray[np.int64]  # [L]: the row whose last token this pass draws; -1: none
+    last_tokens: NDArray[np.int64]  # [rows]

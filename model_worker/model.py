@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from model_worker.batch import ForwardBatch
+from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.kv_cache import AttentionParams, KVCache, KVLayout
 from model_worker.vision.encoder import Encoder
 
@@ -47,20 +47,20 @@ class CompiledStack(Protocol):
     def fits(self, block_size: int) -> bool:
         """Whether it can read KV blocks of this many tokens."""
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Logits of the tokens that the batch wants."""
 
-    def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Logits, and the last hidden state of every token, [T, hidden]."""
 
-    def pick(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[Any]) -> tuple[NDArray[Any], Tensor]:
+    def greedy(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[Any]) -> tuple[NDArray[Any], Tensor]:
         """The token of the largest logit of each row, and the logits of the rows that are `wanted`."""
 
     @property
-    def runs_ahead(self) -> bool:
+    def overlaps(self) -> bool:
         """Whether a pass takes so long that other work is worth doing meanwhile."""
 
-    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Any) -> Callable[[], NDArray[Any]]:
+    def launch(self, batch: ForwardBatch, cache: KVCache, deferred: DeferredTokens) -> Callable[[], NDArray[Any]]:
         """Launch a pass. Returns what waits for its tokens."""
 
 
@@ -80,9 +80,20 @@ class LoadedModel:
     parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
     stack: CompiledStack | None = None  # the same model in one compiled call, for CPUs
     has_kernels: bool = True  # False while they are being compiled: a call would compile them here
-    backend: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
+    attention_name: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
     block_size: int = BLOCK_SIZE  # tokens of a KV block, as the backend likes them
     encoder: Encoder | None = None  # of images; None for a model that takes none
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The module that makes vectors of tokens."""
+        module: nn.Module = self.model.get_input_embeddings()
+        return module
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the vectors that stand for tokens."""
+        return int(self.embedding.weight.shape[1])  # type: ignore[index]
 
 
 def check_positions(max_model_len: int | None, max_position: int | None) -> None:

@@ -27,7 +27,7 @@ def executors_for(shared: DeviceStep, overlap: str = "off", most_guesses: int = 
     executors: list[Executor] = [Isolation(shared, synchronous)]
     if overlap == "cuda":
         return [*executors, OverlapCuda(shared), synchronous]
-    if most_guesses and shared.backend.greedy is not None:
+    if most_guesses:
         executors.append(Speculation(shared, most_guesses))
     if overlap == "cpu":
         executors.append(OverlapCpu(shared))

@@ -5,27 +5,20 @@ Knows columns of rows and tensors. Does not know which executor takes which step
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from interfaces import Step, StepResult
+from model_worker.backends.base import Backend
 from model_worker.batch import ForwardBatch
-from model_worker.cpu.fused.stack import Drawn
 from model_worker.execution.flight import InFlight, Pending
 from model_worker.grammar.masks import Masks
 from model_worker.rows import PackedStep, WorkerRows
 from model_worker.sampling.sampler import Sampled, SamplerRows
 from model_worker.vision.rows import ImageRows
-
-Forward = Callable[[ForwardBatch], torch.Tensor]
-Greedy = Callable[[ForwardBatch, NDArray[np.bool_]], tuple[NDArray[np.int64], torch.Tensor]]
-HiddenForward = Callable[[ForwardBatch], tuple[torch.Tensor, torch.Tensor]]
-LaunchGreedy = Callable[[ForwardBatch, Drawn], Callable[[], NDArray[np.int64]]]
 
 
 class Executor(Protocol):
@@ -42,22 +35,6 @@ class WorkerIdentity:
 
     index: int
     epoch: int
-
-
-@dataclass(slots=True)
-class Backend:
-    """The ways in which a model computes a batch; None: it has no such way.
-
-    `forward` gives logits [L, vocab]; `hidden` also the hidden states [L, hidden] that they were made of. `greedy`
-    gives the token of each row's largest logit (-1: not finite), and logits of the wanted rows only. `launch_greedy`
-    returns what waits for these tokens; see `ModelRunner.begin_pick`.
-    """
-
-    device: torch.device
-    forward: Forward
-    greedy: Greedy | None = None
-    hidden: HiddenForward | None = None
-    launch_greedy: LaunchGreedy | None = None
 
 
 @dataclass(slots=True)
@@ -105,7 +82,7 @@ class DeviceStep(RunningRows):
         masks: Masks | None = None,
         images: ImageRows | None = None,
     ) -> None:
-        super().__init__(rows, sampler, masks, images, gives_hidden_states=backend.hidden is not None)
+        super().__init__(rows, sampler, masks, images, gives_hidden_states=backend.gives_hidden_states)
         self.backend = backend
         self.identity = identity
 
@@ -127,7 +104,7 @@ class DeviceStep(RunningRows):
     def needs_logits(self, packed: PackedStep) -> NDArray[np.bool_]:
         """Which of the rows that sample need more than their largest logit; all, where more than tokens is reported."""
         rows = packed.rows[packed.sampling]
-        if self.backend.greedy is None or packed.prompts or packed.hidden:
+        if packed.prompts or packed.hidden:
             return np.ones(len(rows), np.bool_)
         needed = self.sampler.needs_logits(rows, packed.positions)
         return needed if self.masks is None else needed | self.masks.constrain(rows)

@@ -11,7 +11,7 @@ import time
 import numpy as np
 
 from interfaces import Step, StepResult
-from model_worker.cpu.fused.stack import Drawn
+from model_worker.batch import DeferredTokens
 from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending
 from model_worker.rows import PackedStep
@@ -19,7 +19,7 @@ from model_worker.sampling.sampler import Sampled
 
 
 class OverlapCpu:
-    """Takes steps whose rows need nothing but their largest logit, once the backend has `launch_greedy`."""
+    """Takes steps whose rows need nothing but their largest logit. The backend must have `launch`."""
 
     def __init__(self, shared: DeviceStep) -> None:
         self._shared = shared
@@ -27,20 +27,18 @@ class OverlapCpu:
         self._last_tokens = np.zeros(shared.rows.max_rows, np.int64)
 
     def accepts(self, step: Step, packed: PackedStep) -> bool:
-        shared = self._shared
-        return shared.backend.launch_greedy is not None and packed.plain and not shared.needs_logits(packed).any()
+        return packed.plain and not self._shared.needs_logits(packed).any()
 
     def launch(self, step: Step, packed: PackedStep) -> Pending:
         since = time.perf_counter_ns()
         shared = self._shared
-        launch_greedy = shared.backend.launch_greedy
-        assert launch_greedy is not None
         rows = packed.rows[packed.sampling]
         errors = shared.refusals(rows)
         unread = np.full(len(packed.tokens), -1)
         places, owners = shared.rows.unread(packed)
         unread[places] = owners
-        wait = launch_greedy(shared.batch(packed), Drawn(unread, rows.astype(np.int64), self._last_tokens))
+        deferred = DeferredTokens(unread, rows.astype(np.int64), self._last_tokens)
+        wait = shared.backend.launch(shared.batch(packed), deferred)
         launch = shared.rows.launch(packed)
 
         def read() -> StepResult:

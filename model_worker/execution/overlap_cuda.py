@@ -56,7 +56,7 @@ class OverlapCuda:
         device = self._shared.backend.device
         began = Mark(device)
         with torch.inference_mode():
-            logits = self._shared.backend.forward(self._batch(packed))
+            logits = self._shared.backend.logits(self._batch(packed))
             tokens = self._shared.sampler.sample_ahead(logits[: len(rows)], rows, packed.positions)
             self._last_tokens.index_copy_(0, upload(rows.astype(np.int64), device), tokens.clamp(min=0))
             copied = Download(tokens)

@@ -17,11 +17,11 @@ from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending
 from model_worker.execution.ngram import draft
 from model_worker.rows import PackedStep
-from model_worker.sampling.sampler import Sampled, with_largest
+from model_worker.sampling.sampler import Sampled, with_argmax
 
 
 class Speculation:
-    """Guesses up to `most` tokens of a sequence from its own text. The backend must have `greedy`."""
+    """Guesses up to `most` tokens of a sequence from its own text."""
 
     def __init__(self, shared: DeviceStep, most: int) -> None:
         self._shared = shared
@@ -62,8 +62,6 @@ class Speculation:
     def _verify(self, packed: PackedStep, guesses: NDArray[np.int32]) -> Sampled:
         """Compute the row's token and the guesses in one pass, and draw what follows each of them."""
         shared = self._shared
-        greedy = shared.backend.greedy
-        assert greedy is not None
         count = 1 + len(guesses)
         several = replace(
             packed,
@@ -74,9 +72,9 @@ class Speculation:
         rows = np.repeat(packed.rows, count)
         positions = packed.positions + np.arange(count)
         needed = shared.sampler.needs_logits(rows, positions)
-        largest, logits = greedy(shared.batch(several, np.arange(count)), needed)
+        largest, logits = shared.backend.greedy(shared.batch(several, np.arange(count)), needed)
         drawn = shared.sampler.sample(logits, rows[needed], positions[needed]) if needed.any() else None
-        return with_largest(largest, needed, drawn)
+        return with_argmax(largest, needed, drawn)
 
 
 def _accepted(sampled: Sampled, guesses: NDArray[np.int32]) -> int:

@@ -13,7 +13,7 @@ from model_worker.execution import reports
 from model_worker.execution.base import DeviceStep
 from model_worker.execution.flight import Pending
 from model_worker.rows import PackedStep
-from model_worker.sampling.sampler import Sampled, with_largest
+from model_worker.sampling.sampler import Sampled, with_argmax
 
 # Tokens that rows go on by without sampling, because a grammar forces them.
 Forced = dict[int, list[int]]
@@ -64,8 +64,8 @@ class Synchronous:
     def _forward(self, packed: PackedStep) -> tuple[torch.Tensor, HiddenStates | None]:
         backend = self._shared.backend
         batch = self._shared.batch(packed)
-        if not packed.hidden or backend.hidden is None:
-            return backend.forward(batch), None
+        if not packed.hidden:
+            return backend.logits(batch), None
         logits, hidden = backend.hidden(batch)
         count = sum(part.count for part in packed.hidden)
         return logits, reports.hidden_states(packed.hidden, hidden[len(hidden) - count :])
@@ -80,12 +80,10 @@ class Synchronous:
 
     def _greedy(self, packed: PackedStep, needed: NDArray[np.bool_]) -> tuple[Sampled, Forced]:
         """As `_forward` and `_sample`, where some rows need no logits: their largest one is enough."""
-        greedy = self._shared.backend.greedy
-        assert greedy is not None
-        largest, logits = greedy(self._shared.batch(packed), needed)
+        largest, logits = self._shared.backend.greedy(self._shared.batch(packed), needed)
         rows = packed.rows[packed.sampling]
         drawn = self._draw(logits, rows[needed], packed.positions[needed]) if needed.any() else None
-        sampled = with_largest(largest, needed, drawn)
+        sampled = with_argmax(largest, needed, drawn)
         return sampled, self._forced(rows, sampled)
 
     def _draw(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:

@@ -63,7 +63,7 @@ def prepare(
         parameter_bytes=size,
     )
     if device.type == "cpu" and quantization == "none" and not has_kernels(loaded.dtype):
-        plain = replace(loaded, backend="reference", has_kernels=False)
+        plain = replace(loaded, attention_name="reference", has_kernels=False)
         verify.check_paged(plain, tokens, expected)
         return plain
     if device.type == "cpu":
@@ -92,11 +92,11 @@ def _on_cuda(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) 
     if reason is None:
         try:
             verify.check_paged(loaded, tokens, expected, "cuda", cuda.BLOCK_SIZE)
-            return replace(loaded, backend="cuda", block_size=cuda.BLOCK_SIZE)
+            return replace(loaded, attention_name="cuda", block_size=cuda.BLOCK_SIZE)
         except (RuntimeError, ModelRefused) as error:
             reason = first_line(error)
     log.warning("%s attends in plain torch, which is slow: %s", loaded.architecture, reason)
-    return replace(loaded, backend="reference")
+    return replace(loaded, attention_name="reference")
 
 
 def _parameters(model: PreTrainedModel) -> tuple[int, int]:

@@ -56,10 +56,10 @@ def eager_logits(model: PreTrainedModel, tokens: Tensor, first_position: int | N
 
 
 def check_paged(
-    loaded: LoadedModel, tokens: Tensor, expected: Tensor, backend: str = "reference", block_size: int = BLOCK_SIZE
+    loaded: LoadedModel, tokens: Tensor, expected: Tensor, attention: str = "reference", block_size: int = BLOCK_SIZE
 ) -> None:
     """Compare the paged forward pass with `expected`; refuse the model if they differ."""
-    runner = ModelRunner(loaded, num_blocks=8, block_size=block_size, backend=backend)
+    backend = ModelRunner(loaded, num_blocks=8, block_size=block_size, attention=attention).backend
     first, second = tokens.cpu().numpy()
 
     def forward(chunks: list[np.ndarray], kv_lens: list[int], tables: np.ndarray) -> Tensor:
@@ -67,7 +67,7 @@ def check_paged(
         lens = np.array([len(chunk) for chunk in chunks])
         every = np.arange(len(packed))
         batch = ForwardBatch.build(packed, lens, np.array(kv_lens), tables, block_size, every, loaded.device)
-        return runner.forward(batch)
+        return backend.logits(batch)
 
     head = forward([first[:FIRST_CHUNK]], [FIRST_CHUNK], BLOCK_TABLES[:1])
     rest = forward([first[FIRST_CHUNK:], second], [PROBE_TOKENS, PROBE_TOKENS], BLOCK_TABLES)
@@ -101,7 +101,7 @@ def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool
         tokens.flatten().numpy(), near, near, BLOCK_TABLES, STACK_BLOCK_SIZE, np.arange(tokens.numel())
     )
     far = replace(batch, positions=batch.positions + first)
-    got = ModelRunner(loaded, 8, STACK_BLOCK_SIZE, "cpu").forward(far)
+    got = ModelRunner(loaded, 8, STACK_BLOCK_SIZE, "cpu").backend.logits(far)
     return not _median_error(got, want) < TOLERANCE[loaded.dtype]
 
 

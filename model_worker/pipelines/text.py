@@ -9,7 +9,7 @@ is refused as a whole.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,11 +37,12 @@ from interfaces import (
     TextGenerationInputs,
     TextGenerationOutput,
 )
+from model_worker.backends.base import Backend
 from model_worker.batch import ForwardBatch
 from model_worker.capacity import Capacity, capacity_for
 from model_worker.engine import Engine
 from model_worker.execution import executors_for
-from model_worker.execution.base import Backend, DeviceStep, WorkerIdentity
+from model_worker.execution.base import DeviceStep, WorkerIdentity
 from model_worker.grammar import mask_process
 from model_worker.grammar.masks import Masks
 from model_worker.loading.load import load_model
@@ -78,9 +79,9 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         rows = WorkerRows(capacity.max_rows, capacity.max_model_len, capacity.block_size, capacity.num_blocks)
         sampler = SamplerRows(capacity.max_rows, runner.loaded.vocab_size, runner.loaded.device)
         self._runner = runner
-        backend = Backend(runner.loaded.device, self._forward)
         encoder = runner.loaded.encoder
         self._images = None if encoder is None else ImageRows(encoder, EncoderCache(encoder.cache_bytes))
+        backend = _ProcessedLogits(runner.backend, self._process)
         shared = DeviceStep(rows, sampler, backend, WorkerIdentity(0, 0), masks, self._images)
         self._engine = Engine(shared, executors_for(shared))
         self._masks = masks
@@ -340,9 +341,8 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         if failures:
             raise ValueError("; ".join(failures))
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """The model's logits, after the processors: those of the pipeline, then each request's own."""
-        logits = self._runner.forward(batch)
+    def _process(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply the processors to the model's logits: those of the pipeline, then each request's own."""
         contexts = self._sampling
         own = [context.sampling_params.logits_processors or () for context in contexts]
         if not contexts or not (self._batch_processors or any(own)):
@@ -355,6 +355,19 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
                 for process in own[i]:
                     process(ProcessorInputs(logits[i : i + 1], context))
         return logits
+
+
+class _ProcessedLogits(Backend):
+    """A backend whose logits go through `process`."""
+
+    def __init__(self, backend: Backend, process: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.device = backend.device
+        self.vocab_size = backend.vocab_size
+        self._backend = backend
+        self._process = process
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._process(self._backend.logits(batch))
 
 
 def _wants_logprobs(context: TextContext) -> bool:

@@ -183,7 +183,7 @@ class SamplerRows:
         tokens = np.empty(len(rows), np.int64)
         plain = np.flatnonzero(~worked)
         if len(plain):
-            tokens[plain] = largest(_take(logits, plain))
+            tokens[plain] = argmax(_take(logits, plain))
         if len(plain) == len(rows):
             return Sampled.of(tokens)
         index = np.flatnonzero(worked)
@@ -379,13 +379,13 @@ def _take(logits: torch.Tensor, index: NDArray[np.intp]) -> torch.Tensor:
     return logits[torch.from_numpy(index).to(logits.device)]
 
 
-def largest(logits: torch.Tensor) -> NDArray[np.int64]:
-    """Return the argmax token, or -1 where its logit is not finite: `max` carries a NaN through."""
+def argmax(logits: torch.Tensor) -> NDArray[np.int64]:
+    """Return the argmax of each row, or -1 where its logit is not finite: `max` carries a NaN through."""
     top, token = logits.max(dim=-1)
     return np.asarray(torch.where(torch.isfinite(top), token, -1).cpu().numpy())
 
 
-def with_largest(tokens: NDArray[np.int64], worked: NDArray[np.bool_], sampled: Sampled | None) -> Sampled:
+def with_argmax(tokens: NDArray[np.int64], worked: NDArray[np.bool_], sampled: Sampled | None) -> Sampled:
     """Join the choices of a step: `tokens` (-1: bad), but for the rows `worked`, if any, whose choices are in
     `sampled`."""
     if sampled is None:

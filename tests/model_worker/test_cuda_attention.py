@@ -123,12 +123,12 @@ def test_a_kernel_that_fails_its_proof_is_not_used(
     tokens = verify.tokens(loaded.model.config, loaded.device)
     expected = torch.from_numpy(np.random.default_rng().normal(size=(2, tokens.shape[1], loaded.vocab_size)))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", written_out)
-    assert prepare._on_cuda(loaded, tokens, expected).backend == "reference"
+    assert prepare._on_cuda(loaded, tokens, expected).attention_name == "reference"
     assert "attends in plain torch" in caplog.text
     assert "gives other logits" in caplog.text
     with torch.inference_mode():
         expected = verify.eager_logits(loaded.model, tokens)
     served = prepare._on_cuda(loaded, tokens, expected)
-    assert (served.backend, served.block_size) == ("cuda", 256)
+    assert (served.attention_name, served.block_size) == ("cuda", 256)
     monkeypatch.undo()
-    assert prepare._on_cuda(loaded, tokens, expected).backend == "reference", "a CPU has no such kernel"
+    assert prepare._on_cuda(loaded, tokens, expected).attention_name == "reference", "a CPU has no such kernel"

@@ -48,7 +48,7 @@ class Driver:
                 self.blocks[s].append(self.free.pop())
         ready = [s for s in members if self.computed[s] == len(self.texts[s])]
         last = np.cumsum(lens)[[members.index(s) for s in ready]] - 1
-        for s, logits in zip(ready, self.runner.forward(self.batch(members, chunks, last)), strict=True):
+        for s, logits in zip(ready, self.runner.backend.logits(self.batch(members, chunks, last)), strict=True):
             self.texts[s].append(int(logits.argmax()))
 
     def batch(self, members: list[int], chunks: list[list[int]], logit_positions: np.ndarray) -> ForwardBatch:
@@ -91,7 +91,7 @@ def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: pytest.TempPa
     assert len({token for text in expected for token in text}) > 15, "the random model repeats itself"
     loaded = load(path)
     for backend in BACKENDS:
-        runner = ModelRunner(loaded, num_blocks=16 * 13, block_size=BLOCK_SIZE, backend=backend)
+        runner = ModelRunner(loaded, num_blocks=16 * 13, block_size=BLOCK_SIZE, attention=backend)
         assert Driver(runner, prompts, rng).run() == expected, f"with backend {backend}"
 
 
@@ -99,7 +99,7 @@ def test_a_batch_of_another_block_size_is_refused(tmp_path_factory: pytest.TempP
     runner = ModelRunner(load(tiny_model("llama", tmp_path_factory.getbasetemp())), num_blocks=2, block_size=8)
     one = np.ones(1, np.int64)
     with pytest.raises(ValueError, match="blocks of 4 tokens, the cache of 8"):
-        runner.forward(ForwardBatch.build(one, one, one, np.zeros((1, 1), np.int32), 4, one - 1))
+        runner.backend.logits(ForwardBatch.build(one, one, one, np.zeros((1, 1), np.int32), 4, one - 1))
 
 
 def test_warm_up_leaves_results_as_they_are(tmp_path_factory: pytest.TempPathFactory) -> None:

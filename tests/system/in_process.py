@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from interfaces import Finish, SamplingParams, Step, StepResult, Submit, Terms, TextContext, WorkerHello, decode, encode
 from interfaces.base.log_probabilities import LogProbabilities
+from model_worker.backends.base import Backend
 from model_worker.engine import Engine
 from model_worker.execution import executors_for
-from model_worker.execution.base import Backend, DeviceStep, WorkerIdentity
+from model_worker.execution.base import DeviceStep, WorkerIdentity
 from model_worker.execution.flight import Pending
 from model_worker.grammar.masks import Masks
 from model_worker.loading.load import load_model
@@ -168,14 +168,7 @@ def _device_step(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | N
     runner = ModelRunner(loaded, shape.num_blocks, shape.block_size, shape.backend)
     rows = WorkerRows(shape.max_rows, shape.max_model_len, shape.block_size, shape.num_blocks)
     sampler = SamplerRows(shape.max_rows, loaded.vocab_size, loaded.device, shape.processors)
-    backend = Backend(
-        torch.device("cpu"),
-        runner.forward,
-        greedy=runner.pick,
-        hidden=runner.forward_with_hidden,
-        launch_greedy=runner.begin_pick if shape.device_overlap == "cpu" else None,
-    )
-    return DeviceStep(rows, sampler, backend, WorkerIdentity(index, 0), masks)
+    return DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, 0), masks)
 
 
 def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:

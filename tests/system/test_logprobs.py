@@ -103,13 +103,15 @@ def test_a_long_prompt_is_reported_in_bounded_parts(tmp_path: Path) -> None:
     loaded = load(tiny_model("llama", tmp_path, seed=1))
     shape = Shape(num_blocks=400, max_model_len=480, max_batch_tokens=2000, block_size=4)
     server = InProcessServer(loaded, shape)
-    forward, rows = server.backends[0].forward, []
+    backend: Any = server.backends[0]
+    logits, rows = backend.logits, []
 
     def counted(batch: Any) -> torch.Tensor:
         rows.append((batch.num_tokens, len(batch.logit_positions)))
-        return forward(batch)
+        computed: torch.Tensor = logits(batch)
+        return computed
 
-    server.backends[0].forward = counted
+    backend.logits = counted
     prompt = [random.randrange(3, VOCAB) for _ in range(450)]
     params = SamplingParams(temperature=0, max_new_tokens=1, prompt_logprobs_from=0, logprobs=LogprobMode.TEMPERED)
     first = server.submit(prompt, params)

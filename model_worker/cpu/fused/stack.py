@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_worker.batch import ForwardBatch
+from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.cpu.fused.attention import Attention, Cache
 from model_worker.cpu.fused.attention_plan import plan_for, zeros_after
 from model_worker.cpu.fused.layer import Buffers
@@ -57,7 +57,7 @@ _NO_WINDOW = 1 << 40
 _KEPT_POSITIONS = 1 << 15
 _NO_PEAKS = np.empty((0, 0), np.int32)
 # Smallest model, in weight bytes, that launches ahead: a pass must take over 1 ms.
-WORTH_RUNNING_AHEAD = 32 << 20
+WORTH_OVERLAPPING = 32 << 20
 
 # Most tokens of a pass that reads bf12 weights: with more, arithmetic is the bottleneck, and bf12 takes more of it.
 BF12_ROWS = 8
@@ -67,14 +67,6 @@ WORTH_BF12 = 32 << 20
 BF12_SHARE = 1 / 8
 # Most bytes of the bf12 copy, exceptions included, over the bytes of the weights.
 MOST_BF12 = 0.8
-
-
-class Drawn(NamedTuple):
-    """Deferred tokens: passes leave them to later ones, which may begin before they have been read."""
-
-    unread: NDArray[np.int64]  # [T]: the row whose last token stands for this one; -1: it is known
-    rows: NDArray[np.int64]  # [L]: the row whose last token this pass draws; -1: none
-    last_tokens: NDArray[np.int64]  # [rows]
 
 
 class _LaunchedPass(NamedTuple):
@@ -198,11 +190,13 @@ class FusedStack:
         """Whether blocks of this size can be laid out as the kernels read them."""
         return block_size % GROUP == 0
 
-    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Write the batch's tokens into the cache and return float32 logits [L, vocab] at `batch.logit_positions`."""
         return self._run(batch, cache, _every(batch))[0]
 
-    def pick(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.int64], Tensor]:
+    def greedy(
+        self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int64], Tensor]:
         """Write the batch's tokens into the cache and return the argmax of each of the L rows.
 
         It is -1 where the logits are not finite. The second result is the logits of the rows `wanted`.
@@ -211,7 +205,7 @@ class FusedStack:
         logits, _, tokens = self._run(batch, cache, rows)
         return tokens, logits
 
-    def forward_with_hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Return the logits, and the hidden states that they were made of, float32 [L, hidden]."""
         logits, every_residual, _ = self._run(batch, cache, _every(batch))
         residual = every_residual[batch.logit_positions]
@@ -219,30 +213,32 @@ class FusedStack:
         return logits, residual * shares * torch.from_numpy(self._weights.final_norm)
 
     @property
-    def runs_ahead(self) -> bool:
+    def overlaps(self) -> bool:
         """Whether passes may and should be launched before the tokens of the one before are read."""
         able = self._cores > 1 and self._table is not None
-        return self._tuning.overlap and able and self._modules.weight_bytes >= WORTH_RUNNING_AHEAD
+        return self._tuning.overlap and able and self._modules.weight_bytes >= WORTH_OVERLAPPING
 
-    def begin(self, batch: ForwardBatch, cache: KVCache, drawn: Drawn) -> Callable[[], NDArray[np.int64]]:
+    def launch(self, batch: ForwardBatch, cache: KVCache, deferred: DeferredTokens) -> Callable[[], NDArray[np.int64]]:
         """Launch an argmax pass while the caller does something else.
 
         Returns what waits for its tokens [L], -1 for one that is not finite. The caller helps when it waits. Passes
         must be waited for in the order of their launch.
         """
-        return self._launch(batch, cache, np.full(len(drawn.rows), -1), drawn).tokens
+        return self._launch(batch, cache, np.full(len(deferred.rows), -1), deferred).tokens
 
     def _run(
         self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64]
     ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
         """Run a pass. Returns logits of rows that have a place in `wanted`, the final residual [T, hidden], and the
         argmax."""
-        none_deferred = Drawn(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
+        none_deferred = DeferredTokens(np.full(batch.num_tokens, -1), np.full(len(wanted), -1), np.empty(0, np.int64))
         launched = self._launch(batch, cache, wanted, none_deferred)
         tokens = launched.tokens()
         return torch.from_numpy(launched.outputs.logits), torch.from_numpy(launched.residual), tokens
 
-    def _launch(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], drawn: Drawn) -> _LaunchedPass:
+    def _launch(
+        self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.int64], deferred: DeferredTokens
+    ) -> _LaunchedPass:
         if self._may_use_bf12:
             # Not before kernels may be called. Passes give the same without it.
             self._may_use_bf12 = False
@@ -259,12 +255,12 @@ class FusedStack:
             keys=largest.keys,
             places=largest.places,
             tokens=largest.tokens,
-            rows=drawn.rows,
-            last_tokens=drawn.last_tokens,
+            rows=deferred.rows,
+            last_tokens=deferred.last_tokens,
             peaks=_NO_PEAKS if screen is None else screen.peaks[: len(wanted)],
             panels=self._every_panel if screen is None else screen.candidates,
         )
-        inputs, x = self._embedded(batch, drawn)
+        inputs, x = self._embedded(batch, deferred)
         buffers = self._buffers(max(batch.num_tokens, len(wanted)))
         weights = self._weights
         weight_format = self._format
@@ -285,14 +281,14 @@ class FusedStack:
         job = thread_pool(self._cores).begin(run_stack, work, weight_format, self._screen_format)
         return _LaunchedPass(job, outputs, x, screen)
 
-    def _embedded(self, batch: ForwardBatch, drawn: Drawn) -> tuple[Inputs, NDArray[np.float32]]:
+    def _embedded(self, batch: ForwardBatch, deferred: DeferredTokens) -> tuple[Inputs, NDArray[np.float32]]:
         """Return the tokens, and a buffer for their embeddings; filled, where the module must make them."""
         tokens = batch.tokens.numpy()
         if self._table is not None and batch.embeddings is None:
             x = np.empty((len(tokens), len(self._weights.final_norm)), np.float32)
-            return Inputs(tokens, drawn.unread, drawn.last_tokens, self._table), x
+            return Inputs(tokens, deferred.unread, deferred.last_tokens, self._table), x
         x = self._embedding(batch.tokens).to(torch.float32).numpy()
-        return Inputs(tokens[:0], drawn.unread, drawn.last_tokens, np.empty((0, 0), self._element)), x
+        return Inputs(tokens[:0], deferred.unread, deferred.last_tokens, np.empty((0, 0), self._element)), x
 
     def _angles_of(self, batch: ForwardBatch) -> Rotary:
         if batch.positions.ndim == 2:

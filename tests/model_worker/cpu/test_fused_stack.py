@@ -18,9 +18,8 @@ from numba import njit
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from model_worker.batch import ForwardBatch
+from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.cpu.fused.phases import BLOCK_TOKENS
-from model_worker.cpu.fused.stack import Drawn
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import STEP_BYTES, TILE_ROWS, multiply_half_panel, multiply_panel, operand_dtype
@@ -81,7 +80,7 @@ def batches(rng: np.random.Generator, block_size: int, num_blocks: int) -> list[
 
 
 def logits(runner: ModelRunner, steps: list[ForwardBatch]) -> torch.Tensor:
-    return torch.cat([runner.forward(step) for step in steps]).double()
+    return torch.cat([runner.backend.logits(step) for step in steps]).double()
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -156,7 +155,7 @@ def test_greedy_tokens_equal_generate(arch: str, tmp_path_factory: Any) -> None:
         lengths = np.array([len(text) for text in texts])
         sizes = np.array([len(chunk) for chunk in chunks])
         batch = ForwardBatch.build(np.concatenate(chunks), sizes, lengths, tables, 16, np.cumsum(sizes) - 1)
-        chunks = list(runner.forward(batch).argmax(-1, keepdim=True).numpy())
+        chunks = list(runner.backend.logits(batch).argmax(-1, keepdim=True).numpy())
         texts = [np.concatenate(pair) for pair in zip(texts, chunks, strict=True)]
     assert [text.tolist() for text in texts] == expected
 
@@ -169,8 +168,8 @@ def test_picked_tokens_are_the_largest_logits(arch: str, dtype: str, quantizatio
     whole, picking = ModelRunner(loaded, 32, 16), ModelRunner(loaded, 32, 16)
     for step in batches(rng, 16, 32):
         wanted = rng.random(len(step.logit_positions)) < rng.choice([0, 0.3, 1])
-        every = whole.forward(step)
-        tokens, some = picking.pick(step, wanted)
+        every = whole.backend.logits(step)
+        tokens, some = picking.backend.greedy(step, wanted)
         assert tokens.tolist() == every.argmax(-1).tolist()
         assert torch.equal(some, every[torch.from_numpy(wanted)])
 
@@ -221,21 +220,21 @@ def test_launched_passes_give_what_passes_one_by_one_give(
     for length, table in zip(lengths, tables, strict=True):
         for runner in (overlapped, single):
             size = np.array([length])
-            runner.forward(ForwardBatch.build(text[:length], size, size, table[None], 16, size - 1))
+            runner.backend.logits(ForwardBatch.build(text[:length], size, size, table[None], 16, size - 1))
 
     def step(number: int, tokens: NDArray[np.int64]) -> ForwardBatch:
         return ForwardBatch.build(tokens, np.ones(count, int), lengths + 1 + number, tables, 16, np.arange(count))
 
-    known = Drawn(np.full(count, -1), rows, last_tokens)
-    waiting = [overlapped.begin_pick(step(0, tokens), known)]
+    known = DeferredTokens(np.full(count, -1), rows, last_tokens)
+    waiting = [overlapped.backend.launch(step(0, tokens), known)]
     for number in range(steps):
         # Its tokens are those that the pass before draws.
-        waiting.append(overlapped.begin_pick(step(number + 1, np.zeros(count, int)), known._replace(unread=rows)))
+        waiting.append(overlapped.backend.launch(step(number + 1, np.zeros(count, int)), known._replace(unread=rows)))
         drawn = waiting.pop(0)()
-        tokens = single.pick(step(number, tokens), np.zeros(count, np.bool_))[0]
+        tokens = single.backend.greedy(step(number, tokens), np.zeros(count, np.bool_))[0]
         assert drawn.tolist() == tokens.tolist()
     drawn = waiting.pop()()
-    assert drawn.tolist() == single.pick(step(steps, tokens), np.zeros(count, np.bool_))[0].tolist()
+    assert drawn.tolist() == single.backend.greedy(step(steps, tokens), np.zeros(count, np.bool_))[0].tolist()
     assert last_tokens[rows].tolist() == drawn.tolist()
     for one, other in zip(overlapped.cache.k + overlapped.cache.v, single.cache.k + single.cache.v, strict=True):
         assert torch.equal(one, other)
@@ -260,8 +259,8 @@ def test_many_tokens_at_once_give_what_a_few_at_a_time_give(
         end = min(first + 37, count)
         here = wanted[(wanted >= first) & (wanted < end)] - first
         lengths = np.array([end - first]), np.array([end])
-        parts.append(few.forward(ForwardBatch.build(tokens[first:end], *lengths, table, 16, here)))
-    assert torch.equal(at_once.forward(batch), torch.cat(parts))
+        parts.append(few.backend.logits(ForwardBatch.build(tokens[first:end], *lengths, table, 16, here)))
+    assert torch.equal(at_once.backend.logits(batch), torch.cat(parts))
     assert all(torch.equal(a, b) for a, b in zip(at_once.cache.k, few.cache.k, strict=True))
 
 

@@ -175,8 +175,8 @@ def test_a_stack_with_a_screen_picks_the_largest_logits(
     few = 0
     for _ in range(6):
         for step in batches(rng, 16, 32):
-            every, rows = whole.forward(step), len(step.logit_positions)
-            tokens, _ = picking.pick(step, np.zeros(rows, np.bool_))
+            every, rows = whole.backend.logits(step), len(step.logit_positions)
+            tokens, _ = picking.backend.greedy(step, np.zeros(rows, np.bool_))
             assert tokens.tolist() == every.argmax(-1).tolist()
             few += 0 < rows <= SCREENED_ROWS
     assert len(passes) == few

@@ -58,7 +58,7 @@ def test_a_decode_step_in_a_bucket_equals_the_step_alone(runner: ModelRunner) ->
 
     def forward(batch: ForwardBatch) -> Tensor:
         calls.append(batch.num_tokens)
-        return runner.forward(batch)
+        return runner.backend.logits(batch)
 
     graphs = DecodeGraphs(forward, buffers, run_again)
     assert calls == [6, 4, 2, 1]
@@ -67,7 +67,7 @@ def test_a_decode_step_in_a_bucket_equals_the_step_alone(runner: ModelRunner) ->
         for tensor in (*cache.k, *cache.v):
             tensor.normal_()
         before = [tensor.clone() for tensor in (*cache.k, *cache.v)]
-        want = runner.forward(batch)
+        want = runner.backend.logits(batch)
         written = [tensor.clone() for tensor in (*cache.k, *cache.v)]
         for tensor, values in zip((*cache.k, *cache.v), before, strict=True):
             tensor.copy_(values)
@@ -82,7 +82,7 @@ def test_a_decode_step_in_a_bucket_equals_the_step_alone(runner: ModelRunner) ->
 def test_only_plain_decode_steps_fit(runner: ModelRunner) -> None:
     rng = np.random.default_rng()
     buffers = DecodeBuffers(MAX_ROWS, BLOCKS_PER_ROW, BLOCK_SIZE, SPARE, torch.device("cpu"))
-    graphs = DecodeGraphs(runner.forward, buffers, run_again)
+    graphs = DecodeGraphs(runner.backend.logits, buffers, run_again)
 
     def step(query_lens: list[int], wanted: list[int], kv_len: int = 7, **more: object) -> ForwardBatch:
         rows, lens = len(query_lens), np.array(query_lens)
@@ -99,7 +99,7 @@ def test_only_plain_decode_steps_fit(runner: ModelRunner) -> None:
     assert not graphs.fits(step([1] * (MAX_ROWS + 1), list(range(MAX_ROWS + 1)))), "more rows than the largest bucket"
     longest = BLOCKS_PER_ROW * BLOCK_SIZE
     assert not graphs.fits(step([1], [0], longest + 1)), "more blocks than recorded"
-    vectors = (np.zeros(1, np.int64), np.zeros((1, runner.hidden_size), np.float32))
+    vectors = (np.zeros(1, np.int64), np.zeros((1, runner.loaded.hidden_size), np.float32))
     assert not graphs.fits(step([1], [0], embeddings=vectors)), "vectors for tokens"
 
 

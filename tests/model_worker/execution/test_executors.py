@@ -61,17 +61,6 @@ def test_greedy_steps_overlap(loaded: LoadedModel, overlap: str) -> None:
     assert not len(places)
 
 
-def test_greedy_steps_overlap_as_soon_as_the_backend_can_launch_them(loaded: LoadedModel) -> None:
-    worker = TinyWorker(loaded, "cpu")
-    launch_greedy = worker.backend.launch_greedy
-    worker.backend.launch_greedy = None
-    worker.prefill(join(0, PROMPT))
-    worker.begin([0]).result()
-    worker.backend.launch_greedy = launch_greedy
-    worker.begin([0]).result()
-    assert worker.taken == ["Synchronous", "OverlapCpu"]
-
-
 @pytest.mark.parametrize("overlap", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("params", "fields"),
@@ -135,15 +124,14 @@ def test_while_a_row_is_isolated_every_step_is_cut(loaded: LoadedModel, overlap:
     worker = TinyWorker(loaded, overlap, most_guesses=3)
     worker.prefill(join(0, PROMPT), join(1, PROMPT))
     calls: list[int] = []
-    forward = worker.backend.forward
+    forward = worker.backend.logits
     greedy = worker.backend.greedy
-    assert greedy is not None
 
     def counted(batch: Any, *wanted: Any) -> Any:
         calls.append(batch.num_sequences)
-        return cast(Any, greedy if wanted else forward)(batch, *wanted)
+        return greedy(batch, *wanted) if wanted else forward(batch)
 
-    worker.backend.forward = counted
+    worker.backend.logits = counted
     worker.backend.greedy = counted
     pending = worker.begin([0, 2, 1], [1, 4, 1], [join(2, PROMPT, alone=True)])
     assert pending.result().rows.tolist() == [0, 2, 1]
@@ -213,7 +201,6 @@ def test_a_right_guess_after_which_nothing_can_be_drawn_ends_the_answer_of_the_s
     text = worker.shared.rows._tokens[0]
     text[12] = PROMPT[0]
     greedy = worker.backend.greedy
-    assert greedy is not None
 
     def broken(batch: Any, wanted: Any) -> Any:
         _, logits = greedy(batch, wanted)

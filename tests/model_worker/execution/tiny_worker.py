@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from interfaces import Join, SamplingParams, Step
 from model_worker.engine import Engine
 from model_worker.execution import executors_for
-from model_worker.execution.base import Backend, DeviceStep, Executor, WorkerIdentity
+from model_worker.execution.base import DeviceStep, Executor, WorkerIdentity
 from model_worker.execution.flight import Pending
 from model_worker.model import LoadedModel
 from model_worker.rows import PackedStep, WorkerRows
@@ -45,13 +44,7 @@ class TinyWorker:
     def __init__(self, loaded: LoadedModel, overlap: str = "off", most_guesses: int = 0) -> None:
         runner = ModelRunner(loaded, ROWS * BLOCKS_PER_ROW, BLOCK_SIZE)
         rows = WorkerRows(ROWS, BLOCKS_PER_ROW * BLOCK_SIZE, BLOCK_SIZE, runner.num_blocks)
-        self.backend = Backend(
-            torch.device("cpu"),
-            runner.forward,
-            greedy=runner.pick,
-            hidden=runner.forward_with_hidden,
-            launch_greedy=runner.begin_pick if overlap == "cpu" else None,
-        )
+        self.backend: Any = runner.backend
         sampler = SamplerRows(ROWS, loaded.vocab_size, loaded.device)
         self.shared = DeviceStep(rows, sampler, self.backend, WorkerIdentity(0, 0))
         self.executors = executors_for(self.shared, overlap, most_guesses)

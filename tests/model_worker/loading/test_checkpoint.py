@@ -233,11 +233,11 @@ def test_longrope_rows_do_not_depend_on_their_neighbours(tmp_path: Path) -> None
 
     def logits(loaded: LoadedModel, lens: list[int]) -> torch.Tensor:
         """Of the last token of each prefix of `tokens`, all in one forward pass."""
-        runner = ModelRunner(loaded, 16, 8, backend="reference")
+        backend = ModelRunner(loaded, 16, 8, attention="reference").backend
         tables = np.arange(len(lens) * 5, dtype=np.int32).reshape(len(lens), 5)
         packed = np.concatenate([tokens[:n] for n in lens])
         ends = np.cumsum(lens) - 1
-        return runner.forward(ForwardBatch.build(packed, np.array(lens), np.array(lens), tables, 8, ends))
+        return backend.logits(ForwardBatch.build(packed, np.array(lens), np.array(lens), tables, 8, ends))
 
     long, short = load(tmp_path), load(tmp_path, max_model_len=16)
     torch.testing.assert_close(logits(long, [10]), logits(long, [10, 40])[:1])
@@ -259,6 +259,6 @@ def test_weights_are_those_of_the_checkpoint(directory: Path, tmp_path: Path) ->
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     tokens, three = np.array([5, 6, 7]), np.array([3])
     batch = ForwardBatch.build(tokens, three, three, np.zeros((1, 1), np.int32), 8, np.arange(3))
-    logits = ModelRunner(load(path), 1, 8).forward(batch)
+    logits = ModelRunner(load(path), 1, 8).backend.logits(batch)
     model: Any = AutoModelForCausalLM.from_pretrained(path)
     torch.testing.assert_close(logits, model(torch.tensor(tokens[None])).logits[0], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,1 @@
+"""The ways to compute a batch with a model: transformers' modules, and the fused stack."""

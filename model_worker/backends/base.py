@@ -1,0 +1,74 @@
+"""What executors ask of a model: logits, greedy tokens, hidden states, and passes that are launched and read later.
+
+Knows batches and tensors. Does not know what computes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from model_worker.batch import DeferredTokens, ForwardBatch
+from model_worker.embedding_hooks import given_embeddings
+from model_worker.kv_cache import KVCache
+from model_worker.sampling.sampler import argmax
+
+# Tokens i64[L] of the rows whose logits a batch wants; -1 where a row's largest logit is not finite.
+GreedyTokens = NDArray[np.int64]
+
+
+class Backend(ABC):
+    """One way to compute a batch on `device`. A pass writes the K and V of its tokens into the cache.
+
+    Logits [L, vocab] are those at `batch.logit_positions`; columns from `vocab_size` on stand for no token. On CUDA the
+    next pass may overwrite them.
+    """
+
+    device: torch.device
+    vocab_size: int
+
+    @abstractmethod
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """Return the logits."""
+
+    def greedy(self, batch: ForwardBatch, wanted: NDArray[np.bool_]) -> tuple[GreedyTokens, Tensor]:
+        """Return the token of each row's largest logit, and the logits of the rows `wanted`."""
+        logits = self.logits(batch)
+        return argmax(logits[:, : self.vocab_size]), logits[torch.from_numpy(wanted)]
+
+    @property
+    def gives_hidden_states(self) -> bool:
+        return False
+
+    def hidden(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return the logits, and what they are made of: the hidden states [L, hidden] after the last norm."""
+        raise NotImplementedError(f"{type(self).__name__} gives no hidden states")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` may and should be used: a pass takes long enough to do other work meanwhile."""
+        return False
+
+    def launch(self, batch: ForwardBatch, deferred: DeferredTokens) -> Callable[[], GreedyTokens]:
+        """Launch a greedy pass. Returns what waits for its tokens; passes are waited for in the order of launch."""
+        raise NotImplementedError(f"{type(self).__name__} launches no passes")
+
+
+def levels_of(batch: ForwardBatch, hidden_size: int) -> int:
+    """Return how many layers have something to add behind them for the batch's embeddings."""
+    return 0 if batch.embeddings is None else batch.embeddings[1].shape[1] // hidden_size - 1
+
+
+@contextmanager
+def one_pass(batch: ForwardBatch, cache: KVCache, embedding: nn.Module) -> Iterator[None]:
+    """The context of a pass: without gradients, and with the batch's own embeddings. ValueError for a wrong batch."""
+    if batch.block_size != cache.block_size:
+        raise ValueError(f"the batch has blocks of {batch.block_size} tokens, the cache of {cache.block_size}")
+    with torch.inference_mode(), given_embeddings(embedding, batch):
+        yield

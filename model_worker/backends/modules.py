@@ -1,0 +1,91 @@
+"""Transformers' own modules, whose attention reads the paged KV cache, and their decode steps as recorded graphs.
+
+They also compute what the fused stack cannot, on its cache. Knows how to call a transformers model so that its attention
+finds our cache. Does not know requests, rows or sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from model_worker.attention import PAGED_ATTENTION, AttentionBackend, PagedForward, paged_forward, reference
+from model_worker.attention.tiled import TiledCache
+from model_worker.attention.tiled import attend as tiled_attend
+from model_worker.backends.base import Backend, levels_of, one_pass
+from model_worker.batch import ForwardBatch
+from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
+from model_worker.embedding_hooks import added_behind_layers, taken_inputs
+from model_worker.kv_cache import KVCache
+from model_worker.model import LoadedModel
+
+log = logging.getLogger(__name__)
+
+
+class ModulesBackend(Backend):
+    """A model's modules on a cache, attending by `attend`, or by plain torch where that cannot.
+
+    `tiled`: the cache is laid out as the fused stack reads it.
+    """
+
+    def __init__(self, loaded: LoadedModel, cache: KVCache, attend: AttentionBackend, tiled: bool = False) -> None:
+        self.device = loaded.device
+        self.vocab_size = loaded.vocab_size
+        self._loaded = loaded
+        self._cache = cache
+        self._paged = TiledCache(cache) if tiled else cache
+        self._attend = tiled_attend if tiled else attend
+        # For batches with tokens that see later keys.
+        self._attend_later = tiled_attend if tiled else reference.attend
+        self._graphs: DecodeGraphs | None = None
+        loaded.model.set_attn_implementation(PAGED_ATTENTION)
+
+    def record_decode(self, max_rows: int, max_model_len: int, spare_block: int) -> None:
+        """Record decode steps of sequences up to `max_model_len` tokens as graphs. Padding rows use `spare_block`.
+
+        A model whose forward pass waits for the device (for routing tokens to experts, say) runs without.
+        """
+        blocks = -(-max_model_len // self._cache.block_size)
+        buffers = DecodeBuffers(max_rows, blocks, self._cache.block_size, spare_block, self.device)
+        try:
+            with torch.inference_mode():
+                self._graphs = DecodeGraphs(self._forward, buffers, CudaRecorder())
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            log.warning("%s decodes without graphs, which is slow: %s", self._loaded.architecture, reason)
+
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        with one_pass(batch, self._cache, self._loaded.embedding):
+            if self._graphs is not None and self._graphs.fits(batch):
+                return self._graphs.run(batch)
+            return self._forward(batch)
+
+    @property
+    def gives_hidden_states(self) -> bool:
+        return self._loaded.model.get_output_embeddings() is not None
+
+    def hidden(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        with (
+            one_pass(batch, self._cache, self._loaded.embedding),
+            taken_inputs(self._loaded.model.get_output_embeddings()) as taken,
+        ):
+            logits = self._forward(batch)
+        return logits, taken[0].reshape(len(logits), -1)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        attention = self._loaded.attention
+        attend = self._attend if batch.seen is None else self._attend_later
+        levels = levels_of(batch, self._loaded.hidden_size)
+        added = added_behind_layers(batch, levels) if levels else {}
+        with paged_forward(PagedForward(batch, self._paged, attend, attention.layer_of, attention.params)):
+            output = self._loaded.model(
+                input_ids=batch.tokens.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(-2),
+                logits_to_keep=batch.logit_positions,
+                use_cache=False,
+                **added,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
