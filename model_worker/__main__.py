@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 1e-4
+# Exit code (EX_CONFIG of sysexits.h) of a process that has reported why it cannot work.
 CANNOT_WORK = 78
-"""Exit code (EX_CONFIG of sysexits.h) of a process that has said why."""
 
 
 def main() -> None:
@@ -80,8 +80,8 @@ def pools(settings: Settings) -> bool:
 
 
 def _import() -> None:
-    """What takes seconds, torch most of all, and is the same for all. Makes no thread that a fork would miss."""
-    # It makes a million objects and hardly any garbage; looking for that takes a second.
+    """Import everything slow before forking. Must not start threads, which a fork would miss."""
+    # Imports make a million objects and hardly any garbage; looking for that takes a second.
     gc.disable()
     from model_worker import capacity, engine, rows, runner
     from model_worker.cpu import kernel_cache
@@ -207,7 +207,7 @@ def build_texts(settings: Settings, index: int, device: str, epoch: int) -> tupl
 
 
 def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:
-    """Compiles what sampling on a CPU takes, or loads what was compiled before."""
+    """Compile the kernels of sampling on a CPU, or load them from the cache."""
     import torch
 
     from model_worker.grammar import apply_mask
@@ -232,7 +232,7 @@ def serve(
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.
     sys.setswitchinterval(SWITCH_SECONDS)
-    # Weights and modules live as long as the process: the collector need not look at them again.
+    # Weights and modules live as long as the process, so the collector need not visit them.
     gc.collect()
     gc.freeze()
     gc.enable()
