@@ -1,7 +1,7 @@
 """Transformers' own modules, whose attention reads the paged KV cache, and their decode steps as recorded graphs.
 
-They also compute what the fused stack cannot, on its cache. Knows how to call a transformers model so that its attention
-finds our cache. Does not know requests, rows or sampling.
+They also compute what the fused stack cannot, on its cache. Knows how to call a transformers model so that its
+attention finds our cache. Does not know requests, rows or sampling.
 """
 
 from __future__ import annotations
