@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Time after which a thread gives the interpreter to another that waits for it.
 SWITCH_SECONDS = 1e-4
 # Exit code (EX_CONFIG of sysexits.h) of a process that has reported why it cannot work.
 CANNOT_WORK = 78
@@ -167,7 +168,7 @@ def build(
 
 
 def build_texts(settings: Settings, index: int, device: str, epoch: int) -> tuple[TextRunner, WorkerHello]:
-    """Loads a model of a one-shot task, which has no KV cache. ValueError says why it cannot be served here."""
+    """Load a model of a one-shot task, which has no KV cache. ValueError says why it cannot be served here."""
     import torch
 
     from model_worker.one_shot import TextRunner

@@ -1,6 +1,6 @@
-"""The worker's loop: take a step or a batch of texts, run it, answer it.
+"""The worker's loop: receive a step or a batch of texts, run it, send its result.
 
-While there is none, say once a second that this worker is here.
+Once a second it sends a heartbeat.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from shared.sockets import connect_dealer, same_host
 log = logging.getLogger(__name__)
 
 HELLO_SECONDS = 1.0
-# After this time without a rest, the engine's work at rest is done all the same: later a request would wait for it.
+# An engine that has not been idle for this long does its idle work all the same, or a later request waits for it.
 RESTLESS_SECONDS = 10.0
+# Time in which the goodbye may leave.
 LAST_WORDS_MS = 1000
+# Time for which the next step is awaited before the launched one is.
 PATIENCE_MS = 2
 
 
@@ -52,7 +54,7 @@ class Launched(Protocol):
 
 
 class Runner(Protocol):
-    """What runs the messages of one class: the engine steps, the runner of texts batches."""
+    """Runs the messages of one class: the engine runs steps, the runner of texts runs batches."""
 
     @property
     def takes(self) -> type[Step] | type[Batch]: ...
@@ -63,7 +65,7 @@ class Runner(Protocol):
     def begin(self, message: Any) -> Launched: ...
 
     def rest(self) -> None:
-        """Do what takes seconds, because there is nothing to compute."""
+        """Do work that takes seconds. Called when there is nothing to compute."""
         ...
 
 
@@ -95,13 +97,14 @@ class Loop:
         self._stopping = False
 
     def stop(self) -> None:
-        """Ends `run` after the step in progress; safe to call from a signal handler."""
+        """End `run` after the step in progress. Safe to call from a signal handler."""
         self._stopping = True
 
     def run(self) -> None:
         next_hello = 0.0
-        # Not at once: a request may have waited for this worker's first answer.
-        began, rested = time.monotonic(), False
+        # Idle work does not come first: a request may have waited for this worker's first answer.
+        began = time.monotonic()
+        rested = False
         try:
             while not self._stopping and not self._superseded():
                 now = time.monotonic()

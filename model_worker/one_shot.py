@@ -18,17 +18,13 @@ from model_worker.execution.base import Counters
 class PendingBatch:
     """A batch whose values are computed when they are asked for: batches and steps run in the order they came."""
 
-    # As of a launched step.
-    steps = 1
     done = False
 
     def __init__(self, runner: TextRunner, batch: Batch) -> None:
-        self.left = 1
         self._runner = runner
         self._batch = batch
 
     def result(self) -> BatchResult:
-        self.left = 0
         return self._runner.run(self._batch)
 
 

@@ -1,8 +1,7 @@
-"""The worker's row table: what is known of each running sequence, updated in place by steps and gathered into each
-forward.
+"""The worker's row table: the running sequences, updated in place by steps and gathered into each forward pass.
 
 A row holds its block table, its tokens, and how many of them are computed and known: a prompt is known before it is
-computed, and so is what a grammar forces. It knows nothing of requests, text or sampling.
+computed, and so are jump-forward tokens. Knows tokens and blocks. Does not know requests, text or sampling.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from interfaces import Join, Step
 
 
 class StepError(ValueError):
-    """A step that does not fit the rows: a defect of its sender, named so that it can be found."""
+    """A step that does not fit the rows, because of a defect of its sender."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Tokens of a row's prompt whose log-probabilities a step tells: `tokens[i]`, at index `first + i` of the sequence,
-    is predicted by the step's packed token `offset + i`."""
+    """Tokens of a row's prompt whose log-probabilities a step reports.
+
+    `tokens[i]`, at index `first + i` of the sequence, is predicted by the step's packed token `offset + i`.
+    """
 
     row: int
     first: int
@@ -34,8 +35,10 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True)
 class HiddenPart:
-    """Tokens of a row whose hidden states a step tells: `count` of them, from index `first` of the sequence and from
-    the step's packed token `offset` on."""
+    """`count` tokens of a row whose hidden states a step reports.
+
+    They begin at index `first` of the sequence, which is the step's packed token `offset`.
+    """
 
     row: int
     first: int
@@ -75,9 +78,11 @@ class PackedStep:
 
 
 class Images(Protocol):
-    """What the images of rows bring to a step."""
+    """The images of all rows."""
 
-    def fill(self, packed: PackedStep) -> PackedStep: ...
+    def fill(self, packed: PackedStep) -> PackedStep:
+        """Return the step with what its rows' images bring: vectors, positions, and keys to see."""
+        ...
 
 
 class WorkerRows:
@@ -96,18 +101,18 @@ class WorkerRows:
         self._launched = 0
         self._since = np.zeros(max_rows, np.int64)
         self.block_tables = np.zeros((max_rows, -(-max_model_len // block_size)), np.int32)
-        # One more than are computed: the last one that is sampled. What is never written to takes no memory.
+        # The tokens that the host has read. There is room for one more than can be computed: the last sampled one.
+        # Memory that is never written to takes no space.
         self._tokens = np.zeros((max_rows, self.block_tables.shape[1] * block_size + 1), np.int32)
-        """Of each row's sequence, as far as the host has read them."""
+        # Rows whose prompt is to be reported: first position, and the prompt's length.
         self._reported: dict[int, tuple[int, int]] = {}
-        """Rows whose prompt is to be reported: first position, and the prompt's length."""
+        # Rows whose hidden states are reported, and the first position of each.
         self._hidden: dict[int, int] = {}
-        """Rows whose hidden states are reported, and the first position of each."""
+        # Rows with vectors for their first tokens, until these are computed.
         self._embeddings: dict[int, NDArray[np.float32]] = {}
-        """Rows with vectors for their first tokens, until these are computed."""
 
     def apply(self, step: Step) -> None:
-        """Takes over what the step changes before its forward: drops, joins and new blocks. Raises StepError."""
+        """Apply the step's drops, joins and new blocks. Raises StepError."""
         for row in step.drop.tolist():
             self._forget_prompt(row)
             self._hidden.pop(row, None)
@@ -123,7 +128,7 @@ class WorkerRows:
             self.block_tables[rows, index] = blocks
 
     def pack(self, step: Step) -> PackedStep:
-        """Columns of the step's forward. Raises StepError when a row has fewer tokens than the step computes."""
+        """Gather the columns of the step's forward. Raises StepError when a row lacks tokens that the step computes."""
         rows = step.rows
         self._check_rows(rows)
         ntok = np.ones(len(rows), np.int32) if step.ntok is None else step.ntok
@@ -181,11 +186,11 @@ class WorkerRows:
         self.computed[row] += len(tokens)
 
     def text(self, row: int) -> NDArray[np.int32]:
-        """The tokens of a row's sequence, as far as the host has read them."""
+        """Return the tokens of a row's sequence, as far as the host has read them."""
         return self._tokens[row, : self._read[row]]
 
     def unread(self, packed: PackedStep) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which packed tokens are on the device only, and the rows that they are the last tokens of."""
+        """Return the packed tokens that are on the device only, and the rows that they are the last tokens of."""
         index = np.flatnonzero(self._read[packed.rows] < self.known[packed.rows])
         return np.cumsum(packed.ntok, dtype=np.int64)[index] - 1, packed.rows[index].astype(np.int64)
 
@@ -197,11 +202,13 @@ class WorkerRows:
         self._read[row] = self.known[row]
 
     def clear(self) -> None:
-        """Forgets all rows (another scheduler speaks now)."""
+        """Forget all rows, because another scheduler has come."""
         self._reported.clear()
         self._hidden.clear()
         self._embeddings.clear()
-        self.known[:] = self.computed[:] = self._read[:] = 0
+        self.known[:] = 0
+        self.computed[:] = 0
+        self._read[:] = 0
 
     def _join(self, join: Join) -> None:
         self._check_rows(np.array([join.row]))
@@ -226,11 +233,12 @@ class WorkerRows:
         self._embeddings.pop(row, None)
 
     def _prompt_parts(self, rows: NDArray[np.int32], ntok: NDArray[np.int32]) -> list[PromptPart]:
-        """What the step tells of prompts: computing token j predicts token j + 1."""
+        """Return the parts of prompts that the step reports: computing token j predicts token j + 1."""
         parts = []
         for row, start, count, end in zip(rows.tolist(), self.computed[rows], ntok, np.cumsum(ntok), strict=True):
             report_from, prompt_len = self._reported.get(row, (0, 0))
-            first, stop = max(int(start) + 1, report_from), min(int(start + count) + 1, prompt_len)
+            first = max(int(start) + 1, report_from)
+            stop = min(int(start + count) + 1, prompt_len)
             if first < stop:
                 offset = int(end - count) + first - 1 - int(start)
                 parts.append(PromptPart(row, first, offset, self._tokens[row, first:stop].copy()))
@@ -249,7 +257,8 @@ class WorkerRows:
     def _given_embeddings(
         self, rows: NDArray[np.int32], ntok: NDArray[np.int32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
-        places, vectors = [], []
+        places = []
+        vectors = []
         for row, start, count, end in zip(rows.tolist(), self.computed[rows], ntok, np.cumsum(ntok), strict=True):
             given = self._embeddings.get(row)
             if given is not None and start < len(given):

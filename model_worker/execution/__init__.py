@@ -1,10 +1,10 @@
 """The ways to run a step. `executors_for` lists those of a device, and the first that accepts a step runs it:
 
-Isolation     rows that must not depend on their neighbours: every step, while there are such rows
+Isolation     every step while there are rows that must not depend on their neighbours
 Speculation   a single row whose next tokens can be guessed, where the step leaves room for guesses
 OverlapCpu    greedy rows, on a CPU: launched before the tokens of the step before are read
 OverlapCuda   rows that are sampled on the device: the same on CUDA
-Synchronous   everything else; what the others compute, it computes too
+Synchronous   every step; the others are faster
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from model_worker.execution.synchronous import Synchronous
 
 
 def executors_for(shared: DeviceStep, overlap: str = "off", most_guesses: int = 0) -> list[Executor]:
-    """The executors of a device, rarest first.
+    """Make the executors of a device, rarest first.
 
-    `overlap` is the type of the device, or "off": then each step waits for its tokens. Up to `most_guesses` tokens of a
-    row are guessed, but not on CUDA.
+    `overlap` is the type of the device, or "off": then each step waits for its tokens. A CPU's backend must have
+    `launch` for it. Up to `most_guesses` tokens of a row are guessed, but not on CUDA.
     """
     synchronous = Synchronous(shared)
     executors: list[Executor] = [Isolation(shared, synchronous)]

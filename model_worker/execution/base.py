@@ -1,4 +1,4 @@
-"""What every way to run a step shares: the rows, the model's ways to compute a batch, and how a result is made.
+"""The state that all executors share: the rows, the backend that computes a batch, and how a result is made.
 
 Knows columns of rows and tensors. Does not know which executor takes which step.
 """
@@ -22,7 +22,7 @@ from model_worker.vision.rows import ImageRows
 
 
 class Executor(Protocol):
-    """One way to run a step. `launch` is called for a step that `accepts` was asked about just before."""
+    """One way to run a step. `launch` is called right after `accepts` has returned True for the same step."""
 
     def accepts(self, step: Step, packed: PackedStep) -> bool: ...
 
@@ -31,7 +31,7 @@ class Executor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Which worker slot this is, and how many starts it had before."""
+    """The index of the worker's slot, and the number of its earlier starts."""
 
     index: int
     epoch: int
@@ -39,14 +39,14 @@ class WorkerIdentity:
 
 @dataclass(slots=True)
 class Counters:
-    """What a worker reports of its executors: tokens that were guessed, and guesses that were right."""
+    """Counts of tokens that were guessed, and of guesses that were right."""
 
     drafted: int = 0
     accepted: int = 0
 
 
 class RunningRows:
-    """Everything known of the running rows: the engine changes it step by step, executors read it."""
+    """The state of the running rows. The engine changes it step by step, and executors read it."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class RunningRows:
         self.gives_hidden_states = gives_hidden_states
         # Rows that share no forward pass.
         self.isolated: set[int] = set()
-        # Rows whose next token is an error instead, and which.
+        # Rows whose next token is an error instead, and the error.
         self.refused: dict[int, str] = {}
         self.in_flight = InFlight()
         self.counters = Counters()
 
 
 class DeviceStep(RunningRows):
-    """The running rows, and what it takes to compute a step of them on one device."""
+    """The running rows, with the backend that computes a step of them on one device."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class DeviceStep(RunningRows):
         self.identity = identity
 
     def batch(self, packed: PackedStep, wanted: NDArray[np.int64] | None = None) -> ForwardBatch:
-        """The forward's input. `wanted` are the packed tokens whose logits count, if not those of `_wanted`."""
+        """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`."""
         return ForwardBatch.build(
             tokens=packed.tokens,
             query_lens=packed.ntok,
@@ -102,7 +102,7 @@ class DeviceStep(RunningRows):
         )
 
     def needs_logits(self, packed: PackedStep) -> NDArray[np.bool_]:
-        """Which of the rows that sample need more than their largest logit; all, where more than tokens is reported."""
+        """Return which sampling rows need more than their largest logit: all, where more than tokens is reported."""
         rows = packed.rows[packed.sampling]
         if packed.prompts or packed.hidden:
             return np.ones(len(rows), np.bool_)
@@ -110,11 +110,11 @@ class DeviceStep(RunningRows):
         return needed if self.masks is None else needed | self.masks.constrain(rows)
 
     def needs_host(self, rows: NDArray[np.int32]) -> bool:
-        """Whether sampling these rows takes or gives more than a draw on the device does."""
+        """Whether sampling these rows needs, or reports, more than a draw on the device does."""
         return self.sampler.needs_host(rows) or (self.masks is not None and bool(self.masks.constrain(rows).any()))
 
     def refusals(self, rows: NDArray[np.int32]) -> dict[int, str]:
-        """Those of the rows that were refused, and why."""
+        """Return those of the rows that were refused, and why."""
         refused = self.refused
         return {row: refused[row] for row in rows.tolist() if row in refused} if refused else {}
 
@@ -127,10 +127,10 @@ class DeviceStep(RunningRows):
         errors: dict[int, str],
         device_us: int,
     ) -> StepResult:
-        """The answer to step `number`, in which `rows` sampled."""
+        """Make the result of step `number`, in which `rows` sampled."""
         if sampled.bad is not None:
             errors = errors | {row: self.sampler.why_bad(row) for row in rows[sampled.bad].tolist()}
-        kept = _kept(rows, errors)
+        kept = _without_errors(rows, errors)
         return StepResult(
             incarnation=incarnation,
             epoch=self.identity.epoch,
@@ -145,12 +145,12 @@ class DeviceStep(RunningRows):
 
 
 def _wanted(packed: PackedStep) -> NDArray[np.signedinteger[Any]]:
-    """Packed tokens whose logits count: of rows that sample, then of reported prompts, then of hidden states."""
+    """Return packed tokens whose logits count: of sampling rows, then of reported prompts, then of hidden states."""
     wanted: list[NDArray[np.signedinteger[Any]]] = [np.cumsum(packed.ntok)[packed.sampling] - 1]
     wanted += [part.offset + np.arange(len(part.tokens)) for part in packed.prompts]
     wanted += [part.offset + np.arange(part.count) for part in packed.hidden]
     return np.concatenate(wanted) if len(wanted) > 1 else wanted[0]
 
 
-def _kept(rows: NDArray[np.int32], errors: dict[int, str]) -> NDArray[np.bool_] | slice:
+def _without_errors(rows: NDArray[np.int32], errors: dict[int, str]) -> NDArray[np.bool_] | slice:
     return ~np.isin(rows, list(errors)) if errors else slice(None)

@@ -1,7 +1,7 @@
-"""Rows that share no forward pass: how a step is cut, and how the results of its parts are put together.
+"""Isolated rows, which share no forward pass: a step is cut, and the results of its parts are joined.
 
-What a product of matrices gives for a row depends, in the last bits, on how many rows there are. So a row whose result
-must not depend on its neighbours is computed without any.
+A row's part of a matrix product depends, in the last bits, on the number of rows. So a row whose result must not depend
+on its neighbours is computed without any.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from model_worker.rows import PackedStep
 
 
 class Isolation:
-    """Takes every step while a row must not depend on its neighbours: such rows run one by one, the others together."""
+    """Takes every step while there are isolated rows. They run one by one, the others together."""
 
     def __init__(self, shared: DeviceStep, synchronous: Synchronous) -> None:
         self._shared = shared
@@ -38,7 +38,7 @@ class Isolation:
 
 
 def parts(step: Step, isolated: Collection[int]) -> list[Step]:
-    """One step for the rows that run together, and one for each of `isolated`; changes of rows are in none of them."""
+    """Cut a step: a part for each of `isolated`, and one for all others. No part changes rows."""
     apart = np.isin(step.rows, list(isolated))
     cuts: list[NDArray[Any]] = [np.array([i]) for i in np.flatnonzero(apart)]
     if not apart.all():
@@ -49,7 +49,7 @@ def parts(step: Step, isolated: Collection[int]) -> list[Step]:
 
 
 def together(step: Step, results: list[StepResult]) -> StepResult:
-    """The result of the whole step, its rows in the step's order."""
+    """Join the results of the parts. Rows are in the step's order."""
     place = {row: i for i, row in enumerate(step.rows.tolist())}
     rows = np.concatenate([result.rows for result in results])
     order = np.argsort([place[row] for row in rows.tolist()])

@@ -1,9 +1,9 @@
-"""Guesses at what follows in a sequence, taken from the sequence itself: speculation without a draft model.
+"""The n-gram proposer: guesses at what follows in a sequence, taken from the sequence itself.
 
-Text often says again what it, or its prompt, has said before: code that is changed in places, an answer that quotes,
-a list whose entries look alike. A pass over a few tokens of one sequence takes little longer than one over a single
-token, as both read all weights; so what followed the last time is computed along, and kept as far as the model draws
-the same. (Prompt lookup decoding: A. Saxena, 2023; in vLLM and SGLang "ngram".) Knows tokens only.
+Text often repeats itself or its prompt: code that is changed in places, an answer that quotes, a list whose entries
+look alike. A pass over a few tokens of one sequence takes little longer than one over a single token, as both read all
+weights. So the tokens that followed the last time are computed along, and kept as far as the model draws the same.
+(Prompt lookup decoding: A. Saxena, 2023; in vLLM and SGLang "ngram".) Knows tokens only.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+# Tokens at the end that must have come before in that order. Fewer are often followed by something else.
 LEAST_MATCH = 3
-"""Tokens at the end that must have come before in that order: fewer are often followed by something else."""
+# Kernels multiply this many tokens at a time, so a pass over five takes about as long as one over eight.
 _GRAIN = 4
-"""Kernels multiply so many tokens at a time: a pass over five takes about as long as one over eight."""
 
 
 def draft(tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
-    """Up to `most` tokens that may follow `tokens` i32[n]; none, if their end has not come before.
+    """Guess up to `most` tokens that follow `tokens` i32[n]; none, if their end has not come before.
 
-    Of the places that are like the end, the one that is so for the longest counts, and of such ones the last. As many
-    tokens are drafted as were alike. What follows there may run into the end itself: then it goes round.
+    The guess is what followed the longest earlier match of the end, the last one among equals, and has as many tokens
+    as the match. A match so late that its continuation reaches the end goes round.
     """
     last = len(tokens) - 1
-    places, alike = np.flatnonzero(tokens[:last] == tokens[last]), 1
+    places = np.flatnonzero(tokens[:last] == tokens[last])
+    alike = 1
     longest = max(most, LEAST_MATCH)
     while len(places) and alike < longest:
         further = places[places >= alike]
         further = further[tokens[further - alike] == tokens[last - alike]]
         if not len(further):
             break
-        places, alike = further, alike + 1
+        places = further
+        alike += 1
     if not len(places) or alike < LEAST_MATCH:
         return tokens[:0]
     count = min(alike, most)

@@ -24,11 +24,11 @@ from model_worker.sampling.sampler import Sampled
 
 
 class OverlapCuda:
-    """Takes steps that compute tokens only, of rows that are sampled without the host."""
+    """Takes steps that compute tokens only, for rows that are sampled without the host."""
 
     def __init__(self, shared: DeviceStep) -> None:
         self._shared = shared
-        # Of rows whose last token the host has not read.
+        # Last tokens of rows that the host has not read.
         self._last_tokens = torch.zeros(shared.rows.max_rows, dtype=torch.int64, device=shared.backend.device)
 
     def accepts(self, step: Step, packed: PackedStep) -> bool:
@@ -52,7 +52,7 @@ class OverlapCuda:
         return pending
 
     def _draw(self, packed: PackedStep, rows: NDArray[np.int32]) -> Callable[[], tuple[NDArray[Any], int]]:
-        """Returns what waits for the tokens, and for the time that they took in us."""
+        """Launch the pass and the draw. Returns what waits for the tokens, and for the time that they took in us."""
         device = self._shared.backend.device
         began = Mark(device)
         with torch.inference_mode():
@@ -63,7 +63,7 @@ class OverlapCuda:
         return lambda: (copied.wait(), copied.done.us_since(began))
 
     def _batch(self, packed: PackedStep) -> ForwardBatch:
-        """The forward's input, with tokens that only the device has."""
+        """Make the forward's input, with tokens that only the device has."""
         batch = self._shared.batch(packed)
         places, rows = self._shared.rows.unread(packed)
         if not len(places):

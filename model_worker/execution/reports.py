@@ -1,4 +1,4 @@
-"""What a result has beside its tokens: log-probabilities, hidden states, and tokens that a grammar forced."""
+"""The optional parts of a result: log-probabilities, hidden states, and jump-forward tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from model_worker.sampling.sampler import Sampled, SamplerRows
 def logprob_reports(
     sampler: SamplerRows, packed: PackedStep, logits: torch.Tensor, sampled: Sampled
 ) -> LogprobReports | None:
-    """Reports of the step's parts of prompts, and of its sampled rows. Logits of prompts follow those of rows."""
+    """Report the step's parts of prompts, and its sampled rows. Logits of prompts follow those of rows."""
     if not packed.prompts:
         return sampled.reports
     builder = ReportBuilder()
@@ -38,13 +38,13 @@ def hidden_states(parts: list[HiddenPart], vectors: torch.Tensor) -> HiddenState
 
 
 def with_forced(result: StepResult, forced: dict[int, list[int]]) -> StepResult:
-    """The result with the tokens that follow by force. Rows that failed go on with nothing."""
+    """Return the result with jump-forward tokens. Rows that failed get none."""
     kept = {row: tokens for row, tokens in forced.items() if row not in result.errors}
     return replace(result, forced=TokenRuns.of(kept)) if kept else result
 
 
 def with_reports(result: StepResult, reports: LogprobReports | None, hidden: HiddenStates | None) -> StepResult:
-    """The result with what was asked for. Rows that failed report nothing."""
+    """Return the result with its reports. Rows that failed report nothing."""
     if reports is not None:
         reports = reports.select(~np.isin(reports.owners, list(result.errors)))
     if hidden is not None:

@@ -1,4 +1,4 @@
-"""The plain way: run the forward, wait for it, sample on the host. The overlapped executors are its fast twins."""
+"""The plain executor: run the forward pass, wait for it, sample on the host. The overlapped ones are its fast twins."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from model_worker.execution.flight import Pending
 from model_worker.rows import PackedStep
 from model_worker.sampling.sampler import Sampled, with_argmax
 
-# Tokens that rows go on by without sampling, because a grammar forces them.
+# Jump-forward tokens by row: a grammar leaves no choice about them.
 Forced = dict[int, list[int]]
 
 
 class Synchronous:
-    """Takes every step, and returns it with its result."""
+    """Takes every step, and returns it finished."""
 
     def __init__(self, shared: DeviceStep) -> None:
         self._shared = shared
@@ -36,7 +36,7 @@ class Synchronous:
         return Pending.finished(self.run(step, packed))
 
     def run(self, step: Step, packed: PackedStep) -> StepResult:
-        """The step's result. Nothing may be in flight."""
+        """Compute a step, and return its result. No step may be in flight."""
         shared = self._shared
         started = time.perf_counter_ns()
         needed = shared.needs_logits(packed)
@@ -71,7 +71,7 @@ class Synchronous:
         return logits, reports.hidden_states(packed.hidden, hidden[len(hidden) - count :])
 
     def _sample(self, packed: PackedStep, logits: torch.Tensor) -> tuple[Sampled, Forced]:
-        """The new tokens, and what follows them by force."""
+        """Return the new tokens, and the jump-forward tokens after them."""
         if not len(packed.sampling):
             return Sampled(np.empty(0, np.int32), None, None), {}
         rows = packed.rows[packed.sampling]
@@ -79,7 +79,7 @@ class Synchronous:
         return sampled, self._forced(rows, sampled)
 
     def _greedy(self, packed: PackedStep, needed: NDArray[np.bool_]) -> tuple[Sampled, Forced]:
-        """As `_forward` and `_sample`, where some rows need no logits: their largest one is enough."""
+        """Compute and sample where the argmax is enough for some rows. Returns as `_sample` does."""
         largest, logits = self._shared.backend.greedy(self._shared.batch(packed), needed)
         rows = packed.rows[packed.sampling]
         drawn = self._draw(logits, rows[needed], packed.positions[needed]) if needed.any() else None
@@ -87,7 +87,7 @@ class Synchronous:
         return sampled, self._forced(rows, sampled)
 
     def _draw(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> Sampled:
-        """One token for each row; what its grammar forbids is no choice."""
+        """Draw one token for each row, after the masks of grammars."""
         shared = self._shared
         if shared.masks is not None:
             shared.refused |= shared.masks.apply(logits, rows)

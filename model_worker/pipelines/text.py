@@ -1,9 +1,8 @@
 """Text generation within one process: a pipeline over the same `Engine.step` that the worker's loop runs.
 
-It keeps a row and KV blocks for every request from its first batch to `release`. What it knows of a request is in the
-request's context, which callers may also change between steps (reset, roll back, jump ahead): the row follows it, and
-so does its grammar, if it has one. It does not know text, and it neither queues nor evicts: a batch that does not fit
-is refused as a whole.
+It keeps a row and KV blocks for every request from its first batch to `release`. A request's state is its context,
+which callers may also change between steps (reset, roll back, jump ahead): row and grammar follow it. Does not know
+text, and neither queues nor evicts: a batch that does not fit is refused as a whole.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from model_worker.vision.rows import ImageRows
 
 @dataclass(slots=True)
 class _Row:
-    """What the engine holds of one request: the first `computed` of `tokens` are in the blocks."""
+    """The engine's state of one request: the first `computed` of `tokens` are in the blocks."""
 
     index: int
     blocks: list[int] = field(default_factory=list)
@@ -65,7 +64,7 @@ class _Row:
 
 
 class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOutput]):
-    """Also a `TokenGenerator`. Not to be used from two threads at once."""
+    """Generates tokens; also a `TokenGenerator`. Must not be used from two threads at once."""
 
     def __init__(
         self,
@@ -93,8 +92,8 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         self._free_blocks = deque(range(capacity.num_blocks))
         self._dropped: list[int] = []
         self._steps = 0
+        # Contexts for which the step in progress samples, in the order of its rows.
         self._sampling: list[TextContext] = []
-        """Whose logits the step in progress samples from, in the order of its rows."""
 
     @classmethod
     def load(
@@ -110,7 +109,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         max_batch_tokens: int = 512,
         batch_processors: Sequence[BatchLogitsProcessor] = (),
     ) -> TextPipeline:
-        """From a Hugging Face directory or hub name. ValueError says why a model cannot be served.
+        """Load a Hugging Face directory or hub name. ValueError says why a model cannot be served.
 
         `quantization` may be int8 on a CPU. `max_length` bounds prompt and answer of one request in tokens, `kv_memory`
         is in bytes, and `max_batch_tokens` are what one forward pass takes: longer prompts take several.
@@ -125,37 +124,37 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         return cls(runner, capacity, max_batch_tokens, batch_processors, masks)
 
     def close(self) -> None:
-        """Ends the process that enforces grammars, if there was need for one. Idempotent."""
+        """End the process that enforces grammars, if there is one. Idempotent."""
         if self._masks is not None:
             self._masks.close()
 
     @property
     def max_batch_size(self) -> int:
-        """Requests that can be held at once."""
+        """Number of requests that can be held at once."""
         return self._capacity.max_rows
 
     @property
     def max_length(self) -> int:
-        """Tokens that one request can have, prompt and answer."""
+        """Number of tokens that one request can have, prompt and answer."""
         return self._capacity.max_model_len
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks in all."""
+        """Number of KV blocks."""
         return self._capacity.num_blocks
 
     def blocks_for(self, context: TextContext) -> int:
-        """KV blocks that a request holds at most, at its greatest length."""
+        """Return the number of KV blocks that a request holds at its greatest length."""
         longest = self.max_length if context.max_length is None else min(context.max_length, self.max_length)
         return -(-longest // self._capacity.block_size)
 
     @property
     def free_blocks(self) -> int:
-        """KV blocks that no request holds."""
+        """Number of KV blocks that no request holds."""
         return len(self._free_blocks)
 
     def execute(self, inputs: TextGenerationInputs[TextContext]) -> dict[RequestID, TextGenerationOutput]:
-        """Up to `num_steps` tokens for each request; none for one that has ended.
+        """Generate up to `num_steps` tokens for each request; none for one that has ended.
 
         A context that its caller has chunked takes a chunk in a step, and gets no token for it. ValueError when the
         batch cannot be held (nothing has changed then), or when a request failed (it is cancelled and released then,
@@ -170,11 +169,11 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         return {context.request_id: context.to_generation_output() for context in contexts}
 
     def next_token(self, inputs: TextGenerationInputs[TextContext]) -> dict[RequestID, TextGenerationOutput]:
-        """`execute`, under its name of old."""
+        """Do as `execute`, under its older name."""
         return self.execute(inputs)
 
     def release(self, request_id: RequestID) -> None:
-        """Idempotent. A context that is used again afterwards is computed anew."""
+        """Free a request's row and blocks. Idempotent. A context that is used again afterwards is computed anew."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             self._free_rows.append(row.index)
@@ -182,7 +181,9 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             self._dropped.append(row.index)
 
     def _check(self, context: TextContext) -> None:
-        name, tokens, vocab_size = str(context.request_id), context.tokens.all, self._runner.loaded.vocab_size
+        name = str(context.request_id)
+        tokens = context.tokens.all
+        vocab_size = self._runner.loaded.vocab_size
         if not context.is_done and len(tokens) >= self.max_length:
             raise ValueError(
                 f"request {name} has {len(tokens)} tokens: at most {self.max_length - 1} leave room for more"
@@ -207,14 +208,16 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             raise ValueError(f"request {name}: this pipeline takes tokens and gives tokens, no vectors")
 
     def _check_room(self, contexts: Sequence[TextContext], num_steps: int) -> None:
-        new, free = sum(context.request_id not in self._rows for context in contexts), len(self._free_rows)
+        new = sum(context.request_id not in self._rows for context in contexts)
+        free = len(self._free_rows)
         if new > free:
             raise ValueError(
                 f"{new} new requests, and {free} of {self.max_batch_size} rows are free: release finished requests, or "
                 "load the pipeline with a larger max_batch_size"
             )
         need = sum(self._blocks_short(context, self._length_after(context, num_steps)) for context in contexts)
-        free, most = self.free_blocks, self._capacity.num_blocks
+        free = self.free_blocks
+        most = self._capacity.num_blocks
         if need > free:
             raise ValueError(
                 f"the batch needs {need} more KV blocks, and {free} of {most} are free: "
@@ -222,7 +225,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             )
 
     def _length_after(self, context: TextContext, num_steps: int) -> int:
-        """Tokens that `num_steps` steps compute at most: the last sampled one is not among them."""
+        """Return the most tokens that `num_steps` steps compute: the last sampled one is not among them."""
         most = self.max_length if context.max_length is None else min(context.max_length, self.max_length)
         return max(len(context.tokens), min(len(context.tokens) + num_steps - 1, most - 1))
 
@@ -231,7 +234,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         return max(0, -(-length // self._capacity.block_size) - (len(row.blocks) if row else 0))
 
     def _advance(self, contexts: Sequence[TextContext]) -> None:
-        """One token, or its caller's chunk, for each."""
+        """Compute one token, or its caller's chunk, for each."""
         waiting = deque(contexts)
         while waiting:
             batch, joins, cut = self._next_batch(waiting)
@@ -240,7 +243,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
                 waiting.appendleft(cut)
 
     def _next_batch(self, waiting: deque[TextContext]) -> tuple[list[TextContext], list[Join], TextContext | None]:
-        """Takes what one forward can hold; the last context may be cut to a chunk for that, and comes back."""
+        """Take as many as one forward can hold. The last context may be cut to a chunk for that, and is returned."""
         batch: list[TextContext] = []
         joins: list[Join] = []
         budget = self._max_batch_tokens
@@ -263,8 +266,9 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             context.chunk(budget)
 
     def _follow(self, context: TextContext) -> list[Join]:
-        """Makes row and context agree on what is computed; a join if the engine does not know it."""
-        row, tokens = self._rows.get(context.request_id), context.tokens
+        """Make row and context agree on what is computed. Returns a join if the engine must learn of it."""
+        row = self._rows.get(context.request_id)
+        tokens = context.tokens
         if row is None:
             row = self._rows[context.request_id] = _Row(self._free_rows.popleft())
         elif row.computed == tokens.processed_length and np.array_equal(row.tokens, tokens.all):
@@ -273,7 +277,8 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         if processed > row.computed or not np.array_equal(row.tokens[:processed], tokens.all[:processed]):
             tokens.rewind_processing(processed)
         self._dropped.append(row.index)
-        row.computed, row.tokens = tokens.processed_length, tokens.all.copy()
+        row.computed = tokens.processed_length
+        row.tokens = tokens.all.copy()
         return [
             Join(
                 row=row.index,
@@ -301,10 +306,10 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         )
         self._dropped.clear()
         self._sampling = [context for context in batch if not context.tokens.actively_chunked]
-        self._book(batch, self._engine.step(step))
+        self._update(batch, self._engine.step(step))
 
     def _allocate(self, context: TextContext) -> list[tuple[int, int, int]]:
-        """Blocks for what is computed next, as `Step.new_blocks` has them."""
+        """Allocate blocks for the tokens that are computed next. Returns entries of `Step.new_blocks`."""
         row = self._rows[context.request_id]
         new = []
         for _ in range(self._blocks_short(context, context.tokens.current_position)):
@@ -313,7 +318,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             row.blocks.append(block)
         return new
 
-    def _book(self, batch: Sequence[TextContext], result: StepResult) -> None:
+    def _update(self, batch: Sequence[TextContext], result: StepResult) -> None:
         logprobs = [None] * len(result.rows) if result.logprobs is None else result.logprobs.tolist()
         sampled = {
             row: (token, logprob)
@@ -375,7 +380,7 @@ def _wants_logprobs(context: TextContext) -> bool:
 
 
 def _values(context: TextContext) -> SamplingParams:
-    """The context's values as the engine takes them: its own end rules, and processors left out (they run here)."""
+    """Return the context's values for the engine: with its own end rules, and without processors, which run here."""
     params = context.sampling_params
     mode = params.logprobs
     if context.log_probabilities and mode == LogprobMode.NONE:
