@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from interfaces import (
     GENERATE,
+    NO_IMAGES,
     Batch,
     BatchResult,
     ErrorCode,
@@ -270,6 +271,7 @@ class Scheduler:
             tasks=placement.tasks(everyone),
             vector_width=placement.hidden_size(pooling),
             labels=next((worker.hello.labels for worker in pooling if worker.hello.labels), []),
+            images=min((worker.hello.images for worker in placement.doing(GENERATE, everyone)), default=NO_IMAGES),
         )
 
     # Commands of operators
