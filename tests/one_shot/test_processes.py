@@ -99,7 +99,7 @@ def test_the_published_generator_gives_a_decoders_vectors(tmp_path: Path) -> Non
 
 
 async def test_every_answer_survives_the_death_of_workers_and_scheduler(bert: Path, server: PoolingServer) -> None:
-    texts = random_texts(2048, 120)
+    texts = random_texts(2048, 150)
     few = random_texts(5, 120)
     expected = reference(bert, texts)
     expected_few = reference(bert, few)
@@ -109,6 +109,7 @@ async def test_every_answer_survives_the_death_of_workers_and_scheduler(bert: Pa
         small = [asyncio.create_task(client.pool(embed(few))) for _ in range(10)]
         for kill in ("worker 0", "scheduler", "worker 0"):
             await asyncio.sleep(0.3)
+            assert not bulk.done()
             await asyncio.to_thread(server.kill, kill)
             if kill == "scheduler":
                 server.start_scheduler()
