@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from interfaces.result.pooled_values import PooledValues as PooledValues
     from interfaces.result.results import *
     from interfaces.wire.codec import *
+    from interfaces.wire.handover import Handover as Handover
     from interfaces.wire.shared_memory import MESSAGE_THRESHOLD as MESSAGE_THRESHOLD
     from interfaces.wire.shared_memory import Segments as Segments
     from interfaces.wire.shared_memory import Shareable as Shareable
@@ -60,6 +61,7 @@ base.log_probabilities: LogProbabilities
 base.request_id: DUMMY_REQUEST_ID Request RequestID RequestType
 base.status: BatchType GenerationStatus InputModality SchedulerStatus
 wire.codec: WireError decode encode msgpack_numpy_decoder msgpack_numpy_encoder
+wire.handover: Handover
 wire.shared_memory: MESSAGE_THRESHOLD Segments Shareable SharedMemoryArray fill sweep_segments
 request.chat: ImageContentPart MessageContent TextContentPart TextGenerationRequestFunction
     TextGenerationRequestMessage TextGenerationRequestTool TextGenerationResponseFormat VideoContentPart

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from interfaces import WorkerHello
+from interfaces import Handover, WorkerHello
 from shared import forkserver, logs, phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
@@ -60,7 +60,8 @@ def main() -> None:
     become(f"{role} {arguments.device}", run_directory.stack_file(role))
     try:
         if pools(settings):
-            runner, described = build_texts(settings, arguments.index, arguments.device, epoch)
+            local = not arguments.connect
+            runner, described = build_texts(settings, arguments.index, arguments.device, epoch, local)
             worker = partial(serve, runner, described, endpoint, keys)
         else:
             engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch)
@@ -167,8 +168,11 @@ def build(
     return engine, hello, compilation
 
 
-def build_texts(settings: Settings, index: int, device: str, epoch: int) -> tuple[TextRunner, WorkerHello]:
-    """Load a model of a one-shot task, which has no KV cache. ValueError says why it cannot be served here."""
+def build_texts(settings: Settings, index: int, device: str, epoch: int, local: bool) -> tuple[TextRunner, WorkerHello]:
+    """Load a model of a one-shot task, which has no KV cache. ValueError says why it cannot be served here.
+
+    `local`: the scheduler is on this host, so that large values may go through shared memory.
+    """
     import torch
 
     from model_worker.one_shot import TextRunner
@@ -204,7 +208,7 @@ def build_texts(settings: Settings, index: int, device: str, epoch: int) -> tupl
         tasks=sorted(model.tasks),
         labels=model.labels,
     )
-    return TextRunner(model, index, epoch), hello
+    return TextRunner(model, index, epoch, Handover() if local else None), hello
 
 
 def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:

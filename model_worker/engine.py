@@ -39,6 +39,9 @@ class Engine:
         if self._running.masks is not None:
             self._running.masks.start()
 
+    def beat(self) -> None:
+        """Nothing is due by time here."""
+
     def step(self, step: Step) -> StepResult:
         """Run a step and wait for its result. Raises as `begin` does."""
         return self.begin(step).result()

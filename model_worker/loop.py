@@ -68,6 +68,10 @@ class Runner(Protocol):
         """Do work that takes seconds. Called when there is nothing to compute."""
         ...
 
+    def beat(self) -> None:
+        """Do what is due by time. Called about once a second."""
+        ...
+
 
 class Loop:
     """Owns the socket. `run` returns after `stop`, or when `superseded` says that a better worker should follow.
@@ -110,6 +114,7 @@ class Loop:
                 now = time.monotonic()
                 if now >= next_hello:
                     phases.beat()
+                    self._engine.beat()
                     counters = self._engine.counters
                     self._send(encode(replace(self._hello, drafted=counters.drafted, accepted=counters.accepted)))
                     next_hello = now + HELLO_SECONDS

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from interfaces import Batch, BatchResult, PooledValues, PoolingContext, PoolingModel
+from interfaces import Batch, BatchResult, Handover, PooledValues, PoolingContext, PoolingModel
 from model_worker.execution.base import Counters
 
 
@@ -31,13 +31,15 @@ class PendingBatch:
 class TextRunner:
     """Computes the texts of batches, those with equal options together.
 
-    A `ValueError` of the model fails the part that it is about. Any other error ends the worker.
+    A `ValueError` of the model fails the part that it is about. Any other error ends the worker. With a `handover`
+    large values go through shared memory, to be removed by their reader.
     """
 
     takes = Batch
 
-    def __init__(self, model: PoolingModel, index: int, epoch: int) -> None:
+    def __init__(self, model: PoolingModel, index: int, epoch: int, handover: Handover | None = None) -> None:
         self._model = model
+        self._handover = handover
         self._index = index
         self._epoch = epoch
 
@@ -48,6 +50,11 @@ class TextRunner:
 
     def rest(self) -> None:
         """There is nothing to prepare."""
+
+    def beat(self) -> None:
+        """Remove values that no reader has taken for long."""
+        if self._handover is not None:
+            self._handover.forget_old()
 
     def begin(self, batch: Batch) -> PendingBatch:
         return PendingBatch(self, batch)
@@ -62,11 +69,17 @@ class TextRunner:
         for places in groups.values():
             for place, found in zip(places, self._run_group([batch.parts[place] for place in places]), strict=True):
                 if isinstance(found, PooledValues):
-                    parts[place] = found
+                    parts[place] = self._handed_over(found)
                 else:
                     errors[place] = found
         device_us = max(1, int((time.monotonic() - begun) * 1e6))
         return BatchResult(batch.incarnation, self._epoch, self._index, batch.number, parts, errors, device_us)
+
+    def _handed_over(self, values: PooledValues) -> PooledValues:
+        """The values as they travel."""
+        if self._handover is None:
+            return values
+        return PooledValues(self._handover.give(values.array), values.lengths)
 
     def _run_group(self, parts: Sequence[PoolingContext]) -> list[PooledValues | str]:
         """The values of parts with equal options, or the reason why a part has none."""

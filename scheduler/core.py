@@ -247,9 +247,14 @@ class Scheduler:
 
     def take_vectors(self) -> list[tuple[bytes, Vectors]]:
         """The values of texts since the last call. They are to be sent before results that are taken later."""
-        address = self.replicas.address
-        taken = self.outbox.take_vectors()
-        return [(identity, vectors) for number, vectors in taken if (identity := address(number, vectors))]
+        addressed = []
+        for number, vectors in self.outbox.take_vectors():
+            identity = self.replicas.address(number, vectors)
+            if identity is None:
+                vectors.values.discard()
+            else:
+                addressed.append((identity, vectors))
+        return addressed
 
     def status(self) -> Status:
         everyone = self.workers.values()

@@ -107,7 +107,8 @@ class Loop:
             received = receive_from(socket) if i == 0 or readable(socket) else None
             if received is None:
                 return
-            self._guarded(handle, *received, socket is self._api)
+            identity, frames = received
+            self._guarded(handle, identity, frames, socket is self._api or is_local_worker(identity))
 
     def _guarded(self, handle: Any, identity: bytes, frames: list[bytes], ipc_peer: bool) -> None:
         """Handle one message. No message, however wrong, ends this process."""

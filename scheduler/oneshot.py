@@ -155,10 +155,12 @@ class OneShotLane:
         for i, piece in enumerate(batch.pieces):
             values = parts[i]
             if piece.request.ended:
+                _discard(values)
                 continue
             if values is None or len(values) != len(piece):
                 why = result.errors.get(i, "the model worker did not answer all of its texts")
                 self._fail(piece.request, RequestError(ErrorCode.FAILED, why))
+                _discard(values)
                 continue
             counters["texts"] += len(piece)
             counters["text_tokens"] += piece.tokens
@@ -289,6 +291,12 @@ class OneShotLane:
 
     def _record(self, request: OneShotRequest, text: str) -> None:
         self._requests.request_log.record(request.context.request_id, text)
+
+
+def _discard(values: PooledValues | None) -> None:
+    """Remove the segment of values that no replica will get."""
+    if values is not None:
+        values.discard()
 
 
 def _named(piece: Piece) -> str:

@@ -298,7 +298,7 @@ class EngineClient:
             except zmq.Again:
                 return
             try:
-                self._handle(decode(data))
+                self._handle(decode(data, ipc_peer=self._segments is not None))
             except WireError as error:
                 log.error("dropped a malformed message of the scheduler: %s", error)
         self._loop.call_soon(self._receive)
@@ -384,7 +384,8 @@ class EngineClient:
         self._moved = self._heard
         submission = self._open.get(vectors.handle)
         if not isinstance(submission, PooledSubmission):
-            return  # cancelled here while its values were in flight
+            vectors.values.discard()  # cancelled here while its values were in flight
+            return
         try:
             if submission.receive(vectors):
                 self._forget(submission)

@@ -68,10 +68,11 @@ class PooledSubmission(OpenRequest):
     def receive(self, vectors: Vectors) -> bool:
         """Adds values of texts of the last message. True when no text is missing any more.
 
-        ValueError when there are no such texts, or their values are of another width than those before.
+        ValueError when there are no such texts, or their values are of another width than those before, or when a
+        segment is gone.
         """
         first = vectors.first
-        values = vectors.values
+        values = vectors.values.take()
         self.queued = vectors.queued_us / 1e6
         if first < 0 or not 0 < len(values) <= len(self._sent) - first:
             raise ValueError(f"values of texts {first} to {first + len(values)} of {len(self._sent)} are impossible")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from interfaces.wire.codec import I32
 from interfaces.wire.equality import EqualByValue
-from interfaces.wire.shared_memory import Shareable, mapped
+from interfaces.wire.shared_memory import Shareable, SharedMemoryArray, mapped
 
 
 @dataclass(eq=False)
@@ -48,6 +48,20 @@ class PooledValues(EqualByValue):
         """The values. Raises SharedMemoryError when their segment is gone."""
         array: NDArray[Any] = mapped(self.values)
         return array
+
+    def take(self) -> Self:
+        """Return these values as this process's own, and remove their segment. Raises SharedMemoryError."""
+        if not isinstance(self.values, SharedMemoryArray):
+            return self
+        try:
+            return type(self)(self.array, self.lengths)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove the segment of values that no process will read."""
+        if isinstance(self.values, SharedMemoryArray):
+            self.values.unlink()
 
     def texts(self) -> list[NDArray[np.float32]]:
         """Return the values of each text: views f32[rows, width]."""

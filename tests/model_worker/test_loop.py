@@ -33,9 +33,13 @@ class Device:
         self.heard: list[str] = []
         self.go = threading.Event()
         self.rested = threading.Semaphore(0)
+        self.beats = 0
 
     def rest(self) -> None:
         self.rested.release()
+
+    def beat(self) -> None:
+        self.beats += 1
 
     def begin(self, step: Step) -> Pending:
         assert self.go.wait(10)
