@@ -15,17 +15,19 @@ from interfaces import Batch, BatchResult, Handover, PooledValues, PoolingContex
 from model_worker.execution.base import Counters
 
 
-class PendingBatch:
-    """A batch whose values are computed when they are asked for: batches and steps run in the order they came."""
+class ComputedBatch:
+    """A batch with its result, in the form of a launched step."""
 
-    done = False
+    steps = 1
+    done = True
 
-    def __init__(self, runner: TextRunner, batch: Batch) -> None:
-        self._runner = runner
-        self._batch = batch
+    def __init__(self, result: BatchResult) -> None:
+        self.left = 1
+        self._result = result
 
     def result(self) -> BatchResult:
-        return self._runner.run(self._batch)
+        self.left = 0
+        return self._result
 
 
 class TextRunner:
@@ -56,8 +58,9 @@ class TextRunner:
         if self._handover is not None:
             self._handover.forget_old()
 
-    def begin(self, batch: Batch) -> PendingBatch:
-        return PendingBatch(self, batch)
+    def begin(self, batch: Batch) -> ComputedBatch:
+        """Compute a batch. Nothing is gained by launching it before the next one is here."""
+        return ComputedBatch(self.run(batch))
 
     def run(self, batch: Batch) -> BatchResult:
         begun = time.monotonic()

@@ -298,7 +298,7 @@ class EngineClient:
             except zmq.Again:
                 return
             try:
-                self._handle(decode(data, ipc_peer=self._segments is not None))
+                self._handle(decode(data, ipc_peer=self.segments is not None))
             except WireError as error:
                 log.error("dropped a malformed message of the scheduler: %s", error)
         self._loop.call_soon(self._receive)

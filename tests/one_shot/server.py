@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -55,6 +56,8 @@ class PoolingServer:
         self.run_directory = RunDirectory(directory)
         self.run_directory.settings_file.write_text(replace(Settings(), model=str(model), **settings).to_json())
         self.epochs: dict[int, int] = {}
+        # Of all processes that were started.
+        self.pids: set[int] = set()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._keepers: list[threading.Thread] = []
         self._stopping = threading.Event()
@@ -78,9 +81,6 @@ class PoolingServer:
         self._keepers.append(threading.Thread(target=watch, daemon=True))
         self._keepers[-1].start()
 
-    def pid(self, name: str) -> int:
-        return self._processes[name].pid
-
     def kill(self, name: str) -> None:
         self._processes[name].kill()
         self._processes[name].wait()
@@ -100,10 +100,5 @@ class PoolingServer:
 
     def _start(self, name: str, module: str, *arguments: str) -> None:
         command = [sys.executable, "-m", module, "--run-dir", str(self.run_directory.path), *arguments]
-        self._processes[name] = subprocess.Popen(command, env=_environment())
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._processes[name] = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.pids.add(self._processes[name].pid)

@@ -14,8 +14,18 @@ from numpy.typing import NDArray
 from api_server.engine.client import EngineClient
 from api_server.engine.embeddings import SocketEmbeddings
 from api_server.errors import ErrorKind, RequestFailed
-from interfaces import EmbeddingsGenerator, PooledValues, PoolingContext, PoolingTask, RequestID, Terms, TextContext
+from interfaces import (
+    EmbeddingsGenerator,
+    PooledValues,
+    PoolingContext,
+    PoolingTask,
+    RequestID,
+    Terms,
+    TextContext,
+    sweep_segments,
+)
 from interfaces.context.tokens import TokenBuffer
+from interfaces.wire.shared_memory import DIRECTORY, MESSAGE_THRESHOLD, PREFIX
 from tests.model_worker.tiny_models import tiny_model
 from tests.one_shot.server import VOCAB, PoolingServer, reference, tiny_bert
 
@@ -41,6 +51,12 @@ def random_texts(count: int, longest: int, vocab: int = VOCAB) -> list[NDArray[n
 def contexts(texts: list[NDArray[np.int32]]) -> dict[RequestID, TextContext]:
     made = [TextContext(tokens=TokenBuffer(text.astype(np.int64)), max_length=None) for text in texts]
     return {context.request_id: context for context in made}
+
+
+def segments(server: PoolingServer) -> set[str]:
+    """Those that the server's processes have made."""
+    names = {path.name for path in DIRECTORY.glob(f"{PREFIX}*")}
+    return {name for name in names if int(name.removeprefix(PREFIX).split("-")[1]) in server.pids}
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -122,6 +138,31 @@ async def test_every_answer_survives_the_death_of_workers_and_scheduler(bert: Pa
         assert client.running == 0
     finally:
         client.close()
+
+
+async def test_large_values_leave_nothing_in_shared_memory(bert: Path, server: PoolingServer) -> None:
+    texts = random_texts(300, 150)
+    context = PoolingContext.of(texts, PoolingTask.EMBED_TOKENS)
+    client = await connected(server)
+    try:
+        expected = await client.pool(context)
+        assert expected.array.nbytes > 2 * MESSAGE_THRESHOLD
+        assert expected.lengths.tolist() == [len(text) for text in texts]
+        await until(lambda: not segments(server))
+        call = asyncio.create_task(client.pool(PoolingContext.joined([context] * 20)))
+        abandoned = asyncio.create_task(client.pool(PoolingContext.joined([context] * 20)))
+        # The files come and go, so the kill falls where it falls.
+        await until(lambda: segments(server))
+        await asyncio.to_thread(server.kill, "worker 0")
+        abandoned.cancel()
+        async with asyncio.timeout(100):
+            found = await call
+        np.testing.assert_allclose(found.array, np.concatenate([expected.array] * 20), atol=2e-5)
+    finally:
+        client.close()
+    await asyncio.to_thread(server.close)
+    sweep_segments()
+    assert not segments(server)
 
 
 async def test_short_requests_do_not_wait_for_a_bulk_job(bert: Path, server: PoolingServer) -> None:
