@@ -18,15 +18,12 @@ from model_worker.execution.base import Counters
 class ComputedBatch:
     """A batch with its result, in the form of a launched step."""
 
-    steps = 1
     done = True
 
     def __init__(self, result: BatchResult) -> None:
-        self.left = 1
         self._result = result
 
     def result(self) -> BatchResult:
-        self.left = 0
         return self._result
 
 
