@@ -126,7 +126,7 @@ def build(
         lambda _what, done, total: _progress(done, total),
         max_model_len=settings.max_model_len,
         quantization=settings.quantization,
-        has_kernels=kernel_cache.kept,
+        has_kernels=kernel_cache.are_compiled,
     )
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory)

@@ -42,7 +42,7 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kernel_cache.kept(dtype):
+        if not kernel_cache.are_compiled(dtype):
             compile_kernels(dtype)
 
 
@@ -67,7 +67,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     bf12.warm_up()
     for masked in {torch.float32, dtype}:
         apply_mask.warm_up(masked)
-    kernel_cache.keep(dtype)
+    kernel_cache.record_compiled(dtype)
 
 
 if __name__ == "__main__":

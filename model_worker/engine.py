@@ -84,7 +84,7 @@ class Engine:
             self._drop(row)
         running.rows.apply(step)
         for join in step.joins:
-            if join.alone:
+            if join.isolated:
                 running.isolated.add(join.row)
             try:
                 self._join(join)

@@ -140,5 +140,5 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         hidden_from=sequence.next_hidden if sequence.context.hidden_states else None,
         embeddings=sequence.context.prompt_embeddings,
         grammar=RowGrammar.of(sequence.context),
-        alone=sequence.terms.deterministic,
+        isolated=sequence.terms.deterministic,
     )

@@ -89,7 +89,7 @@ class Join:
     preemption). `start` counts the leading tokens whose K/V is already in the blocks (prefix cache). Blocks come in
     `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on, hidden states of all
     tokens from index `hidden_from` on; None: no more. `embeddings` stand for those of the first tokens.
-    `images` are all images of the prompt: those that end before `start` only count for positions. `alone`: it shares
+    `images` are all images of the prompt: those that end before `start` only count for positions. `isolated`: it shares
     no forward pass.
     """
 
@@ -103,7 +103,7 @@ class Join:
     hidden_from: int | None = None
     embeddings: F32Matrix | None = None
     grammar: RowGrammar | None = None
-    alone: bool = False
+    isolated: bool = False
 
 
 @message(17)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 _numba: Any = numba
 
 
-def kept(dtype: torch.dtype) -> bool:
+def are_compiled(dtype: torch.dtype) -> bool:
     """Whether the kernels for weights of `dtype` were compiled before, on such a CPU.
 
     True also where nothing can be kept, so that there is no point in waiting.
@@ -35,7 +35,7 @@ def kept(dtype: torch.dtype) -> bool:
     return mark is None or mark.exists()
 
 
-def keep(dtype: torch.dtype) -> None:
+def record_compiled(dtype: torch.dtype) -> None:
     """Record that all kernels for weights of `dtype` have been compiled."""
     mark = _mark(dtype)
     if mark is not None:
@@ -60,7 +60,7 @@ class Compilation:
     def done(self) -> bool:
         """Whether a worker that starts now finds the kernels. Stays False if the process has failed."""
         if self._done is None and self._process.poll() is not None:
-            self._done = kept(self._dtype)
+            self._done = are_compiled(self._dtype)
             if not self._done:
                 log.error("the kernels could not be compiled, for the reason above: answers stay slow")
         return bool(self._done)

@@ -104,7 +104,9 @@ def test_a_step_that_does_not_fit_is_not_launched(engine: Engine, taking: Taking
 
 
 def test_another_scheduler_finds_all_rows_free(engine: Engine, running: RunningRows) -> None:
-    engine.step(step_of(1, [0, 1], [join(0, [1, 2], alone=True), join(1, [1], SamplingParams(allowed_token_ids=[99]))]))
+    engine.step(
+        step_of(1, [0, 1], [join(0, [1, 2], isolated=True), join(1, [1], SamplingParams(allowed_token_ids=[99]))])
+    )
     assert running.isolated == {0}
     assert list(running.refused) == [1]
     engine.step(step_of(1, [0], [join(0, [5, 6])], incarnation=2))
@@ -142,7 +144,7 @@ def test_hidden_states_are_served_where_the_backend_gives_them() -> None:
 
 
 def test_isolated_rows_are_known_from_their_join_to_their_end(engine: Engine, running: RunningRows) -> None:
-    engine.step(step_of(1, [0, 1], [join(0, [1]), join(1, [2], alone=True)]))
+    engine.step(step_of(1, [0, 1], [join(0, [1]), join(1, [2], isolated=True)]))
     assert running.isolated == {1}
     engine.step(step_of(2, [0], drop=[1]))
     assert not running.isolated

@@ -87,7 +87,7 @@ def test_a_compilation_is_done_when_its_kernels_are_there(
     monkeypatch.setattr(sys, "executable", "/bin/false" if fails else "/bin/sleep")  # it sleeps for no time, in vain
     compilation = kernel_cache.Compilation(torch.bfloat16)
     if not fails:
-        kernel_cache.keep(torch.bfloat16)
+        kernel_cache.record_compiled(torch.bfloat16)
     deadline = time.monotonic() + 10
     while not compilation.done and compilation._done is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -97,10 +97,10 @@ def test_a_compilation_is_done_when_its_kernels_are_there(
 
 def test_what_was_compiled_is_known_by_type_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "cache" / "numba"))  # which is not there yet
-    assert not kernel_cache.kept(torch.bfloat16)
-    kernel_cache.keep(torch.bfloat16)
-    assert kernel_cache.kept(torch.bfloat16)
-    assert not kernel_cache.kept(torch.float32)
+    assert not kernel_cache.are_compiled(torch.bfloat16)
+    kernel_cache.record_compiled(torch.bfloat16)
+    assert kernel_cache.are_compiled(torch.bfloat16)
+    assert not kernel_cache.are_compiled(torch.float32)
     (tmp_path / "file").touch()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
-    assert kernel_cache.kept(torch.float32), "where nothing can be kept, waiting would never end"
+    assert kernel_cache.are_compiled(torch.float32), "where nothing can be kept, waiting would never end"

@@ -133,7 +133,7 @@ def test_while_a_row_is_isolated_every_step_is_cut(loaded: LoadedModel, overlap:
 
     worker.backend.logits = counted
     worker.backend.greedy = counted
-    pending = worker.begin([0, 2, 1], [1, 4, 1], [join(2, PROMPT, alone=True)])
+    pending = worker.begin([0, 2, 1], [1, 4, 1], [join(2, PROMPT, isolated=True)])
     assert pending.result().rows.tolist() == [0, 2, 1]
     assert sorted(calls) == [1, 2]
     worker.begin([0], ahead=3).result()
