@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compiles kernels once, before servers start: a worker that is followed by one with kernels rounds in another way."""
+    """Compiles kernels once, before servers start: a worker that is followed by one with kernels rounds otherwise."""
     serving = [item for item in session.items if item.nodeid.startswith(SERVING)]
     if session.config.option.collectonly or not serving:
         return
