@@ -10,12 +10,26 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from shared.pooling_files import task_of
 from shared.settings import Settings
 
 _SECONDS_BETWEEN_TRIES = 0.05
 _SECONDS_PER_TRY = 2.0
+
+_TEXT = {"input": "Hello!"}
+# A path and the fields of a body by the server's task.
+_EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}),
+    "embed": ("/v1/embeddings", _TEXT),
+    "embed_tokens": ("/pooling", _TEXT),
+    "sparse": ("/embed_sparse", {"inputs": "Hello!"}),
+    "rerank": ("/v1/rerank", {"query": "Who is there?", "documents": ["Hello!", "A train."]}),
+    "classify": ("/classify", _TEXT),
+    "classify_tokens": ("/pooling", _TEXT),
+}
 
 
 def url_of(settings: Settings) -> str:
@@ -27,10 +41,16 @@ def url_of(settings: Settings) -> str:
 
 def example(settings: Settings) -> str:
     """Return a curl line that works as pasted."""
-    body = {"model": settings.public_model_name, "messages": [{"role": "user", "content": "Hello!"}]}
-    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    path, fields = _EXAMPLES.get(_task(settings), _EXAMPLES["generate"])
+    data = shlex.quote(json.dumps({"model": settings.public_model_name, **fields}, ensure_ascii=False))
     key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if settings.api_key else ""
-    return f"curl {url_of(settings)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {data}"
+    return f"curl {url_of(settings)}{path} -H 'Content-Type: application/json'{key} -d {data}"
+
+
+def _task(settings: Settings) -> str:
+    """Return the server's task; of a name on the hub without a setting, the usual one."""
+    is_known = settings.task != "auto" or Path(settings.model).is_dir()
+    return task_of(settings.model, settings.task) if settings.model and is_known else "generate"
 
 
 class Announcer:
@@ -65,7 +85,8 @@ class Announcer:
             return
         say("INFO", f"ready after {time.monotonic() - self._started_at:.1f} s: {url} (API page: {url}/docs)")
         say("INFO", f"try: {example(self._settings)}")
-        say("INFO", f"or:  tokenyard chat --url {url}")
+        if _task(self._settings) == "generate":
+            say("INFO", f"or:  tokenyard chat --url {url}")
 
     def _wait(self) -> str | None:
         """Wait for the server. None as soon as it is ready; its last answer when it never was."""

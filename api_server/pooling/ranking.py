@@ -36,11 +36,15 @@ async def scores(
     instruction: str | None = None,
     most_of_second: int | None = None,
     by_vectors: bool = True,
+    queries: str = "query",
 ) -> Scores:
-    """The score of each pair. A model that makes vectors gives their cosine, if `by_vectors`. Raises RequestFailed."""
+    """The score of each pair. A model that makes vectors gives their cosine, if `by_vectors`. Raises RequestFailed.
+
+    `queries` is the field of the first texts, and `reading` has that of the second.
+    """
     call.server.check_family(True)
     if call.server.task == "embed" and by_vectors:
-        return await _cosines(call, pairs, reading)
+        return await _cosines(call, pairs, reading, queries)
     if call.server.task != "rerank":
         raise other_task(call.server, "rerank")
     ask = Ask(task=PoolingTask.CLASSIFY, activate=not raw)
@@ -50,13 +54,13 @@ async def scores(
     return Scores(found.rows[:, 0], batch.lengths, found.tokens)
 
 
-async def _cosines(call: Call, pairs: Sequence[tuple[str, str]], reading: Reading) -> Scores:
+async def _cosines(call: Call, pairs: Sequence[tuple[str, str]], reading: Reading, field: str) -> Scores:
     """Each distinct text is computed once."""
     ask = Ask(task=PoolingTask.EMBED)
     begin(call, ask)
     firsts = list(dict.fromkeys(first for first, _ in pairs))
     places = {text: i for i, text in enumerate(firsts)}
-    queries = await read_texts(call.server, firsts, _prompted(call, reading, "query"))
+    queries = await read_texts(call.server, firsts, _prompted(call, replace(reading, field=field), "query"))
     documents = await read_texts(call.server, [second for _, second in pairs], _prompted(call, reading, "document"))
     batch = type(queries).joined([queries, documents])
     found = await pool(call, batch, ask)

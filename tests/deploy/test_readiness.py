@@ -72,6 +72,15 @@ def test_it_waits_for_a_200_then_names_the_url_and_a_line_to_try(settings: Setti
     assert url_of(settings) in ear.heard[2][1]
 
 
+@pytest.mark.parametrize(
+    ("task", "path"), [("embed", "/v1/embeddings"), ("rerank", "/v1/rerank"), ("classify", "/classify")]
+)
+def test_the_line_to_try_is_for_the_servers_task(task: str, path: str) -> None:
+    words = shlex.split(example(Settings(model="some/model", task=task)))
+    assert words[1].endswith(path)
+    assert json.loads(words[-1])["model"] == "model"
+
+
 def test_impatience_tells_the_last_answer(settings: Settings) -> None:
     Slow.refusals = 10**6
     ear = Ear(1)

@@ -75,14 +75,14 @@ def test_our_document(target: Server, document: dict[str, Any], mode: Generation
     assert answered[200] > 0 if mode is GenerationMode.POSITIVE else answered[400] + answered[422] > 0
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed", "/similarity", "/rerank", "/encode"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embed", "/similarity", "/score", "/encode"])
 def test_a_text_beyond_all_bounds_is_refused(target: Server, path: str) -> None:
     text = "a b" * (10 << 18)
     bodies: dict[str, dict[str, Any]] = {
         "/v1/embeddings": {"input": ["x", text]},
         "/embed": {"inputs": text},
         "/similarity": {"inputs": {"source_sentence": text, "sentences": ["x"]}},
-        "/rerank": {"query": text, "documents": ["x"]},
+        "/score": {"text_1": ["x", text], "text_2": ["x", "y"]},
         "/encode": {"text": text},
     }
     response = httpx.post(target.url + path, json=bodies[path], timeout=SECONDS)

@@ -63,14 +63,15 @@ SCORE = Document(
 async def score(call: Call) -> Response:
     """POST /score."""
     body = await call.apart(lambda: texts.read(call, ScoreBody, "documents"))
-    pairs, field = _pairs(body)
-    found = await scores(call, pairs, texts.reading_of(body, field), raw=body.use_activation is False)
+    pairs, (queries, documents) = _pairs(body)
+    reading = texts.reading_of(body, documents)
+    found = await scores(call, pairs, reading, raw=body.use_activation is False, queries=queries)
     items = ({"index": i, "object": "score", "score": value} for i, value in enumerate(found.values.tolist()))
     return await rendering.answer(call, items, len(pairs), "data", envelope(call, "score", found.tokens))
 
 
-def _pairs(body: ScoreBody) -> tuple[list[tuple[str, str]], str]:
-    """The pairs, and the field that has their second texts. Raises RequestFailed."""
+def _pairs(body: ScoreBody) -> tuple[list[tuple[str, str]], tuple[str, str]]:
+    """The pairs, and the fields that have their first and second texts. Raises RequestFailed."""
     given = [names for names in NAMES if any(getattr(body, name) is not None for name in names)]
     if len(given) != 1 or any(getattr(body, name) is None for name in given[0]):
         raise invalid("give the texts as queries and documents, each a text or a list of texts", "queries")
@@ -86,7 +87,7 @@ def _pairs(body: ScoreBody) -> tuple[list[tuple[str, str]], str]:
             f"{MOST_TEXTS} pairs are possible",
             first,
         )
-    return list(zip(firsts, seconds, strict=True)), second
+    return list(zip(firsts, seconds, strict=True)), (first, second)
 
 
 def _listed(given: str | list[str]) -> list[str]:
