@@ -139,11 +139,6 @@ class StepsInFlight:
         rows = [step.rows[version[step.rows] == step.versions] for step in self.steps]
         return [self._table.sequence(row) for row in np.unique(np.concatenate(rows)).tolist()] if rows else []
 
-    def lateness(self) -> tuple[float, float] | None:
-        """Seconds that the oldest step has taken, and seconds it was allowed; None while it is not late."""
-        waited = self.waited()
-        return waited if waited is not None and waited[0] > waited[1] else None
-
     def waited(self) -> tuple[float, float] | None:
         """Seconds that the oldest step has taken, and seconds it is allowed; None if there is none."""
         if not self.steps:

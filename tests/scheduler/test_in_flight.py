@@ -236,23 +236,23 @@ def test_those_computed_now_are_the_current_owners_of_rows_in_flight() -> None:
 def test_a_step_is_late_when_it_takes_much_longer_than_those_before(usual: float, waited: float) -> None:
     bench = Bench()
     bench.join()
-    assert bench.steps.lateness() is None, "an idle worker is never late"
+    assert bench.worker.lateness() is None, "an idle worker is never late"
     first = bench.send()
     bench.clock.advance(FIRST_STEP_SECONDS - 1)
-    assert bench.steps.lateness() is None, "the first step may compile"
+    assert bench.worker.lateness() is None, "the first step may compile"
     bench.clock.advance(usual + 1 - FIRST_STEP_SECONDS)
     bench.result(first)
     bench.send()
     bench.clock.advance(waited)
     allowed = LEAST + PATIENCE * (usual + 1e-4)
     if waited < allowed - 0.1:
-        assert bench.steps.lateness() is None
+        assert bench.worker.lateness() is None
     elif waited > allowed + 0.1:
-        late = bench.steps.lateness()
+        late = bench.worker.lateness()
         assert late is not None
         assert late == pytest.approx((waited, allowed), abs=0.01)
-        bench.steps.grant_grace()
-        assert bench.steps.lateness() is None, "the time counts from now"
+        bench.worker.grant_grace()
+        assert bench.worker.lateness() is None, "the time counts from now"
 
 
 def test_the_time_of_a_step_begins_with_the_result_before_it() -> None:
@@ -266,6 +266,6 @@ def test_the_time_of_a_step_begins_with_the_result_before_it() -> None:
     bench.clock.advance(1.0)
     bench.result(second)
     bench.clock.advance(LEAST + PATIENCE * 5.0 - 0.1)
-    assert bench.steps.lateness() is None
+    assert bench.worker.lateness() is None
     bench.clock.advance(0.2)
-    assert bench.steps.lateness() is not None
+    assert bench.worker.lateness() is not None
