@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from interfaces import Handover, WorkerHello
+from interfaces import NO_IMAGES, Handover, WorkerHello
 from shared import forkserver, logs, phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from model_worker.model import LoadedModel
     from model_worker.one_shot import TextRunner
     from model_worker.sampling.sampler import SamplerRows
+    from model_worker.vision.encode_queue import EncodeQueue
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def main() -> None:
             worker = partial(serve, runner, described, endpoint, keys)
         else:
             engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch)
-            worker = partial(serve, engine, hello, endpoint, keys, compilation)
+            worker = partial(serve, engine, hello, endpoint, keys, compilation, engine.encoding)
     except (ValueError, OSError) as error:
         phases.fatal(str(error), may_pass(error))
         sys.exit(CANNOT_WORK)
@@ -116,6 +117,9 @@ def build(
     from model_worker.runner import ModelRunner
     from model_worker.sampling.processors import load_processors
     from model_worker.sampling.sampler import SamplerRows
+    from model_worker.vision.encode_queue import EncodeQueue
+    from model_worker.vision.encoder import EncoderCache
+    from model_worker.vision.rows import ImageRows
 
     processors = load_processors(settings.processor_paths)
     phases.phase("load weights")
@@ -127,6 +131,7 @@ def build(
         max_model_len=settings.max_model_len,
         quantization=settings.quantization,
         has_kernels=kernel_cache.are_compiled,
+        vision=settings.vision,
     )
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory)
@@ -145,7 +150,10 @@ def build(
     else:
         log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
         compilation = kernel_cache.Compilation(loaded.dtype)
-    shared = DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, epoch), masks)
+    images = None if loaded.encoder is None else ImageRows(loaded.encoder, EncoderCache(loaded.encoder.cache_bytes))
+    shared = DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, epoch), masks, images)
+    if images is not None:
+        shared.encoding = EncodeQueue(images, max(1, torch.get_num_threads() // 2))
     overlaps = loaded.device.type == "cuda" or runner.backend.overlaps
     engine = Engine(shared, executors_for(shared, loaded.device.type if overlaps else "off", settings.speculate))
     hello = WorkerHello(
@@ -163,6 +171,7 @@ def build(
         attention=runner.attention_name,
         hidden_size=loaded.hidden_size,
         backend=runner.description,
+        images=NO_IMAGES if loaded.encoder is None else int(loaded.encoder.family.sight),
     )
     torch.set_grad_enabled(False)
     return engine, hello, compilation
@@ -228,11 +237,15 @@ def serve(
     endpoint: str,
     keys: Path | None = None,
     compilation: kernel_cache.Compilation | None = None,
+    encoding: EncodeQueue | None = None,
 ) -> None:
     """Register the worker and run steps or batches until SIGTERM, or until a successor can use compiled kernels."""
     from model_worker.loop import Loop
 
-    loop = Loop(engine, hello, endpoint, keys, lambda: compilation is not None and compilation.done)
+    def superseded() -> bool:
+        return compilation is not None and compilation.done
+
+    loop = Loop(engine, hello, endpoint, keys, superseded, encoding)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.

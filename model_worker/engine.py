@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import Join, RowGrammar, Step, StepResult
-from model_worker.execution.base import Counters, Executor, RunningRows
+from model_worker.execution.base import Counters, Executor, RunningRows, WorkerIdentity
 from model_worker.execution.flight import Pending
+from model_worker.vision.encode_queue import EncodeQueue
 
 
 class Engine:
@@ -33,6 +34,11 @@ class Engine:
     @property
     def counters(self) -> Counters:
         return self._running.counters
+
+    @property
+    def encoding(self) -> EncodeQueue | None:
+        """The images that are being encoded beside the steps."""
+        return self._running.encoding
 
     def rest(self) -> None:
         """Start the process that fills masks, which takes seconds. To be called when there is nothing to compute."""
@@ -56,6 +62,8 @@ class Engine:
             self._forget_rows()
             self._incarnation = step.incarnation
         self._change_rows(step)
+        if not len(step.rows):
+            return Pending.finished(_nothing(step, self._running.identity))
         packed = self._running.rows.pack(step)
         for executor in self._executors:
             if executor.accepts(step, packed):
@@ -87,7 +95,7 @@ class Engine:
             if join.isolated:
                 running.isolated.add(join.row)
             try:
-                self._join(join)
+                self._join(join, step.step)
             except ValueError as error:
                 # The row runs on, greedily, and its first token is an error instead: until then the scheduler matches
                 # no results with it.
@@ -95,11 +103,11 @@ class Engine:
         if running.masks is not None:
             running.masks.flush()
 
-    def _join(self, join: Join) -> None:
+    def _join(self, join: Join, step: int) -> None:
         if join.images:
             if self._running.images is None:
                 raise ValueError("this model takes no images")
-            self._running.images.join(join)
+            self._running.images.join(join, step)
         if join.hidden_from is not None and not self._running.gives_hidden_states:
             raise ValueError("hidden states are not supported for this model")
         prompt, emitted = np.split(join.tokens, [join.prompt_len])
@@ -119,3 +127,9 @@ class Engine:
         self._running.sampler.drop(row)
         if self._running.masks is not None:
             self._running.masks.drop(row)
+
+
+def _nothing(step: Step, identity: WorkerIdentity) -> StepResult:
+    """The result of a step that only changes rows."""
+    none = np.empty(0, np.int32)
+    return StepResult(step.incarnation, identity.epoch, identity.index, step.step, none, none, None, {}, 0)

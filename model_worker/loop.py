@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import zmq
 
 from interfaces import (
     Batch,
     BatchResult,
+    Ready,
     Retire,
     Step,
     StepResult,
@@ -29,6 +31,7 @@ from interfaces import (
     encode,
 )
 from model_worker.execution.base import Counters
+from model_worker.vision.encode_queue import EncodeQueue, ReadyRow
 from shared import phases
 from shared.endpoints import worker_identity
 from shared.sockets import connect_dealer, same_host
@@ -87,18 +90,27 @@ class Loop:
         endpoint: str,
         keys: Path | None = None,
         superseded: Callable[[], bool] = lambda: False,
+        encoding: EncodeQueue | None = None,
     ) -> None:
+        """`encoding` are the images that are being encoded beside the steps."""
         self._engine = engine
         self._superseded = superseded
+        self._encoding = encoding
         self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
         identity = worker_identity(hello.index, hello.epoch, os.getpid(), endpoint)
         self._socket = connect_dealer(self._context, endpoint, identity, keys)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if encoding is not None:
+            self._poller.register(encoding.fileno(), zmq.POLLIN)
         self._same_host = same_host(endpoint)
         self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
         self._pending: deque[Launched] = deque()
         self._stopping = False
+        # The scheduler that has sent the last step.
+        self._incarnation: int | None = None
 
     def stop(self) -> None:
         """End `run` after the step in progress. Safe to call from a signal handler."""
@@ -115,8 +127,7 @@ class Loop:
                 if now >= next_hello:
                     phases.beat()
                     self._engine.beat()
-                    counters = self._engine.counters
-                    self._send(encode(replace(self._hello, drafted=counters.drafted, accepted=counters.accepted)))
+                    self._send(encode(self._counted()))
                     next_hello = now + HELLO_SECONDS
                     idle = not self._pending and now >= began + HELLO_SECONDS
                     if not rested and (idle or now >= began + RESTLESS_SECONDS):
@@ -126,6 +137,7 @@ class Loop:
                 # the scheduler's answer to the last result.
                 step = self._receive(PATIENCE_MS if self._pending else int((next_hello - now) * 1000) + 1)
                 if step is not None:
+                    self._incarnation = step.incarnation
                     self._pending.append(self._engine.begin(step))
                 self._answer(leave=0 if step is None else 1)
             self._answer(leave=0)
@@ -134,13 +146,24 @@ class Loop:
             # The goodbye may leave; after an exception nothing waits to be sent.
             self._context.destroy(linger=LAST_WORDS_MS)
 
+    def _counted(self) -> WorkerHello:
+        """The hello with what was counted until now."""
+        counters = self._engine.counters
+        hello = replace(self._hello, drafted=counters.drafted, accepted=counters.accepted)
+        if self._encoding is None:
+            return hello
+        encoding = self._encoding
+        return replace(
+            hello, encoded=encoding.encoded, encode_ms=int(encoding.seconds * 1000), image_hits=encoding.hits
+        )
+
     def _answer(self, leave: int) -> None:
         """Send the results of launched steps, oldest first: those that are there, and all but the last `leave`."""
         while self._pending and (len(self._pending) > leave or self._pending[0].done):
             self._send(encode(self._pending.popleft().result()))
 
     def _receive(self, timeout_ms: int) -> Step | Batch | None:
-        if not self._socket.poll(timeout_ms):
+        if not self._readable(timeout_ms):
             return None
         try:
             message = decode(self._socket.recv(), ipc_peer=self._same_host)
@@ -153,6 +176,30 @@ class Loop:
             log.warning("dropped a %s that is not for epoch %d", type(message).__name__, self._epoch)
             return None
         return message
+
+    def _readable(self, timeout_ms: int) -> bool:
+        """Wait for a message. Reports images that are encoded meanwhile, and then waits no longer."""
+        events = dict(self._poller.poll(timeout_ms))
+        if self._encoding is not None and self._encoding.fileno() in events:
+            self._send_ready(self._encoding.take())
+        return self._socket in events
+
+    def _send_ready(self, ready: list[ReadyRow]) -> None:
+        if not ready or self._incarnation is None:
+            return
+        self._send(
+            encode(
+                Ready(
+                    incarnation=self._incarnation,
+                    epoch=self._epoch,
+                    index=self._hello.index,
+                    rows=np.array([row.row for row in ready], np.int32),
+                    joined=np.array([row.joined for row in ready], np.int64),
+                    upto=np.array([row.upto for row in ready], np.int32),
+                    errors={row.row: row.error for row in ready if row.error is not None},
+                )
+            )
+        )
 
     def _send(self, data: bytes) -> None:
         try:

@@ -31,7 +31,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
     A single row gets room for up to `most_guesses` guesses. `preempted` gets each sequence that had to leave.
     """
     rows = _with_blocks(worker, preempted)
-    if not len(rows):
+    if not len(rows) and not worker.must_tell:
         return None
     ntok = _chunks(worker, rows, max(budget, worker.rows.running))
     if ntok is not None:
@@ -40,6 +40,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
         ntok = ntok[chosen]
     joins = [_join(worker, sequence) for sequence in worker.joined]
     ahead = worker.send(rows, ntok, most_guesses)
+    worker.rows.joined[[sequence.row for sequence in worker.joined]] = worker.in_flight.last_number
     drop, blocks = worker.take_changes()
     return Step(
         incarnation=incarnation,
@@ -92,7 +93,7 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
     None if every row computes one.
     """
     table = worker.rows
-    todo = table.num_tokens[rows] - table.num_computed_tokens[rows]
+    todo = np.minimum(table.num_tokens[rows], table.upto[rows]) - table.num_computed_tokens[rows]
     if (todo == 1).all():
         return None
     ntok: NDArray[np.int32] = np.minimum(todo, 1)
@@ -111,8 +112,11 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
         share = min(int(todo[i]), most)
         if table.fixed[rows[i]]:
             share = _piece(worker, int(rows[i]))
-            if share > most and ntok[prefill].any():
-                continue  # a later step has room: a piece may exceed the budget when nothing else is computed
+        share = worker.images.whole(int(rows[i]), share)
+        if share > int(todo[i]):
+            continue  # a piece waits for an image
+        if share > most and ntok[prefill].any():
+            continue  # a later step has room: a piece may exceed the budget when nothing else is computed
         ntok[i] = share
         left -= share
         reportable -= share if reports else 0

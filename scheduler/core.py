@@ -18,6 +18,7 @@ from interfaces import (
     ErrorCode,
     Finish,
     PoolingContext,
+    Ready,
     RequestError,
     Results,
     Status,
@@ -199,7 +200,8 @@ class Scheduler:
         self._fenced.add(index, worker.hello.epoch)
         story = f"{worker.describe()} {why}"
         self.oneshot.lose_worker(worker, story, blamed)
-        suspects = {sequence.order for sequence in worker.in_flight.computing()} if blamed else set()
+        computing = [*worker.in_flight.computing(), *worker.images.encoding()]
+        suspects = {sequence.order for sequence in computing} if blamed else set()
         for row in worker.rows.occupied().tolist():
             self._recover(worker.remove(row), story, suspects)
         self.request_log.record_event(story)
@@ -236,6 +238,17 @@ class Scheduler:
         if worker is None or result.incarnation != self.incarnation or result.epoch != worker.hello.epoch:
             return
         results.update(self.requests, worker, worker.receive(result))
+
+    def images_ready(self, message: Ready) -> None:
+        """Let rows run on whose images are encoded, and fail those whose images cannot be."""
+        worker = self.workers.get(message.index)
+        if worker is None or message.incarnation != self.incarnation or message.epoch != worker.hello.epoch:
+            return
+        complete, failed = worker.images.ready(message)
+        for sequence in complete:
+            self.requests.record(sequence, f"worker {message.index} has encoded its images")
+        for sequence, text in failed:
+            self.requests.fail(sequence, RequestError(ErrorCode.FAILED, text))
 
     # Messages for the replicas
 

@@ -127,6 +127,9 @@ class Health:
         if late is not None:
             taken, allowed = late
             return f"stalled: the step has taken {taken:.1f} s where {allowed:.1f} s were allowed"
+        encoding = worker.images.lateness()
+        if encoding is not None:
+            return f"stalled: an image has taken {encoding:.0f} s"
         silent = now - self._worker_heard.get(index, now)
         if not worker.computing and silent > WORKER_SILENCE_SECONDS:
             return f"was silent for {silent:.1f} s"

@@ -21,6 +21,7 @@ from interfaces import (
     InquiryAnswer,
     Order,
     OrderAnswer,
+    Ready,
     Retire,
     SessionOrder,
     Step,
@@ -190,6 +191,9 @@ class Loop:
                 if known is not None and known.hello.epoch == message.epoch:
                     self.health.worker_heard(message.index)
                     self.scheduler.batch_result(message)
+            case Ready():
+                self.health.worker_heard(message.index)
+                self.scheduler.images_ready(message)
             case WorkerHello():
                 self._register_worker(identity, message)
             case WorkerGoodbye():

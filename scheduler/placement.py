@@ -53,7 +53,8 @@ def misfit(context: TextContext, workers: Collection[Worker], wanted: int | None
     if not generating:
         return _no_worker(GENERATE, workers)
     workers = generating
-    return refusal(context, max_model_len(workers, wanted), vocab_size(workers), hidden_size(workers))
+    takes_images = all(worker.hello.images for worker in workers)
+    return refusal(context, max_model_len(workers, wanted), vocab_size(workers), hidden_size(workers), takes_images)
 
 
 def text_misfit(context: PoolingContext, workers: Collection[Worker], wanted: int | None) -> RequestError | None:

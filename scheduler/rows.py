@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from scheduler.sequence import Sequence
 
+# Of a row that waits for no image.
+ALL_TOKENS = int(np.iinfo(np.int32).max)
+
 # Fills unused places of `stop_ids`; no token has this id.
 _NO_TOKEN = -1
 
@@ -29,6 +32,10 @@ class RowTable:
         self.num_computed_tokens = np.zeros(max_rows, np.int32)
         self.num_tokens = np.zeros(max_rows, np.int32)
         self.limit = np.zeros(max_rows, np.int32)
+        # Tokens from this index on wait for an image that the worker encodes.
+        self.upto = np.full(max_rows, ALL_TOKENS, np.int32)
+        # Number of the step that the row joined with; 0 before it.
+        self.joined = np.zeros(max_rows, np.int64)
         self.order = np.zeros(max_rows, np.int64)
         self.num_blocks = np.zeros(max_rows, np.int32)
         self.handle = np.zeros(max_rows, np.int32)
@@ -62,8 +69,12 @@ class RowTable:
         return np.flatnonzero(self.in_use).astype(np.int32)
 
     def runnable(self) -> NDArray[np.int32]:
-        """Rows with tokens left to compute, ascending. A row whose last allowed token is in flight has none."""
+        """Rows with tokens left to compute, ascending.
+
+        A row whose last allowed token is in flight has none, nor has one that waits for an image.
+        """
         unfinished = (self.num_computed_tokens < self.num_tokens) & (self.num_tokens < self.limit)
+        unfinished &= self.num_computed_tokens < self.upto
         return np.flatnonzero(self.in_use & unfinished).astype(np.int32)
 
     def sequence(self, row: int) -> Sequence:
@@ -84,6 +95,8 @@ class RowTable:
         self.num_tokens[row] = len(sequence.tokens)
         self.ahead[row] = 0
         self.limit[row] = limit
+        self.upto[row] = ALL_TOKENS
+        self.joined[row] = 0
         self.order[row] = sequence.order
         self.num_blocks[row] = len(sequence.blocks)
         self.handle[row] = sequence.handle
@@ -107,6 +120,10 @@ class RowTable:
         self.version[row] += 1
         heapq.heappush(self._free, row)
         return sequence
+
+    def waiting_for_images(self) -> NDArray[np.int32]:
+        """Rows whose images the worker is encoding, ascending."""
+        return np.flatnonzero(self.in_use & (self.upto < ALL_TOKENS)).astype(np.int32)
 
     def hits_stop(self, rows: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Whether each row's new token is one of its stop ids."""

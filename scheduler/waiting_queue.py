@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from interfaces import ErrorCode, RequestError, TextContext
+from interfaces import ErrorCode, RequestError, TextAndVisionContext, TextContext
 from scheduler.sequence import Sequence
 
 
@@ -110,14 +110,19 @@ class WaitingQueue:
             del self._tenants[sequence.terms.tenant].queues[sequence.terms.priority]
 
 
-def refusal(context: TextContext, max_model_len: int, vocab_size: int, hidden_size: int) -> RequestError | None:
+def refusal(
+    context: TextContext, max_model_len: int, vocab_size: int, hidden_size: int, takes_images: bool = False
+) -> RequestError | None:
     """Why a request can never run, or None.
 
     The API checks the same before it submits. Another sender of messages may not have checked.
     """
     tokens = context.tokens.all
     prompt = context.prompt_length
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
+    if isinstance(context, TextAndVisionContext) and takes_images:
+        # Placeholders may lie outside: their embeddings are replaced.
+        tokens = tokens[~np.isin(tokens, context.vision_token_ids)]
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         return RequestError(ErrorCode.INVALID, f"token ids must be between 0 and {vocab_size - 1}")
     if prompt >= max_model_len:
         return RequestError(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from interfaces import GENERATE, StepResult, WorkerHello, WorkerStatus
 from scheduler.batches_in_flight import BatchesInFlight
 from scheduler.blocks import BlockPool
+from scheduler.image_rows import ImageRows
 from scheduler.in_flight import NewTokens, StepsInFlight
 from scheduler.prefill_budget import PrefillBudget
 from scheduler.rows import RowTable
@@ -41,6 +42,7 @@ class Worker:
         self.batches = BatchesInFlight(StepDeadline(stall_seconds), clock)
         # Whether it computes texts in one pass.
         self.pools = any(task != GENERATE for task in hello.tasks)
+        self.images = ImageRows(self.rows, hello.images, clock)
         self.dropped: list[int] = []
         self.joined: list[Sequence] = []
         self.new_blocks: list[tuple[int, int, int]] = []
@@ -75,9 +77,15 @@ class Worker:
             sequence.queued_us = int((self._clock() - sequence.arrived) * 1e6)
         sequence.tokens.set_window(cached, len(sequence.tokens), len(sequence.tokens))
         row = self.rows.take(sequence, replica, limit, cached)
+        self.images.placed(sequence, cached)
         self.joined.append(sequence)
         self.new_blocks += [(row, index, block) for index, block in enumerate(sequence.blocks)]
         return True
+
+    @property
+    def must_tell(self) -> bool:
+        """Whether the worker must know of a row although nothing is computed: it begins to encode its images."""
+        return bool(self.images.takes) and any(sequence.images for sequence in self.joined)
 
     def remove(self, row: int) -> Sequence:
         """Take a sequence off the worker. Its full blocks stay in the prefix cache."""
@@ -165,6 +173,7 @@ class Worker:
         """Count the time of the oldest step and batch from now."""
         self.in_flight.grant_grace()
         self.batches.grant_grace()
+        self.images.grant_grace()
 
     def describe(self) -> str:
         """The worker and what it computes, for the log."""
@@ -209,7 +218,7 @@ class Worker:
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks that hold the beginning of `sequence`."""
-        if not self.prefix_cache:
+        if not self.prefix_cache or not self.images.shares_prefix(sequence):
             return []
         found = self.pool.match(sequence.prefix_hashes(self.block_size)[: sequence.reusable // self.block_size])
         return found[: self._shareable(sequence, len(found) * self.block_size) // self.block_size]
@@ -225,9 +234,9 @@ class Worker:
 
     def _register(self, row: int, tokens: int) -> None:
         """Put the full blocks of the first `tokens` of a row into the prefix cache."""
-        if not self.prefix_cache:
-            return
         sequence = self.rows.sequence(row)
+        if not self.prefix_cache or not self.images.shares_prefix(sequence):
+            return
         full = self._shareable(sequence, tokens) // self.block_size
         for block, digest in zip(sequence.blocks[:full], sequence.prefix_hashes(self.block_size), strict=False):
             self.pool.register(block, digest)

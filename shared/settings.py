@@ -152,6 +152,9 @@ class Settings:
         "auto",
         "how the model marks reasoning (docs/tools.md); auto: as its chat template shows; none: as text",
     )
+    vision: bool = _setting(
+        "model", True, "let a model that takes images take them; without, its vision tower is dropped"
+    )
     control_tokens: bool = _setting(
         "model",
         False,

@@ -22,6 +22,7 @@ GENERATE = "generate"
 NO_IMAGES = 0
 CUT_IMAGES = 1
 WHOLE_IMAGES = 2
+WHOLE_PROMPTS = 3
 
 # A supervisor numbers the starts of a worker from a multiple of this on, which is its own: 0 on the scheduler's
 # machine, a random one elsewhere.
@@ -37,8 +38,9 @@ class WorkerHello:
     the model and the KV memory allow for one sequence, in tokens. `drafted` and `accepted` count its draft tokens, and
     those accepted, since it started. `backend` describes in words what runs the model. `tasks` are GENERATE or values
     of `PoolingTask`; a worker that only pools has no blocks and no rows, its `hidden_size` is the width of its vectors,
-    and `labels` names those of a classifier. `images` is NO_IMAGES, CUT_IMAGES (a step may compute a part of an image)
-    or WHOLE_IMAGES.
+    and `labels` names those of a classifier. `images` is NO_IMAGES, CUT_IMAGES (a step may compute a part of an image),
+    WHOLE_IMAGES, or WHOLE_PROMPTS (all tokens of a prompt with images see each other). It has `encoded` images in
+    `encode_ms` milliseconds, and found the features of `image_hits` others.
     """
 
     device: str
@@ -60,6 +62,9 @@ class WorkerHello:
     tasks: list[str] = field(default_factory=lambda: [GENERATE])
     labels: list[str] = field(default_factory=list)
     images: int = NO_IMAGES
+    encoded: int = 0
+    image_hits: int = 0
+    encode_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

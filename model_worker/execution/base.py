@@ -18,6 +18,7 @@ from model_worker.execution.flight import InFlight, Pending
 from model_worker.grammar.masks import Masks
 from model_worker.rows import PackedStep, WorkerRows
 from model_worker.sampling.sampler import Sampled, SamplerRows
+from model_worker.vision.encode_queue import EncodeQueue
 from model_worker.vision.rows import ImageRows
 
 
@@ -55,12 +56,16 @@ class RunningRows:
         masks: Masks | None,
         images: ImageRows | None = None,
         *,
+        identity: WorkerIdentity,
         gives_hidden_states: bool,
     ) -> None:
+        self.identity = identity
         self.rows = rows
         self.sampler = sampler
         self.masks = masks
         self.images = rows.images = images
+        # Encodes the images of rows beside the steps; None: a step that joins a row does.
+        self.encoding: EncodeQueue | None = None
         self.gives_hidden_states = gives_hidden_states
         # Rows that share no forward pass.
         self.isolated: set[int] = set()
@@ -82,9 +87,9 @@ class DeviceStep(RunningRows):
         masks: Masks | None = None,
         images: ImageRows | None = None,
     ) -> None:
-        super().__init__(rows, sampler, masks, images, gives_hidden_states=backend.gives_hidden_states)
+        gives_hidden_states = backend.gives_hidden_states
+        super().__init__(rows, sampler, masks, images, identity=identity, gives_hidden_states=gives_hidden_states)
         self.backend = backend
-        self.identity = identity
 
     def batch(self, packed: PackedStep, wanted: NDArray[np.int64] | None = None) -> ForwardBatch:
         """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`."""

@@ -5,22 +5,24 @@ Knows types of configs. Each entry was compared with the model's own forward pas
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from interfaces import CUT_IMAGES, WHOLE_IMAGES, WHOLE_PROMPTS
 
-class Sight(Enum):
-    """Which later keys a token of the prompt sees."""
+
+class Sight(IntEnum):
+    """Which later keys a token of the prompt sees. The values are those of `WorkerHello.images`."""
 
     # None: attention is causal.
-    CAUSAL = 0
+    CAUSAL = CUT_IMAGES
     # Those of the image that it stands for.
-    IMAGE = 1
+    IMAGE = WHOLE_IMAGES
     # All of the prompt.
-    PROMPT = 2
+    PROMPT = WHOLE_PROMPTS
 
 
 class Family(NamedTuple):

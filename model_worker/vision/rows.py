@@ -7,7 +7,7 @@ needs it is encoded at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,10 @@ class ImageRow:
     features: list[Features | None]
     positions: GridPositions
     prompt_len: int
+    # Number of the step in which it joined.
+    joined: int
+    # Images that are still to be encoded elsewhere.
+    missing: list[int] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -47,10 +51,15 @@ class ImageRows:
         self.cache = cache
         # Takes a row, and the number of its tokens that need no computing. None: images are encoded when a row joins.
         self.encode_later: Callable[[ImageRow, int], None] | None = None
+        # Takes a row whose images cannot be used, and the reason.
+        self.fail_later: Callable[[ImageRow, str], None] | None = None
         self._rows: dict[int, ImageRow] = {}
 
-    def join(self, join: Join) -> None:
-        """Take the images of a row. ValueError when they cannot be encoded; then zeros stand for them."""
+    def join(self, join: Join, step: int) -> None:
+        """Take the images of a row that joins in this step.
+
+        ValueError when they cannot be encoded, unless there is `fail_later`; then zeros stand for them.
+        """
         row = ImageRow(
             row=join.row,
             images=join.images,
@@ -58,6 +67,7 @@ class ImageRows:
             features=[None] * len(join.images),
             positions=_NO_POSITIONS,
             prompt_len=join.prompt_len,
+            joined=step,
         )
         self._rows[join.row] = row
         try:
@@ -69,9 +79,11 @@ class ImageRows:
             for index, image in enumerate(join.images):
                 if image.end_idx > join.start:
                     self.encode(row, index)
-        except ValueError:
+        except ValueError as error:
             row.features = [np.zeros((len(places), self.encoder.hidden_size), np.float32) for places in row.places]
-            raise
+            if self.fail_later is None:
+                raise
+            self.fail_later(row, str(error))
 
     def drop(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -82,6 +94,11 @@ class ImageRows:
     def has(self, row: ImageRow) -> bool:
         """Whether it runs still."""
         return self._rows.get(row.row) is row
+
+    def runs(self, row: int, joined: int) -> bool:
+        """Whether the row is that which joined in this step, and still needs its images."""
+        known = self._rows.get(row)
+        return known is not None and known.joined == joined
 
     def encode(self, row: ImageRow, index: int) -> None:
         """Encode an image of a row, unless its features are kept. ValueError says what is wrong with the image."""
