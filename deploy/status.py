@@ -188,8 +188,10 @@ def _show_scheduler(answer: InquiryAnswer) -> None:
 def _worker(worker: WorkerStatus) -> str:
     text = f"{worker.device} ({worker.backend}), epoch {worker.epoch}, {worker.running} running, step {worker.steps}"
     blocks = f"{worker.blocks_used} of {worker.blocks_total} blocks used, {worker.blocks_cached} cached"
+    # A worker that computes texts in one pass has no blocks.
+    has = blocks if worker.blocks_total else f"tasks: {', '.join(worker.tasks)}"
     late = f", its step has taken {worker.seconds_since_step:.1f} s" if worker.seconds_since_step > 1 else ""
-    return f"{text}, {blocks}{late}"
+    return f"{text}, {has}{late}"
 
 
 def _processes(path: Path) -> list[_Process]:

@@ -22,6 +22,7 @@ from interfaces import (
     Terms,
     TextContext,
     Vectors,
+    encode,
 )
 from shared.endpoints import RunDirectory
 from tests.api_server.conftest import SchedulerDouble, sums_of
@@ -122,6 +123,27 @@ async def test_a_restarted_scheduler_gets_the_texts_again(engine: EngineClient, 
     assert again.handle != first.handle
     assert again.terms.total_seconds is not None
     assert again.terms.total_seconds < 60
+
+
+async def test_a_lost_message_makes_all_texts_without_values_be_sent_again(
+    engine: EngineClient, double: SchedulerDouble
+) -> None:
+    double.hold.set()
+    context = texts(6)
+    call = asyncio.create_task(engine.pool(context))
+    await until(lambda: double.pooling)
+    first = double.submits[0]
+    part = sums_of(context).part(0, 2)
+    double.send_raw(encode(Vectors(double.incarnation, first.handle, 0, part, number=0)))
+    await until(lambda: engine._open[first.handle].progress == 2)
+    # The number shows that a message before this one was lost.
+    double.send_raw(encode(Vectors(double.incarnation, first.handle, 2, part, number=2)))
+    await until(lambda: len(double.submits) == 2)
+    again = double.submits[1].context
+    assert isinstance(again, PoolingContext)
+    assert again.lengths.tolist() == context.lengths[2:].tolist()
+    double.hold.clear()
+    assert_sums(context, await call)
 
 
 async def test_a_server_that_only_pools_is_probed_by_a_text(engine: EngineClient, double: SchedulerDouble) -> None:
