@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.pooling_models import make_embedder
 from tests.system.served_model import make_model
 from tests.system.server import Server
 
@@ -30,4 +31,17 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     log = tmp_path_factory.mktemp("server") / "log"
     flags = ["--dtype", "float32", "--max-batch-tokens", "48", "--max-running", "16", "--kv-memory", "2MB"]
     with Server(model, [*flags, "--fetch-hosts", "127.0.0.1"], log) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_embedder(tmp_path_factory.mktemp("pooling") / "tiny-embedder")
+
+
+@pytest.fixture(scope="session")
+def embedding(embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a model that pools."""
+    flags = ["--dtype", "float32", "--max-batch-tokens", "256", "--api-servers", "2"]
+    with Server(embedder, flags, tmp_path_factory.mktemp("embedding") / "log") as running:
         yield running

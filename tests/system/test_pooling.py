@@ -19,16 +19,10 @@ from huggingface_hub import InferenceClient
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.api_server.pooling.conftest import PROMPTS
-from tests.system.pooling_models import LONGEST, WIDTH, make_embedder, make_reranker
+from tests.system.pooling_models import LONGEST, WIDTH, make_reranker
 from tests.system.server import Server
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "hello", "world", "how", "are", "you", "today"]
-FLAGS = ["--dtype", "float32", "--max-batch-tokens", "256", "--api-servers", "2"]
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_embedder(tmp_path_factory.mktemp("pooling") / "tiny-embedder")
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +31,8 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def embedding(embedder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(embedder, FLAGS, tmp_path_factory.mktemp("embedding") / "log") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def reranking(reranker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(reranker, FLAGS, tmp_path_factory.mktemp("reranking") / "log") as running:
+    with Server(reranker, ["--dtype", "float32"], tmp_path_factory.mktemp("reranking") / "log") as running:
         yield running
 
 

@@ -13,7 +13,6 @@ import pytest
 from schemathesis import GenerationMode
 
 from tests.system.fuzz import LONG, PAUSES
-from tests.system.pooling_models import make_embedder
 from tests.system.server import Server
 from tests.system.test_contract import check_all
 from tests.system.test_malformed import REFUSALS, SECONDS, body, check_error, properties
@@ -23,14 +22,11 @@ BODIES = LONG or 25
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def target(embedding: Server) -> Iterator[Server]:
     """The same processes answer the same before and after all that is sent."""
-    model = make_embedder(tmp_path_factory.mktemp("pooling") / "tiny-embedder")
-    flags = ["--dtype", "float32", "--max-batch-tokens", "512"]
-    with Server(model, flags, tmp_path_factory.mktemp("target") / "log") as running:
-        before = pids(running), running.post("/embed", {"inputs": "the fox"})
-        yield running
-        assert (pids(running), running.post("/embed", {"inputs": "the fox"})) == before
+    before = pids(embedding), embedding.post("/embed", {"inputs": "the fox"})
+    yield embedding
+    assert (pids(embedding), embedding.post("/embed", {"inputs": "the fox"})) == before
 
 
 def pids(server: Server) -> list[int]:
