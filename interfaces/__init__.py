@@ -87,8 +87,8 @@ context.tokens: Range TokenBuffer TokenSlice
 context.vision: TextAndVisionContext
 messages: Action Batch BatchResult CUT_IMAGES Cancel Detach EPOCHS_OF_A_SUPERVISOR Finish GENERATE Goodbye Hello
     Inquiry InquiryAnswer Join NO_IMAGES Order OrderAnswer REGISTRATION_SIZE Ready Results Retire RowGrammar
-    SessionAction SessionAnswer SessionOrder Status Step StepResult Submit Terms Unknown Vectors WHOLE_IMAGES
-    WHOLE_PROMPTS WorkerGoodbye WorkerHello WorkerStatus
+    SchedulingOptions SessionAction SessionAnswer SessionOrder Status Step StepResult Submit Unknown Vectors
+    WHOLE_IMAGES WHOLE_PROMPTS WorkerGoodbye WorkerHello WorkerStatus
 messages.hidden_states: HiddenStates
 messages.logprob_reports: LogprobReports
 messages.token_runs: TokenRuns

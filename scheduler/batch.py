@@ -144,5 +144,5 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         hidden_from=sequence.next_hidden if sequence.context.hidden_states else None,
         embeddings=sequence.context.prompt_embeddings,
         grammar=RowGrammar.of(sequence.context),
-        isolated=sequence.terms.deterministic,
+        isolated=sequence.scheduling.deterministic,
     )

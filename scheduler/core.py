@@ -311,7 +311,7 @@ class Scheduler:
         return "generation is paused; POST /continue_generation resumes it" if self.paused else ""
 
     def _refusal(self, submit: Submit) -> RequestError | None:
-        open_of_tenant = self.requests.open_of(submit.terms.tenant)
+        open_of_tenant = self.requests.open_of(submit.scheduling.tenant)
         waiting = self.waiting
         full = self.limits.refusal(len(waiting), waiting.tokens, len(submit.text.tokens), open_of_tenant)
         if full is not None and not submit.again:
@@ -344,7 +344,7 @@ class Scheduler:
         replica = self.replicas.register(identity)
         sequence = stream.sequence
         if not stream.continues(submit):
-            text = f"the stream {submit.terms.resume!r} answers another prompt or has other sampling values"
+            text = f"the stream {submit.scheduling.resume!r} answers another prompt or has other sampling values"
             self.outbox.fail(replica.number, submit.handle, RequestError(ErrorCode.INVALID, text))
             return
         self.requests.record(sequence, f"taken up again by {identity.decode(errors='replace')}")

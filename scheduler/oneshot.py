@@ -80,12 +80,12 @@ class OneShotLane:
             requests.outbox.fail(number, submit.handle, error)
             return
         request = OneShotRequest(
-            identity, number, submit.handle, order, context, self._clock(), submit.terms, submit.again
+            identity, number, submit.handle, order, context, self._clock(), submit.scheduling, submit.again
         )
         self._record(request, f"queued with {len(context)} texts of {len(context.tokens)} tokens to {context.task}")
         self._open.setdefault(identity, {})[submit.handle] = request
         self._deadlines.watch(request)
-        requests.opened(submit.terms.tenant)
+        requests.opened(submit.scheduling.tenant)
         self._waiting_tokens += len(context.tokens)
         self._not_begun += 1
         if not requests.workers:
@@ -252,7 +252,7 @@ class OneShotLane:
             self._close(request)
 
     def _refusal(self, submit: Submit, context: PoolingContext) -> RequestError | None:
-        open_of_tenant = self._requests.open_of(submit.terms.tenant)
+        open_of_tenant = self._requests.open_of(submit.scheduling.tenant)
         full = self._limits.refusal(self._not_begun, self._waiting_tokens, len(context.tokens), open_of_tenant)
         if full is not None and not submit.again:
             return RequestError(ErrorCode.OVERLOADED, full)
@@ -287,7 +287,7 @@ class OneShotLane:
         del handles[request.handle]
         if not handles:
             del self._open[request.replica]
-        self._requests.closed(request.terms.tenant)
+        self._requests.closed(request.scheduling.tenant)
 
     def _record(self, request: OneShotRequest, text: str) -> None:
         self._requests.request_log.record(request.context.request_id, text)

@@ -74,7 +74,7 @@ class OneShotQueue:
         """Queue a request. One that was here before keeps its tag."""
         if request.queued:
             return
-        tenant = self._tenants.setdefault(request.terms.tenant, _Tenant(self._level))
+        tenant = self._tenants.setdefault(request.scheduling.tenant, _Tenant(self._level))
         if not tenant.levels:
             tenant.served = max(tenant.served, self._level)
         level = tenant.levels.setdefault(_key(request), _Level())
@@ -86,7 +86,7 @@ class OneShotQueue:
         """Take out a request that has ended."""
         if request.queued:
             request.queued = False
-            self._tenants[request.terms.tenant].levels[_key(request)].count -= 1
+            self._tenants[request.scheduling.tenant].levels[_key(request)].count -= 1
 
     def next_is_isolated(self, tasks: Collection[str]) -> bool:
         """Whether the next batch for a worker with these tasks is a text that must be alone."""
@@ -123,9 +123,9 @@ class OneShotQueue:
         active = level.count
         level.pop()
         piece = request.take(most)
-        tenant = self._tenants[request.terms.tenant]
+        tenant = self._tenants[request.scheduling.tenant]
         self._level = tenant.served
-        tenant.served += piece.tokens / request.terms.weight
+        tenant.served += piece.tokens / request.scheduling.weight
         level.time += piece.tokens / active
         request.tag += piece.tokens
         if request.waiting:
@@ -150,4 +150,4 @@ class OneShotQueue:
 
 
 def _key(request: OneShotRequest) -> tuple[int, str]:
-    return request.terms.priority, request.context.task
+    return request.scheduling.priority, request.context.task

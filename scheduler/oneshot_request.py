@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import PoolingContext, Terms
+from interfaces import PoolingContext, SchedulingOptions
 from scheduler.quarantine import CRASHES_BEFORE_ISOLATION
 
 
@@ -48,7 +48,7 @@ class OneShotRequest:
     context: PoolingContext
     # Time of arrival on the scheduler's clock.
     arrived: float
-    terms: Terms = field(default_factory=Terms)
+    scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
     # Whether it was in a queue before, of another scheduler.
     resubmitted: bool = False
     # Ranges of texts that are in no batch.

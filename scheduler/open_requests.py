@@ -68,7 +68,7 @@ class OpenRequests:
         again = f", {sequence.emitted} of them generated before" if sequence.emitted else ""
         self.record(sequence, f"queued with {len(sequence.tokens)} tokens{again}; {len(self.waiting)} wait before it")
         self.waiting.add(sequence)
-        self.opened(sequence.terms.tenant)
+        self.opened(sequence.scheduling.tenant)
         self.deadlines.watch(sequence)
         self.streams.add(sequence)
 
@@ -146,4 +146,4 @@ class OpenRequests:
         self.quarantine.forget(sequence)
         self.deadlines.forget(sequence)
         self.waiting.charge(sequence, sequence.emitted)
-        self.closed(sequence.terms.tenant)
+        self.closed(sequence.scheduling.tenant)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from interfaces import ErrorCode, RequestError, Terms
+from interfaces import ErrorCode, RequestError, SchedulingOptions
 
 
 class Timed(Protocol):
@@ -19,7 +19,7 @@ class Timed(Protocol):
     def arrived(self) -> float: ...
 
     @property
-    def terms(self) -> Terms: ...
+    def scheduling(self) -> SchedulingOptions: ...
 
     @property
     def returning(self) -> bool:
@@ -38,7 +38,7 @@ class RequestDeadlines(Generic[R]):
         self._clock = clock
 
     def watch(self, request: R) -> None:
-        if request.terms.queue_seconds is not None or request.terms.total_seconds is not None:
+        if request.scheduling.queue_seconds is not None or request.scheduling.total_seconds is not None:
             self._watched[request.order] = request
 
     def forget(self, request: R) -> None:
@@ -52,8 +52,8 @@ class RequestDeadlines(Generic[R]):
 
 
 def _problem(request: Timed, age: float) -> str:
-    in_queue = request.terms.queue_seconds
-    total = request.terms.total_seconds
+    in_queue = request.scheduling.queue_seconds
+    total = request.scheduling.total_seconds
     if total is not None and age >= total:
         return f"the request has not ended within its time limit of {total:g} s"
     if in_queue is not None and age >= in_queue and not request.returning:

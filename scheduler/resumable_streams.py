@@ -88,19 +88,19 @@ class ResumableStreams:
         self._clock = clock
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.terms.resume:
+        if sequence.scheduling.resume:
             self._open[_key(sequence)] = Stream(sequence)
 
     def find(self, submit: Submit) -> Stream | None:
-        if not submit.terms.resume:
+        if not submit.scheduling.resume:
             return None
-        key = (submit.terms.tenant, submit.terms.resume)
+        key = (submit.scheduling.tenant, submit.scheduling.resume)
         ended = self._ended.get(key)
         return self._open.get(key) or (ended[1] if ended else None)
 
     def of(self, sequence: Sequence | None) -> Stream | None:
         """The stream of an open request; None if the request has no name."""
-        return self._open.get(_key(sequence)) if sequence is not None and sequence.terms.resume else None
+        return self._open.get(_key(sequence)) if sequence is not None and sequence.scheduling.resume else None
 
     def append_logprobs(self, table: RowTable, rows: NDArray[np.int32], logprobs: NDArray[np.float32] | None) -> None:
         """Keep the log-probabilities of the rows' new tokens."""
@@ -125,7 +125,7 @@ class ResumableStreams:
 
     def end(self, sequence: Sequence, code: int, error: RequestError | None) -> None:
         """Keep the end of a request for a while. A cancelled request leaves nothing."""
-        stream = self._open.pop(_key(sequence), None) if sequence.terms.resume else None
+        stream = self._open.pop(_key(sequence), None) if sequence.scheduling.resume else None
         if stream is None or code == Finish.CANCELLED:
             return
         stream.finished = code
@@ -144,4 +144,4 @@ class ResumableStreams:
 
 
 def _key(sequence: Sequence) -> tuple[str, str]:
-    return (sequence.terms.tenant, sequence.terms.resume)
+    return (sequence.scheduling.tenant, sequence.scheduling.resume)

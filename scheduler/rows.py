@@ -103,7 +103,7 @@ class RowTable:
         self.replica[row] = replica
         self.reports[row] = sequence.sampling.reports or sequence.context.hidden_states
         self._reporting += int(self.reports[row])
-        self.fixed[row] = sequence.prompt_len if sequence.terms.deterministic else 0
+        self.fixed[row] = sequence.prompt_len if sequence.scheduling.deterministic else 0
         self.report_end[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
         if sequence.context.hidden_states:
             self.report_end[row] = len(sequence.tokens)

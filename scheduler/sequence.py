@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from interfaces import (
     ImageMetadata,
     SamplingParams,
+    SchedulingOptions,
     Submit,
-    Terms,
     TextAndVisionContext,
     TextContext,
     TokenBuffer,
@@ -35,7 +35,7 @@ class Sequence:
     context: TextContext
     # Time of arrival on the scheduler's clock.
     arrived: float
-    terms: Terms = field(default_factory=Terms)
+    scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
     # -1 while the sequence waits.
     row: int = -1
     blocks: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Sequence:
     def of(cls, replica: bytes, submit: Submit, order: int, clock: Callable[[], float] = time.monotonic) -> Sequence:
         context = submit.text
         return cls(
-            replica, submit.handle, order, context, clock(), submit.terms, next_report=context.next_prompt_report
+            replica, submit.handle, order, context, clock(), submit.scheduling, next_report=context.next_prompt_report
         )
 
     @property
@@ -121,6 +121,6 @@ class Sequence:
         """Digests of all full blocks of the tokens known now."""
         hashes = self.hashes.setdefault(block_size, [])
         if len(self.tokens) // block_size > len(hashes):
-            salt = self.context.cache_salt + ("\0deterministic" if self.terms.deterministic else "")
+            salt = self.context.cache_salt + ("\0deterministic" if self.scheduling.deterministic else "")
             extend_hashes(hashes, self.tokens.all, block_size, salt, self.images)
         return hashes

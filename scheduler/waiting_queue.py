@@ -69,14 +69,14 @@ class WaitingQueue:
             if not placed(sequence):
                 return
             if queue is not self._returning:
-                self._level = self._tenants[sequence.terms.tenant].served
+                self._level = self._tenants[sequence.scheduling.tenant].served
             self._take(queue, 0)
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
         """Count tokens of a prompt or an answer that the tenant of `sequence` was served."""
-        tenant = self._tenants.get(sequence.terms.tenant)
+        tenant = self._tenants.get(sequence.scheduling.tenant)
         if tenant is not None:
-            tenant.served += tokens / sequence.terms.weight
+            tenant.served += tokens / sequence.scheduling.weight
 
     def _next_queue(self) -> list[Sequence] | None:
         if self._returning:
@@ -93,21 +93,21 @@ class WaitingQueue:
     def _queue_of(self, sequence: Sequence) -> list[Sequence] | None:
         if sequence.returning:
             return self._returning
-        tenant = self._tenants.get(sequence.terms.tenant)
-        return tenant.queues.get(sequence.terms.priority) if tenant else None
+        tenant = self._tenants.get(sequence.scheduling.tenant)
+        return tenant.queues.get(sequence.scheduling.priority) if tenant else None
 
     def _open_queue(self, sequence: Sequence) -> list[Sequence]:
-        tenant = self._tenants.setdefault(sequence.terms.tenant, _Tenant())
+        tenant = self._tenants.setdefault(sequence.scheduling.tenant, _Tenant())
         if not tenant.queues:
             tenant.served = max(tenant.served, self._level)
-        return tenant.queues.setdefault(sequence.terms.priority, [])
+        return tenant.queues.setdefault(sequence.scheduling.priority, [])
 
     def _take(self, queue: list[Sequence], i: int) -> None:
         sequence = queue.pop(i)
         self._count -= 1
         self.tokens -= len(sequence.tokens)
         if not queue and queue is not self._returning:
-            del self._tenants[sequence.terms.tenant].queues[sequence.terms.priority]
+            del self._tenants[sequence.scheduling.tenant].queues[sequence.scheduling.priority]
 
 
 def refusal(

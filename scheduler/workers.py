@@ -228,7 +228,7 @@ class Worker:
 
         For a deterministic sequence these are whole pieces of the prompt: later tokens are computed one by one.
         """
-        if not sequence.terms.deterministic:
+        if not sequence.scheduling.deterministic:
             return tokens
         return min(tokens, sequence.prompt_len) // self.fixed_tokens * self.fixed_tokens
 

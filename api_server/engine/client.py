@@ -38,11 +38,11 @@ from interfaces import (
     PoolingContext,
     RequestError,
     Results,
+    SchedulingOptions,
     Segments,
     SessionAnswer,
     SessionOrder,
     Status,
-    Terms,
     TextContext,
     Unknown,
     Vectors,
@@ -143,15 +143,17 @@ class EngineClient:
             return Health(True, False, "draining: this server is being stopped")
         return judge(self.status, self.silence, STALE_SECONDS, self._was_ready)
 
-    def submit(self, context: TextContext, inbox: Inbox | None = None, terms: Terms | None = None) -> Submission:
+    def submit(
+        self, context: TextContext, inbox: Inbox | None = None, scheduling: SchedulingOptions | None = None
+    ) -> Submission:
         """Sends a request; its updates come to `inbox`. A refusal comes as a result with an `error`."""
-        submission = Submission(self._new_handle(), context, inbox or Inbox(), terms or Terms())
+        submission = Submission(self._new_handle(), context, inbox or Inbox(), scheduling or SchedulingOptions())
         self._submit(submission, GENERATE)
         return submission
 
-    async def pool(self, context: PoolingContext, terms: Terms | None = None) -> PooledValues:
+    async def pool(self, context: PoolingContext, scheduling: SchedulingOptions | None = None) -> PooledValues:
         """Sends texts; returns their values in order. Cancelling the call cancels it there. Raises RequestFailed."""
-        submission = PooledSubmission(self._new_handle(), context, terms or Terms())
+        submission = PooledSubmission(self._new_handle(), context, scheduling or SchedulingOptions())
         self._submit(submission, context.task)
         try:
             return await submission.done

@@ -13,7 +13,7 @@ from typing import Self
 
 from api_server.engine.client import EngineClient
 from api_server.errors import ErrorKind, RequestFailed
-from interfaces import EmbeddingsContext, EmbeddingsOutput, PoolingContext, PoolingTask, RequestID, Terms
+from interfaces import EmbeddingsContext, EmbeddingsOutput, PoolingContext, PoolingTask, RequestID, SchedulingOptions
 from shared.endpoints import RunDirectory
 
 # Seconds between two looks at whether the server is ready.
@@ -27,11 +27,16 @@ class SocketEmbeddings:
     """
 
     def __init__(
-        self, run_directory: Path, *, normalize: bool = True, dimensions: int | None = None, terms: Terms | None = None
+        self,
+        run_directory: Path,
+        *,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        scheduling: SchedulingOptions | None = None,
     ) -> None:
         self._normalize = normalize
         self._dimensions = dimensions
-        self._terms = terms
+        self._scheduling = scheduling
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="embeddings", daemon=True)
         self._thread.start()
@@ -48,7 +53,7 @@ class SocketEmbeddings:
             return {}
         texts = [context.tokens.all for context in batch.values()]
         context = PoolingContext.of(texts, PoolingTask.EMBED, normalize=self._normalize, dimensions=self._dimensions)
-        pooled = asyncio.run_coroutine_threadsafe(self._client.pool(context, self._terms), self._loop).result()
+        pooled = asyncio.run_coroutine_threadsafe(self._client.pool(context, self._scheduling), self._loop).result()
         return {name: EmbeddingsOutput(rows[0]) for name, rows in zip(batch, pooled.texts(), strict=True)}
 
     def close(self) -> None:

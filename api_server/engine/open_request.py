@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
 
-from interfaces import GenerationStatus, RequestError, RequestID, Segments, Submit, Terms
+from interfaces import GenerationStatus, RequestError, RequestID, SchedulingOptions, Segments, Submit
 
 # Losses of one request that are further apart than this are unrelated.
 SECONDS_OF_A_ROW = 60.0
@@ -15,15 +15,15 @@ SECONDS_OF_A_ROW = 60.0
 class OpenRequest(ABC):
     """One request, from its first `Submit` to its end. `handle` changes when it is submitted again."""
 
-    __slots__ = ("_losses", "_lost_at", "_progress_at_loss", "_submitted", "_terms", "again", "handle", "queued")
+    __slots__ = ("_losses", "_lost_at", "_progress_at_loss", "_scheduling", "_submitted", "again", "handle", "queued")
 
-    def __init__(self, handle: int, terms: Terms) -> None:
+    def __init__(self, handle: int, scheduling: SchedulingOptions) -> None:
         self.handle = handle
         # True when the request was in the scheduler's queue before, or on its way there.
         self.again = False
         # Seconds that the request waited in the scheduler. None while it waits, or if it never ran.
         self.queued: float | None = None
-        self._terms = terms
+        self._scheduling = scheduling
         self._submitted = time.monotonic()
         # Losses in a row, the time of the last one, and the request's progress at that time.
         self._losses = 0
@@ -65,16 +65,16 @@ class OpenRequest(ABC):
         """Makes the arrays this process's own again."""
 
     @property
-    def terms(self) -> Terms:
+    def scheduling(self) -> SchedulingOptions:
         """The scheduling options; the time that has passed counts against the limits."""
-        terms = self._terms
-        if terms.queue_seconds is None and terms.total_seconds is None:
-            return terms
+        scheduling = self._scheduling
+        if scheduling.queue_seconds is None and scheduling.total_seconds is None:
+            return scheduling
         passed = time.monotonic() - self._submitted
         return replace(
-            terms,
-            queue_seconds=None if terms.queue_seconds is None else max(0.0, terms.queue_seconds - passed),
-            total_seconds=None if terms.total_seconds is None else max(0.0, terms.total_seconds - passed),
+            scheduling,
+            queue_seconds=None if scheduling.queue_seconds is None else max(0.0, scheduling.queue_seconds - passed),
+            total_seconds=None if scheduling.total_seconds is None else max(0.0, scheduling.total_seconds - passed),
         )
 
     def lost_again(self) -> int:

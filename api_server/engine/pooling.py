@@ -20,9 +20,9 @@ from interfaces import (
     PoolingContext,
     RequestError,
     RequestID,
+    SchedulingOptions,
     Segments,
     Submit,
-    Terms,
     Vectors,
 )
 
@@ -42,8 +42,8 @@ class PooledSubmission(OpenRequest):
 
     __slots__ = ("_context", "_missing", "_parts", "_sent", "done")
 
-    def __init__(self, handle: int, context: PoolingContext, terms: Terms) -> None:
-        super().__init__(handle, terms)
+    def __init__(self, handle: int, context: PoolingContext, scheduling: SchedulingOptions) -> None:
+        super().__init__(handle, scheduling)
         # The values of all texts, or RequestFailed.
         self.done: asyncio.Future[PooledValues] = asyncio.get_running_loop().create_future()
         self._context = context
@@ -59,7 +59,7 @@ class PooledSubmission(OpenRequest):
     @property
     def message(self) -> Submit:
         self._sent = np.flatnonzero(self._missing)
-        return Submit(self.handle, self._context.select(self._sent), self.terms, self.again)
+        return Submit(self.handle, self._context.select(self._sent), self.scheduling, self.again)
 
     @property
     def progress(self) -> int:

@@ -18,15 +18,15 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from interfaces import Terms
+from interfaces import SchedulingOptions
 from shared.access_keys import Caller
 
 LONGEST_SECONDS = 86_400.0
 HIGHEST_PRIORITY = 1000
 
-_ORDINARY = Terms()
+_ORDINARY = SchedulingOptions()
 # The scheduling options of the current HTTP request.
-current: ContextVar[Terms] = ContextVar("terms", default=_ORDINARY)
+current: ContextVar[SchedulingOptions] = ContextVar("scheduling", default=_ORDINARY)
 
 _HEADERS = {
     "timeout": "x-request-timeout",
@@ -42,12 +42,12 @@ def take(body: dict[str, Any]) -> dict[str, Any]:
     return {name: body.pop(name) for name in _HEADERS if name in body}
 
 
-def terms_of(headers: Headers, fields: Mapping[str, Any], caller: Caller, may_hurry: bool) -> Terms:
+def options_of(headers: Headers, fields: Mapping[str, Any], caller: Caller, may_hurry: bool) -> SchedulingOptions:
     """Reads scheduling options; fields of the body win over headers.
 
     Raises RequestFailed(INVALID) that names the field or header.
     """
-    return Terms(
+    return SchedulingOptions(
         tenant=caller.name,
         weight=caller.weight,
         priority=_priority(headers, fields, may_hurry),

@@ -19,9 +19,9 @@ from interfaces import (
     RequestID,
     SchedulerResult,
     SchedulerStatus,
+    SchedulingOptions,
     Segments,
     Submit,
-    Terms,
     TextContext,
     TextGenerationOutput,
 )
@@ -91,8 +91,8 @@ class Submission(OpenRequest):
         "inbox",
     )
 
-    def __init__(self, handle: int, context: TextContext, inbox: Inbox, terms: Terms) -> None:
-        super().__init__(handle, terms)
+    def __init__(self, handle: int, context: TextContext, inbox: Inbox, scheduling: SchedulingOptions) -> None:
+        super().__init__(handle, scheduling)
         self._context = context
         # Tokens that are not in the context yet. Adding all at once costs as much as adding one.
         self._gathered: list[int] = []
@@ -120,7 +120,7 @@ class Submission(OpenRequest):
 
     @property
     def message(self) -> Submit:
-        return Submit(self.handle, self.context, self.terms, self.again)
+        return Submit(self.handle, self.context, self.scheduling, self.again)
 
     @property
     def progress(self) -> int:

@@ -36,7 +36,7 @@ from api_server.generation import preparation
 from api_server.generation.output_processor import Answer
 from api_server.generation.preparation import Prepared
 from api_server.state import ServerState
-from interfaces import Terms, TextGenerationOutput, TextGenerationRequest
+from interfaces import SchedulingOptions, TextGenerationOutput, TextGenerationRequest
 
 SILENCE_BEFORE_HEADERS = 10.0
 # Tokens per wake-up for non-streamed answers: a wake-up costs more than reading a token.
@@ -143,11 +143,11 @@ class Generation:
         if choice.sampling.max_new_tokens == 0:
             self._ready.append(self._finished(choice, Finish("length")))
             return
-        submission = self._server.engine.submit(context, self._inbox, self._terms(f"{choice.index}"))
+        submission = self._server.engine.submit(context, self._inbox, self._scheduling(f"{choice.index}"))
         choice.hidden = submission.hidden
         self._running[submission] = Answer(choice, self._server, reader)
 
-    def _terms(self, answer: str) -> Terms:
+    def _scheduling(self, answer: str) -> SchedulingOptions:
         """The scheduling options of this HTTP request; a resumable stream has a name for each of its answers."""
         common = scheduling.current.get()
         return common if self._resume is None else replace(common, resume=f"{self._resume.name}#{answer}")
@@ -166,7 +166,7 @@ class Generation:
                 self._finished(answer.choice, delta.finish)
             elif answer.reasoning_budget_reached:
                 self._drop(submission)
-                own = self._terms(f"{answer.choice.index} after thinking")
+                own = self._scheduling(f"{answer.choice.index} after thinking")
                 self._running[self._server.engine.submit(answer.go_on(), self._inbox, own)] = answer
             return delta
 

@@ -83,7 +83,7 @@ class Call:
         if isinstance(self.parsed, RequestFailed):
             raise self.parsed
         if self.generates:
-            self._read_terms(scheduling.take(self.parsed))
+            self._read_scheduling(scheduling.take(self.parsed))
         return self.parsed
 
     @cached_property
@@ -123,9 +123,9 @@ class Call:
         what = f"Unsupported Media Type: the content type must be application/json, got {declared[:100]!r}"
         raise RequestFailed(ErrorKind.BAD_MEDIA_TYPE, what)
 
-    def _read_terms(self, fields: Mapping[str, Any]) -> None:
+    def _read_scheduling(self, fields: Mapping[str, Any]) -> None:
         may_hurry = self.caller.admin or not self.server.keys.users
-        scheduling.current.set(scheduling.terms_of(self.headers, fields, self.caller, may_hurry))
+        scheduling.current.set(scheduling.options_of(self.headers, fields, self.caller, may_hurry))
         self.scope["state"]["resume"] = wanted = Resume.wanted(self.headers, self.request_id)
         resume.current.set(wanted)
 
@@ -243,7 +243,7 @@ class Endpoint:
                 call.server.check_family(self._family)
             if not call.light:
                 await call.apart(lambda: call.parsed)
-                # Terms belong to this task, not to the thread in which a handler may have the body read.
+                # SchedulingOptions belong to this task, not to the thread in which a handler may have the body read.
                 _ = call.generates and call.json
             return await self._handler(call)
         except RequestFailed as error:

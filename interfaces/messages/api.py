@@ -36,7 +36,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class SchedulingOptions:
     """The scheduling options of a request.
 
     `tenant` is whose share of the server it takes, and `weight` how large that share is beside others'. A higher
@@ -75,7 +75,7 @@ class Submit:
 
     handle: int
     context: TextContext | TextAndVisionContext | SpeechContext | PoolingContext
-    terms: Terms = field(default_factory=Terms)
+    scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
     again: bool = False
 
     def __post_init__(self) -> None:
@@ -342,6 +342,6 @@ class InquiryAnswer:
 @message(11)
 @dataclass(frozen=True, slots=True)
 class Detach:
-    """Detaches requests whose client left. Those with a name in `Terms.resume` go on, the others are cancelled."""
+    """Detaches requests whose client left. Those with `SchedulingOptions.resume` go on, the others are cancelled."""
 
     handles: I32

@@ -25,9 +25,9 @@ from interfaces import (
     Order,
     Retire,
     SamplingParams,
+    SchedulingOptions,
     StepResult,
     Submit,
-    Terms,
     TextContext,
     WorkerGoodbye,
     WorkerHello,
@@ -41,10 +41,12 @@ def _messages(rng: random.Random) -> list[bytes]:
     """Real ones; whatever they do touches the sender alone."""
     params = SamplingParams(max_new_tokens=rng.randint(0, 9), temperature=rng.random(), seed=rng.getrandbits(60))
     context = TextContext.from_prompt([rng.randrange(600) for _ in range(rng.randint(1, 40))], params)
-    terms = Terms(tenant="fuzz", resume=rng.choice(["", "a", "b"]), total_seconds=rng.choice([None, 0.5]))
+    scheduling = SchedulingOptions(
+        tenant="fuzz", resume=rng.choice(["", "a", "b"]), total_seconds=rng.choice([None, 0.5])
+    )
     result = StepResult(rng.getrandbits(30), 0, 0, 1, _INTS, _INTS, None, {}, 1)
     return [
-        encode(Submit(rng.getrandbits(31), context, terms)),
+        encode(Submit(rng.getrandbits(31), context, scheduling)),
         encode(Cancel(_INTS)),
         encode(Detach(_INTS)),
         encode(Hello("fuzz")),

@@ -20,7 +20,7 @@ from interfaces import (
     PoolingContext,
     PoolingTask,
     RequestID,
-    Terms,
+    SchedulingOptions,
     TextContext,
     sweep_segments,
 )
@@ -198,7 +198,7 @@ async def test_limits_of_time_and_of_the_queue(bert: Path, tmp_path: Path) -> No
             await asyncio.to_thread(server.kill, "worker 0")
             await until(lambda: client.status is not None and not client.status.ready)
             calls = [
-                asyncio.create_task(client.pool(embed(random_texts(1, 5)), Terms(queue_seconds=seconds)))
+                asyncio.create_task(client.pool(embed(random_texts(1, 5)), SchedulingOptions(queue_seconds=seconds)))
                 for seconds in (0.5, 60, 60, 60)
             ]
             with pytest.raises(RequestFailed, match="could not be started within its time limit of") as late:

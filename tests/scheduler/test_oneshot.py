@@ -17,9 +17,9 @@ from interfaces import (
     PoolingTask,
     RequestID,
     SamplingParams,
+    SchedulingOptions,
     Step,
     Submit,
-    Terms,
     TextContext,
 )
 from scheduler.batches_in_flight import BATCH_SECONDS, MIN_BATCH_TOKENS
@@ -42,8 +42,8 @@ def test_every_text_is_answered_once_whatever_dies(data: st.DataObject) -> None:
         kind = data.draw(st.sampled_from(["submit", "turn", "turn", "turn", "send", "kill", "leave", "cancel"]))
         index = data.draw(st.integers(0, workers - 1))
         if kind == "submit":
-            terms = Terms(data.draw(st.sampled_from("ab")), priority=data.draw(st.integers(0, 1)))
-            yard.submit(data.draw(texts), terms)
+            scheduling = SchedulingOptions(data.draw(st.sampled_from("ab")), priority=data.draw(st.integers(0, 1)))
+            yard.submit(data.draw(texts), scheduling)
         elif kind == "turn":
             yard.turn()
         elif kind == "send":
@@ -127,7 +127,7 @@ def test_tenants_share_by_weight() -> None:
     yard = TextYard(replace(LIMITS, max_text_tokens=64))
     for tenant, weight in (("light", 1), ("heavy", 3)):
         for _ in range(3):
-            yard.bulk(400, 32, Terms(tenant, weight))
+            yard.bulk(400, 32, SchedulingOptions(tenant, weight))
     for _ in range(200):
         yard.turn()
     done = [sum(len(yard.asked[i].values) for i in group) for group in (range(3), range(3, 6))]
@@ -147,7 +147,7 @@ def test_requests_of_one_tenant_take_turns() -> None:
 def test_a_higher_priority_goes_first() -> None:
     yard = TextYard()
     yard.bulk(100, 100)
-    urgent = yard.bulk(100, 100, Terms(priority=5))
+    urgent = yard.bulk(100, 100, SchedulingOptions(priority=5))
     yard.send()
     assert all(requests_in(batch) == [f"r{urgent}"] for batch in yard.sent)
 
@@ -194,9 +194,9 @@ def test_time_limits_of_the_queue_and_in_all() -> None:
     yard = TextYard()
     yard.bulk(2048, 100)
     yard.send()
-    queued = yard.submit([[1]], Terms(queue_seconds=2))
-    total = yard.bulk(2048, 100, Terms(total_seconds=3))
-    begun = yard.submit([[1]], Terms(queue_seconds=9))
+    queued = yard.submit([[1]], SchedulingOptions(queue_seconds=2))
+    total = yard.bulk(2048, 100, SchedulingOptions(total_seconds=3))
+    begun = yard.submit([[1]], SchedulingOptions(queue_seconds=9))
     yard.clock.advance(1)
     yard.scheduler.expire()
     yard.read()
@@ -207,7 +207,7 @@ def test_time_limits_of_the_queue_and_in_all() -> None:
     assert "could not be started within its time limit of 2 s" in yard.asked[queued].error
     yard.drain()
     yard.asked[begun].check()
-    late = yard.bulk(2048, 100, Terms(total_seconds=0.5))
+    late = yard.bulk(2048, 100, SchedulingOptions(total_seconds=0.5))
     yard.turn()
     yard.clock.advance(1)
     yard.scheduler.expire()
@@ -227,9 +227,9 @@ def test_queues_have_limits_and_the_reason_says_which() -> None:
     yard.start_worker(0)
     yard.drain()
     for _ in range(3):
-        yard.submit([[1]], Terms("key"))
+        yard.submit([[1]], SchedulingOptions("key"))
         yard.send()
-    assert "3 requests of this key are open" in yard.asked[yard.submit([[1]], Terms("key"))].error
+    assert "3 requests of this key are open" in yard.asked[yard.submit([[1]], SchedulingOptions("key"))].error
 
 
 def test_a_text_that_crashes_workers_fails_alone() -> None:

@@ -21,7 +21,16 @@ from hypothesis import strategies as st
 from api_server.engine import client as engine_client
 from api_server.engine.client import EngineClient
 from api_server.engine.submission import Submission
-from interfaces import ErrorCode, GenerationStatus, SamplingParams, Submit, Terms, TextContext, decode, encode
+from interfaces import (
+    ErrorCode,
+    GenerationStatus,
+    SamplingParams,
+    SchedulingOptions,
+    Submit,
+    TextContext,
+    decode,
+    encode,
+)
 from scheduler import loop as loop_module
 from scheduler.core import Scheduler
 from scheduler.loop import Loop
@@ -79,8 +88,8 @@ class Wire:
     def submit(self, resumable: bool = False) -> None:
         number = len(self.submissions)
         context = TextContext.from_prompt([number + 1, 2, 3], SamplingParams(seed=number, max_new_tokens=LENGTH))
-        terms = Terms(resume=f"stream {number}" if resumable else "")
-        self.submissions[number] = self.client.submit(context, terms=terms)
+        scheduling = SchedulingOptions(resume=f"stream {number}" if resumable else "")
+        self.submissions[number] = self.client.submit(context, scheduling=scheduling)
 
     def cancel(self, number: int) -> None:
         if number in self.submissions:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import ErrorCode, Finish, SamplingParams, Submit, Terms, TextContext
+from interfaces import ErrorCode, Finish, SamplingParams, SchedulingOptions, Submit, TextContext
 from scheduler.core import Scheduler
 from scheduler.resumable_streams import MAX_ENDED, SECONDS_KEPT
 from tests.scheduler.clock import Clock
@@ -34,7 +34,7 @@ class Ear:
     ) -> None:
         params = SamplingParams(seed=1, max_new_tokens=LENGTH)
         context = TextContext.from_prompt(prompt, params)
-        self.scheduler.submit(replica, Submit(handle, context, Terms(tenant=tenant, resume=name)))
+        self.scheduler.submit(replica, Submit(handle, context, SchedulingOptions(tenant=tenant, resume=name)))
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):

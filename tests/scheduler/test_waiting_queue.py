@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interfaces import Finish, SamplingParams, Submit, Terms, TextContext
+from interfaces import Finish, SamplingParams, SchedulingOptions, Submit, TextContext
 from scheduler.sequence import Sequence
 from scheduler.waiting_queue import WaitingQueue
 from tests.scheduler.simulated_worker import naive_generate
 from tests.scheduler.test_core import LIMITS, REPLICA, Yard
 
 
-def sequence(order: int, tokens: int = 1, **terms: object) -> Sequence:
+def sequence(order: int, tokens: int = 1, **scheduling: object) -> Sequence:
     context = TextContext.from_prompt([1] * tokens, SamplingParams(seed=0))
-    return Sequence.of(REPLICA, Submit(order, context, Terms(**terms)), order)  # type: ignore[arg-type]
+    return Sequence.of(REPLICA, Submit(order, context, SchedulingOptions(**scheduling)), order)  # type: ignore[arg-type]
 
 
 def served(queue: WaitingQueue, count: int) -> list[Sequence]:
@@ -48,9 +48,9 @@ def test_one_tenant_is_served_in_order_of_arrival(sizes: list[int]) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.sampled_from("abc")), max_size=30), st.randoms())
-def test_discarding_takes_out_exactly_that_one(given_terms: list[tuple[int, str]], rng: random.Random) -> None:
+def test_discarding_takes_out_exactly_that_one(given: list[tuple[int, str]], rng: random.Random) -> None:
     queue = WaitingQueue()
-    made = [sequence(i, i % 5 + 1, priority=p, tenant=t) for i, (p, t) in enumerate(given_terms)]
+    made = [sequence(i, i % 5 + 1, priority=p, tenant=t) for i, (p, t) in enumerate(given)]
     for one in made:
         queue.add(one)
     gone = [one for one in made if rng.random() < 0.5]
@@ -58,7 +58,7 @@ def test_discarding_takes_out_exactly_that_one(given_terms: list[tuple[int, str]
         queue.discard(one)
     left = served(queue, len(made))
     assert {one.order for one in left} == {one.order for one in made} - {one.order for one in gone}
-    priorities = [one.terms.priority for one in left]
+    priorities = [one.scheduling.priority for one in left]
     assert priorities == sorted(priorities, reverse=True)
     assert queue.tokens == 0
 
@@ -83,8 +83,8 @@ def test_shares_follow_the_weights_whatever_the_sizes(weights: list[int], sizes:
     left = Counter({f"t{i}": 80 for i in range(len(weights))})
     while min(left.values()) > 0:
         for one in served(queue, 1):
-            got[one.terms.tenant] += len(one.tokens)
-            left[one.terms.tenant] -= 1
+            got[one.scheduling.tenant] += len(one.tokens)
+            left[one.scheduling.tenant] -= 1
     shares = [got[f"t{i}"] / weight for i, weight in enumerate(weights)]
     assert max(shares) - min(shares) <= 2 * max(size / weight for size, weight in zip(sizes, weights, strict=False))
 
@@ -98,7 +98,7 @@ def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
     served(queue, 100)
     for order in range(300, 400):
         queue.add(sequence(order, 10, tenant="away"))
-    turns = Counter(one.terms.tenant for one in served(queue, 100))
+    turns = Counter(one.scheduling.tenant for one in served(queue, 100))
     assert 45 <= turns["away"] <= 55
 
 
@@ -112,11 +112,11 @@ def test_those_that_ran_before_go_first_and_oldest_first() -> None:
     assert [one.order for one in served(queue, 4)] == [2, 3, 4, 9]
 
 
-def submit(yard: Yard, handle: int, **terms: object) -> None:
+def submit(yard: Yard, handle: int, **scheduling: object) -> None:
     params = SamplingParams(seed=handle, max_new_tokens=30)
     yard.max_new[handle] = 30
     context = TextContext.from_prompt([handle + 1] * 5, params)
-    yard.scheduler.submit(REPLICA, Submit(handle, context, Terms(**terms)))  # type: ignore[arg-type]
+    yard.scheduler.submit(REPLICA, Submit(handle, context, SchedulingOptions(**scheduling)))  # type: ignore[arg-type]
 
 
 def test_a_key_has_its_limit_and_others_are_not_touched() -> None:

@@ -16,8 +16,8 @@ from interfaces import (
     PooledValues,
     PoolingContext,
     PoolingTask,
+    SchedulingOptions,
     Submit,
-    Terms,
     WorkerHello,
     decode,
     encode,
@@ -110,18 +110,18 @@ class TextYard:
         self.in_flight[index].clear()
         self.scheduler.lose_worker(index, "died", blamed)
 
-    def submit(self, texts: list[list[int]], terms: Terms | None = None, again: bool = False) -> int:
+    def submit(self, texts: list[list[int]], scheduling: SchedulingOptions | None = None, again: bool = False) -> int:
         handle = len(self.asked)
         context = PoolingContext.of(texts, PoolingTask.EMBED, request_id=f"r{handle}")
         self.asked[handle] = Asked(context)
-        message = decode(encode(Submit(handle, context, terms or Terms(), again)))
+        message = decode(encode(Submit(handle, context, scheduling or SchedulingOptions(), again)))
         self.scheduler.submit(REPLICA, message)
         self.read()
         return handle
 
-    def bulk(self, count: int, length: int, terms: Terms | None = None) -> int:
+    def bulk(self, count: int, length: int, scheduling: SchedulingOptions | None = None) -> int:
         """Submit `count` texts of `length` tokens."""
-        return self.submit([[(i + j) % VOCAB for j in range(length)] for i in range(count)], terms)
+        return self.submit([[(i + j) % VOCAB for j in range(length)] for i in range(count)], scheduling)
 
     def send(self) -> list[Batch]:
         """What the scheduler sends now."""

@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import Finish, SamplingParams, Step, StepResult, Submit, Terms, TextContext, WorkerHello, decode, encode
+from interfaces import (
+    Finish,
+    SamplingParams,
+    SchedulingOptions,
+    Step,
+    StepResult,
+    Submit,
+    TextContext,
+    WorkerHello,
+    decode,
+    encode,
+)
 from interfaces.base.log_probabilities import LogProbabilities
 from model_worker.backends.base import Backend
 from model_worker.engine import Engine
@@ -102,10 +113,10 @@ class InProcessServer:
         """`fields` are further ones of the context."""
         return self.submit_context(TextContext.from_prompt(prompt, params, **fields))
 
-    def submit_context(self, context: TextContext, terms: Terms | None = None) -> int:
+    def submit_context(self, context: TextContext, scheduling: SchedulingOptions | None = None) -> int:
         handle = len(self.answers)
         self.answers[handle] = Answer()
-        message = decode(encode(Submit(handle, context, terms or Terms())))
+        message = decode(encode(Submit(handle, context, scheduling or SchedulingOptions())))
         assert isinstance(message, Submit)
         self.scheduler.submit(REPLICA, message)
         return handle

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interfaces import SamplingParams, Terms, TextContext
+from interfaces import SamplingParams, SchedulingOptions, TextContext
 from interfaces.request.sampling import LogprobMode
 from tests.model_worker.tiny_models import tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
@@ -48,12 +48,14 @@ def growing(rng: random.Random, count: int) -> Asked:
 def told(loaded: Any, shape: Shape, asked: Asked, crowd: Asked) -> tuple[Told, InProcessServer]:
     """What `asked` got, beside a crowd that wants nothing of the kind."""
     server = InProcessServer(loaded, shape)
-    everything = [(each, Terms(deterministic=True)) for each in asked] + [(each, Terms()) for each in crowd]
+    everything = [(each, SchedulingOptions(deterministic=True)) for each in asked] + [
+        (each, SchedulingOptions()) for each in crowd
+    ]
     order = random.sample(range(len(everything)), len(everything))
     handles = {}
     for i in order:
-        (prompt, params), terms = everything[i]
-        handles[i] = server.submit_context(TextContext.from_prompt(prompt, params), terms)
+        (prompt, params), scheduling = everything[i]
+        handles[i] = server.submit_context(TextContext.from_prompt(prompt, params), scheduling)
     answers = server.run()
     return [(answers[handles[i]].tokens, answers[handles[i]].logprobs) for i in range(len(asked))], server
 

@@ -263,7 +263,7 @@ def test_the_requests_own_time_limit_holds_here_too(fetching: LiveServer, web: W
     assert (response.status_code, time.monotonic() - start < 3) == (504, True)
     assert "0.4 s" in response.json()["error"]["message"]
     assert post(fetching, CHAT, file(file_url=web.url("/soon")), limit="5").status_code == 200
-    left = fetching.double.submits[-1].terms.total_seconds
+    left = fetching.double.submits[-1].scheduling.total_seconds
     assert left is not None
     assert 3 < left < 4.8
 

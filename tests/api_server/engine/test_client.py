@@ -17,7 +17,7 @@ from api_server.engine.submission import Inbox, Submission
 from interfaces.context.images import ImageMetadata
 from interfaces.context.text import TextContext
 from interfaces.context.vision import TextAndVisionContext
-from interfaces.messages import REGISTRATION_SIZE, Finish, Results, Terms, WorkerHello
+from interfaces.messages import REGISTRATION_SIZE, Finish, Results, SchedulingOptions, WorkerHello
 from interfaces.request.sampling import SamplingParams
 from interfaces.result.outputs import TextGenerationOutput
 from interfaces.result.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult, SchedulerStatus
@@ -98,7 +98,7 @@ async def test_news_of_a_slow_reader_coalesce(engine: EngineClient, double: Sche
 async def test_an_inbox_may_wait_for_several_tokens_but_never_with_the_first_or_the_end() -> None:
     inbox = Inbox()
     inbox.at_a_time = 4
-    submission = Submission(1, asking("r", sampling(20)), inbox, Terms())
+    submission = Submission(1, asking("r", sampling(20)), inbox, SchedulingOptions())
 
     def read() -> list[int]:
         found = inbox.taken()
@@ -116,12 +116,12 @@ async def test_an_inbox_may_wait_for_several_tokens_but_never_with_the_first_or_
 async def test_news_that_nobody_wants_are_left_to_who_goes_on_with_the_context() -> None:
     inbox = Inbox()
     context = asking("r", sampling(20))
-    first = Submission(1, context, inbox, Terms())
+    first = Submission(1, context, inbox, SchedulingOptions())
     first.add(7, None)
     inbox.discard(first)
     inbox.discard(first)
     assert inbox.taken() is None
-    second = Submission(2, first.context, inbox, Terms())
+    second = Submission(2, first.context, inbox, SchedulingOptions())
     second.add(8, None)
     found = inbox.taken()
     assert found is not None

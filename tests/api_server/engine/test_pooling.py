@@ -19,7 +19,7 @@ from interfaces import (
     PoolingTask,
     RequestError,
     SamplingParams,
-    Terms,
+    SchedulingOptions,
     TextContext,
     Vectors,
     encode,
@@ -113,7 +113,7 @@ async def test_a_cancelled_call_cancels_its_request(engine: EngineClient, double
 async def test_a_restarted_scheduler_gets_the_texts_again(engine: EngineClient, double: SchedulerDouble) -> None:
     double.hold.set()
     context = texts(30)
-    call = asyncio.create_task(engine.pool(context, Terms(total_seconds=60)))
+    call = asyncio.create_task(engine.pool(context, SchedulingOptions(total_seconds=60)))
     await until(lambda: double.pooling)
     double.restart()
     double.hold.clear()
@@ -121,8 +121,8 @@ async def test_a_restarted_scheduler_gets_the_texts_again(engine: EngineClient, 
     first, again = double.submits
     assert (first.again, again.again) == (False, True)
     assert again.handle != first.handle
-    assert again.terms.total_seconds is not None
-    assert again.terms.total_seconds < 60
+    assert again.scheduling.total_seconds is not None
+    assert again.scheduling.total_seconds < 60
 
 
 async def test_a_lost_message_makes_all_texts_without_values_be_sent_again(
@@ -162,7 +162,7 @@ def vectors(first: int, values: PooledValues) -> Vectors:
 async def test_only_missing_texts_are_sent_again_and_all_values_find_their_place() -> None:
     context = texts(10)
     values = sums_of(context)
-    submission = PooledSubmission(1, context, Terms())
+    submission = PooledSubmission(1, context, SchedulingOptions())
     assert submission.message.context == context
     assert not submission.receive(vectors(2, values.part(2, 4)))
     assert not submission.receive(vectors(7, values.part(7, 8)))
@@ -179,7 +179,7 @@ async def test_only_missing_texts_are_sent_again_and_all_values_find_their_place
 async def test_values_that_cannot_be_are_refused() -> None:
     context = texts(4)
     values = sums_of(context)
-    submission = PooledSubmission(1, context, Terms())
+    submission = PooledSubmission(1, context, SchedulingOptions())
     assert submission.message is not None
     wide = PooledValues(np.zeros((1, 3), np.float32), np.ones(1, np.int32))
     assert not submission.receive(vectors(0, values.part(0, 1)))

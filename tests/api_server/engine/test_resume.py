@@ -85,7 +85,7 @@ def test_the_scheduler_is_told_the_name_and_that_nobody_listens(spoken: LiveServ
         client.post(spoken.url + "/v1/chat/completions", json=CHAT, headers=headers, timeout=0.5)
     spoken.double.wait(lambda: spoken.double.detached)
     last: Submit = spoken.double.submits[-1]
-    assert last.terms.resume == "mine#0"
+    assert last.scheduling.resume == "mine#0"
     assert not spoken.double.cancelled
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from interfaces.messages import Submit, Terms
+from interfaces.messages import SchedulingOptions, Submit
 from interfaces.result.results import ErrorCode, RequestError
 from shared.access_keys import AccessKeys, digest_of
 from tests.api_server.conftest import LiveServer
@@ -25,16 +25,16 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-def terms(live: LiveServer) -> Terms:
+def scheduling(live: LiveServer) -> SchedulingOptions:
     last: Submit = live.double.submits[-1]
-    return last.terms
+    return last.scheduling
 
 
 @pytest.mark.parametrize("path", BODIES)
 def test_the_scheduler_is_told_in_every_dialect(live: LiveServer, path: str) -> None:
     body = BODIES[path] | {"timeout": 7.5, "queue_timeout": 2, "priority": 3, "deterministic": True}
     assert HTTP.post(live.url + path, json=body).status_code == 200
-    told = terms(live)
+    told = scheduling(live)
     assert told.total_seconds == pytest.approx(7.5, abs=1)
     assert told.queue_seconds == pytest.approx(2, abs=1)
     assert (told.priority, told.tenant, told.deterministic) == (3, "", True)
@@ -43,7 +43,7 @@ def test_the_scheduler_is_told_in_every_dialect(live: LiveServer, path: str) -> 
 def test_headers_say_the_same_and_the_body_wins(live: LiveServer) -> None:
     headers = {"x-request-timeout": "9", "x-queue-timeout": "0.5", "x-request-priority": "-2", "x-deterministic": "1"}
     HTTP.post(live.url + "/v1/completions", json={"prompt": "x", "queue_timeout": 4}, headers=headers)
-    told = terms(live)
+    told = scheduling(live)
     assert told.total_seconds == pytest.approx(9, abs=1)
     assert told.queue_seconds == pytest.approx(4, abs=1)
     assert (told.priority, told.deterministic) == (-2, True)
@@ -101,8 +101,8 @@ def test_with_keys_only_the_admin_may_hurry_and_keys_are_tenants(live: LiveServe
     assert refused.status_code == 400
     assert "needs the admin key" in refused.text
     assert HTTP.post(live.url + "/v1/completions", json=body, headers={"x-api-key": boss}).status_code == 200
-    assert terms(live).priority == 1
+    assert scheduling(live).priority == 1
     late = HTTP.post(live.url + "/v1/completions", json=body | {"priority": -1}, headers={"x-api-key": user})
     assert late.status_code == 200
-    assert (terms(live).priority, terms(live).weight) == (-1, 5)
-    assert terms(live).tenant == f"key-{digest_of(user).removeprefix('sha256:')[:8]}"
+    assert (scheduling(live).priority, scheduling(live).weight) == (-1, 5)
+    assert scheduling(live).tenant == f"key-{digest_of(user).removeprefix('sha256:')[:8]}"

@@ -142,9 +142,9 @@ def test_errors_of_the_engine(embedding: PoolingServer) -> None:
 
 def test_scheduling_options_reach_the_scheduler(embedding: PoolingServer) -> None:
     post(embedding, {"x-request-priority": "-3"}, input="fox", timeout=7)
-    terms = embedding.double.submits[-1].terms
-    assert terms.priority == -3
-    assert terms.total_seconds == pytest.approx(7, abs=1)
+    scheduling = embedding.double.submits[-1].scheduling
+    assert scheduling.priority == -3
+    assert scheduling.total_seconds == pytest.approx(7, abs=1)
 
 
 def test_a_client_that_leaves_cancels_its_texts(embedding: PoolingServer) -> None:

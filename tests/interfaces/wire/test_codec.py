@@ -37,6 +37,7 @@ from interfaces import (
     Retire,
     RowGrammar,
     SamplingParams,
+    SchedulingOptions,
     SessionAnswer,
     SessionOrder,
     SharedMemoryArray,
@@ -45,7 +46,6 @@ from interfaces import (
     Step,
     StepResult,
     Submit,
-    Terms,
     TextAndVisionContext,
     TextContext,
     TokenRuns,
@@ -193,14 +193,14 @@ statuses = st.builds(
     counters=st.dictionaries(text, i31, max_size=3),
 )
 seconds = st.none() | st.floats(0, 1e6)
-terms = st.builds(Terms, text, st.integers(1, 1000), i31, seconds, seconds, text)
+scheduling = st.builds(SchedulingOptions, text, st.integers(1, 1000), i31, seconds, seconds, text)
 messages = st.one_of(
     st.builds(Hello, text, column(np.int32)),
     st.builds(Unknown, i31, column(np.int32), st.booleans()),
     st.builds(Goodbye, text),
     st.builds(Cancel, column(np.int32)),
     st.builds(Detach, column(np.int32)),
-    st.builds(Submit, i31, contexts, terms, st.booleans()),
+    st.builds(Submit, i31, contexts, scheduling, st.booleans()),
     st.builds(
         Results,
         incarnation=i31,

@@ -283,7 +283,7 @@ TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
 ELSEWHERE = {
     # messages: test_codec.py
     *("Cancel", "Goodbye", "Hello", "Join", "Order", "OrderAnswer", "Results", "Status", "Step", "StepResult"),
-    *("Detach", "Inquiry", "InquiryAnswer", "Retire", "Terms", "WorkerGoodbye"),
+    *("Detach", "Inquiry", "InquiryAnswer", "Retire", "SchedulingOptions", "WorkerGoodbye"),
     *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionOrder"),
     *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
     *("Batch", "BatchResult", "Ready", "Vectors"),
