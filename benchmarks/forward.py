@@ -1,10 +1,11 @@
 """`python -m benchmarks.forward`: what one forward pass of the worker costs, without server, scheduler and sampling.
 
-Times decode steps of several batch sizes and one prefill chunk, once with the model's modules as transformers made
-them, once with packed linear layers, once fused, all with the same attention kernel; with --int8 the last two also with
-int8 weights. The variants take turns, so that a busy machine is unfair to none. Beside the times it prints what they
-mean: bytes a second against the bandwidth that reading memory reaches here, and FLOP a second against the best matrix
-product. Takes about a minute.
+Times decode steps of several batch sizes, greedy steps in a row, and one prefill chunk: once with the model's modules
+as transformers made them, once with packed linear layers, once fused, all with the same attention kernel; with --int8
+the last two also with int8 weights. With --without the fused stack alone, as it is and without one of its mechanisms.
+The variants take turns, so that a busy machine is unfair to none. Beside the times it prints what they mean: bytes a
+second against the bandwidth that reading memory reaches here, and FLOP a second against the best matrix product. Takes
+about a minute.
 """
 
 from __future__ import annotations
@@ -28,14 +29,19 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.standard_model import SIZES, standard_model
 from model_worker.attention import PAGED_ATTENTION
-from model_worker.batch import ForwardBatch
+from model_worker.batch import DeferredTokens, ForwardBatch
+from model_worker.cpu.fused.stack import FusedStack, fused_stack
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
+from model_worker.cpu.gemm.screened_head import SCREENED_ROWS
+from model_worker.cpu.tuning import EVERYTHING, Tuning
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
 
 BLOCK_SIZE = 16
+# Greedy steps that are timed together, of which each is launched before the tokens of the one before are read.
+GREEDY_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Work:
     batch: ForwardBatch
     flop: float
     kv_bytes: float
+    greedy: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,12 @@ class Machine:
     matrix_gflop: float  # GFLOP/s in the model's dtype
 
 
-def decode(loaded: LoadedModel, rows: int, context: int) -> Work:
-    """One token for each row, whose other `context - 1` tokens are cached."""
+def decode(loaded: LoadedModel, rows: int, context: int, shared: int = 0, greedy: bool = False) -> Work:
+    """One token for each row, whose other `context - 1` tokens are cached, the first `shared` of them once for all."""
     lengths = np.full(rows, context)
-    batch = _batch(np.ones(rows, np.int64), lengths, np.arange(rows))
-    return Work(f"decode, {rows} x {context}", batch, *_needs(loaded, batch, rows * context, rows))
+    batch = _batch(np.ones(rows, np.int64), lengths, np.arange(rows), shared)
+    name = f"{'greedy' if greedy else 'decode'}, {rows} x {context}"
+    return Work(name, batch, *_needs(loaded, batch, rows * context, rows), greedy)
 
 
 def prefill(loaded: LoadedModel, tokens: int) -> Work:
@@ -67,10 +75,11 @@ def prefill(loaded: LoadedModel, tokens: int) -> Work:
     return Work(f"prefill, {tokens}", batch, *_needs(loaded, batch, tokens * tokens // 2, 1))
 
 
-def _batch(query_lens: np.ndarray, kv_lens: np.ndarray, logit_rows: np.ndarray) -> ForwardBatch:
+def _batch(query_lens: np.ndarray, kv_lens: np.ndarray, logit_rows: np.ndarray, shared: int = 0) -> ForwardBatch:
     rng = np.random.default_rng(0)
     per_row = -(-int(kv_lens.max()) // BLOCK_SIZE)
     tables = rng.permutation(len(kv_lens) * per_row).reshape(len(kv_lens), per_row)
+    tables[:, : shared // BLOCK_SIZE] = tables[0, : shared // BLOCK_SIZE]
     tokens = rng.integers(100, 1000, int(query_lens.sum()))
     return ForwardBatch.build(tokens, query_lens, kv_lens, tables, BLOCK_SIZE, logit_rows)
 
@@ -117,6 +126,21 @@ def variants(path: Path, loaded: LoadedModel, int8: LoadedModel | None, num_bloc
     return {name: ModelRunner(variant, num_blocks, BLOCK_SIZE) for name, variant in made.items()}
 
 
+def with_and_without(loaded: LoadedModel, name: str, num_blocks: int) -> dict[str, ModelRunner]:
+    """The fused stack with all mechanisms, and without one."""
+    less = replace(loaded, stack=fused_stack(loaded, EVERYTHING.without(name)))
+    made = {"fused stack": loaded, f"without {name}": less}
+    return {variant: ModelRunner(model, num_blocks, BLOCK_SIZE) for variant, model in made.items()}
+
+
+def wait_for_copies(runners: Mapping[str, ModelRunner], work: Work) -> None:
+    """Run a pass of each, and wait for the copies of weights that it has asked for."""
+    for runner in runners.values():
+        runner.backend.logits(replace(work.batch))
+        if isinstance(runner.loaded.stack, FusedStack):
+            runner.loaded.stack.wait_for_copies()
+
+
 def machine(dtype: torch.dtype) -> Machine:
     memory = torch.ones(1 << 28)
     a = torch.randn(2048, 2048).to(dtype)
@@ -147,10 +171,30 @@ def _times(actions: Sequence[Callable[[], object]], seconds: float) -> list[list
 def measure(runners: Mapping[str, ModelRunner], work: Work, seconds: float) -> dict[str, list[float]]:
     def action(runner: ModelRunner) -> Callable[[], object]:
         # A new batch each time, as in service: plans that belong to it are made anew.
+        if work.greedy:
+            return lambda: _greedy_steps(runner, work)
         return lambda: runner.backend.logits(replace(work.batch))
 
     times = _times([action(runner) for runner in runners.values()], seconds)
-    return dict(zip(runners, times, strict=True))
+    steps = GREEDY_STEPS if work.greedy else 1
+    return {name: [duration / steps for duration in own] for name, own in zip(runners, times, strict=True)}
+
+
+def _greedy_steps(runner: ModelRunner, work: Work) -> None:
+    """Run greedy steps in a row, as an executor does: launched ahead where the backend does that."""
+    rows = len(work.batch.logit_positions)
+    if not runner.backend.overlaps:
+        for _ in range(GREEDY_STEPS):
+            runner.backend.greedy(replace(work.batch), np.zeros(rows, np.bool_))
+        return
+    known = np.full(work.batch.num_tokens, -1)
+    deferred = DeferredTokens(known, np.full(rows, -1), np.empty(0, np.int64))
+    launched = runner.backend.launch(replace(work.batch), deferred)
+    for _ in range(GREEDY_STEPS - 1):
+        following = runner.backend.launch(replace(work.batch), deferred)
+        launched()
+        launched = following
+    launched()
 
 
 def table(
@@ -167,6 +211,19 @@ def table(
     return out
 
 
+def gains(works: Sequence[Work], results: Sequence[Mapping[str, list[float]]]) -> Table:
+    """How many times as long a pass takes without the mechanism: of the medians, and the quartiles of pairs."""
+    out = Table("work", "gain", "of pairs, 1st to 3rd quartile")
+    for work, result in zip(works, results, strict=True):
+        having, lacking = result.values()
+        ratios = [less / more for more, less in zip(having, lacking, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        out.add_row(
+            work.name, f"{statistics.median(lacking) / statistics.median(having):.3f}", f"{low:.3f} to {high:.3f}"
+        )
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forward", description=__doc__)
     add = parser.add_argument
@@ -177,7 +234,9 @@ def main() -> None:
     add("--rows", type=int, nargs="+", default=[1, 4, 16, 32], help="rows of the decode steps")
     add("--context", type=int, default=256, help="tokens of each decode row")
     add("--prefill", type=int, default=512, help="tokens of the prefill chunk")
+    add("--shared", type=int, default=0, help="first tokens of decode rows that all rows have in common")
     add("--int8", action="store_true", help="also with int8 weights")
+    add("--without", choices=Tuning.names(), help="compare the fused stack with itself without this mechanism")
     add("--seconds", type=float, default=2.0, help="for each figure")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -187,9 +246,20 @@ def main() -> None:
         loaded = load_model(path, options.dtype, "cpu", lambda *_: None)
         loading = time.perf_counter() - started
         int8 = load_model(path, options.dtype, "cpu", lambda *_: None, quantization="int8") if options.int8 else None
-        works = [*(decode(loaded, rows, options.context) for rows in options.rows), prefill(loaded, options.prefill)]
+        if options.without and loaded.stack is None:
+            parser.error(f"--without {options.without}: {loaded.architecture} is not served by the fused stack")
+        greedy = [rows for rows in options.rows if rows <= SCREENED_ROWS]
+        works = [
+            *(decode(loaded, rows, options.context, options.shared) for rows in options.rows),
+            *(decode(loaded, rows, options.context, options.shared, greedy=True) for rows in greedy),
+            prefill(loaded, options.prefill),
+        ]
         num_blocks = max(int(work.batch.block_tables.max()) + 1 for work in works)
-        runners = variants(path, loaded, int8, num_blocks)
+        if options.without:
+            runners = with_and_without(loaded, options.without, num_blocks)
+        else:
+            runners = variants(path, loaded, int8, num_blocks)
+    wait_for_copies(runners, works[0])
     best = machine(loaded.dtype)
     results = [measure(runners, work, options.seconds) for work in works]
     console = Console(width=130)
@@ -201,6 +271,8 @@ def main() -> None:
     )
     weights = {name: weight_bytes(runner.loaded) for name, runner in runners.items()}
     console.print(table(works, results, weights, best))
+    if options.without:
+        console.print(gains(works, results))
 
 
 if __name__ == "__main__":
