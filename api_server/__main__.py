@@ -16,6 +16,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from api_server.text.tokenizer import Tokenizer
 from shared import liveness, logs, phases
 from shared.addresses import LOOPBACK_NETWORKS
 from shared.endpoints import RunDirectory
+from shared.further_models import of_further_models
 from shared.hidden_torch import hide_torch
 from shared.load_errors import may_pass
 from shared.settings import Settings
@@ -66,15 +68,14 @@ def main() -> int:
     hide_torch()
     try:
         phases.phase("load tokenizer")
-        tokenizer = Tokenizer.load(settings.model, settings.control_tokens)
-        AnswerFormats.of(settings, tokenizer)
-        pooled_model = PooledModel.of(settings)
+        places = [(settings, run_directory), *of_further_models(settings, run_directory)]
+        models = [_Model.load(*place) for place in places]
     except (OSError, ValueError) as error:
         phases.fatal(str(error), may_pass(error))
         log.error("%s", error)
         return 1
     listener = socket.socket(fileno=options.listener)
-    uvloop.run(_serve(settings, run_directory, role, tokenizer, pooled_model, listener))
+    uvloop.run(_serve(models, role, listener))
     return 0
 
 
@@ -90,24 +91,42 @@ def tls_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-async def _serve(
-    settings: Settings,
-    run_directory: RunDirectory,
-    role: str,
-    tokenizer: Tokenizer,
-    pooled_model: PooledModel | None,
-    listener: socket.socket,
-) -> None:
-    engine = EngineClient(run_directory.api_endpoint, role)
-    engine.start()
-    server = ServerState(
-        settings,
-        tokenizer,
-        engine,
-        pooled_model,
-        processes_file=run_directory.processes_file,
-        image_key=shared_secret(run_directory.image_key_file),
-    )
+@dataclass(frozen=True)
+class _Model:
+    """What an API process has of one model before it serves."""
+
+    settings: Settings
+    run_directory: RunDirectory
+    tokenizer: Tokenizer
+    pooled_model: PooledModel | None
+
+    @classmethod
+    def load(cls, settings: Settings, run_directory: RunDirectory) -> _Model:
+        """Loads a model's tokenizer. OSError or ValueError when the model cannot be served."""
+        tokenizer = Tokenizer.load(settings.model, settings.control_tokens)
+        AnswerFormats.of(settings, tokenizer)
+        return cls(settings, run_directory, tokenizer, PooledModel.of(settings))
+
+    def connect(self, role: str, server_directory: RunDirectory) -> ServerState:
+        """Connects to the model's scheduler. `server_directory` is the run directory of the whole server."""
+        engine = EngineClient(self.run_directory.api_endpoint, role)
+        engine.start()
+        return ServerState(
+            self.settings,
+            self.tokenizer,
+            engine,
+            self.pooled_model,
+            processes_file=server_directory.processes_file,
+            image_key=shared_secret(server_directory.image_key_file),
+        )
+
+
+async def _serve(models: list[_Model], role: str, listener: socket.socket) -> None:
+    run_directory = models[0].run_directory
+    settings = models[0].settings
+    server, *others = [model.connect(role, run_directory) for model in models]
+    for other in others:
+        server.serve_also(other)
     application = create(server)
     config = uvicorn.Config(
         logged(application, settings),
@@ -129,14 +148,17 @@ async def _serve(
     config.load()
     rotation = Rotation(run_directory.settings_file, server, config)
     web = _Server(config)
-    leaving = Leaving(web, application, engine, settings.drain_delay, settings.drain_timeout)
+    leaving = Leaving(
+        web, application, [state.engine for state in server.models], settings.drain_delay, settings.drain_timeout
+    )
     leaving.obey(asyncio.get_running_loop())
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, rotation.read_again)
     # All objects that exist now live as long as the process: garbage collection skips them.
     gc.collect()
     gc.freeze()
     # A model that pools has no answers to constrain.
-    warming = asyncio.create_task(server.constraints.start() if pooled_model is None else asyncio.sleep(0))
+    generating = [state for state in server.models if state.pooled_model is None]
+    warming = asyncio.gather(*(state.constraints.start() for state in generating))
     beating = asyncio.create_task(_beat())
     phases.ready(url=f"{settings.scheme}://{settings.host}:{settings.port}", pid=os.getpid())
     try:
@@ -145,12 +167,14 @@ async def _serve(
         warming.cancel()
         beating.cancel()
         try:
-            await server.constraints.close()
-            await server.close_images()
+            for state in server.models:
+                await state.constraints.close()
+                await state.close_images()
         finally:
             application.metrics.write()  # also for requests that were cancelled meanwhile
-            engine.close()
-            tokenizer.close()
+            for state in server.models:
+                state.engine.close()
+                state.tokenizer.close()
 
 
 async def _beat() -> None:

@@ -205,17 +205,21 @@ def health_routes() -> list[BaseRoute]:
 
 
 async def _root(call: Call) -> Response:
-    return PlainTextResponse(f"tokenyard serves {call.server.model_name}. See /docs.\n")
+    return PlainTextResponse(
+        f"tokenyard serves {', '.join(state.model_name for state in call.server.models)}. See /docs.\n"
+    )
 
 
 async def _health(call: Call) -> Response:
-    health = call.server.engine.health()
+    health = call.server.health
     return Response(status_code=200) if health.alive else _unhealthy(health.reason)
 
 
 async def _health_generate(call: Call) -> Response:
-    problem = await health_probe.problem(call.server.engine)
-    return _unhealthy(problem) if problem else Response(status_code=200)
+    for state in call.server.models:
+        if problem := await health_probe.problem(state.engine):
+            return _unhealthy(problem)
+    return Response(status_code=200)
 
 
 def _unhealthy(reason: str) -> Response:
@@ -223,7 +227,7 @@ def _unhealthy(reason: str) -> Response:
 
 
 async def _ready(call: Call) -> Response:
-    health = call.server.engine.health()
+    health = call.server.health
     if health.ready:
         return _json(200, {"ready": True})
     return _json(503, {"ready": False, "reason": health.reason})

@@ -39,12 +39,13 @@ class Leaving:
     """Waits for its order as one task, and ends `web` when nothing is left to do or time is up."""
 
     def __init__(
-        self, web: uvicorn.Server, application: Application, engine: EngineClient, delay: float, drain: float
+        self, web: uvicorn.Server, application: Application, engines: list[EngineClient], delay: float, drain: float
     ) -> None:
         """Serves requests for `delay` seconds after the order to stop; they then have `drain` seconds to end."""
         self._web = web
         self._application = application
-        self._engine = engine
+        self._engines = engines
+        self._stopping = False
         self._delay = delay
         self._drain = drain
         self._task: asyncio.Task[None] | None = None
@@ -58,8 +59,10 @@ class Leaving:
 
     def stop(self) -> None:
         """Stops the process, also one that was retiring."""
-        if not self._engine.draining:
-            self._engine.draining = True
+        if not self._stopping:
+            self._stopping = True
+            for engine in self._engines:
+                engine.draining = True
             self._begin(self._stop())
 
     def retire(self) -> None:
@@ -77,7 +80,8 @@ class Leaving:
         delay, drain = (0.0, 0.0) if liveness.orphaned() else (self._delay, self._drain)
         await asyncio.sleep(delay)
         began = time.monotonic()
-        self._engine.end_all_in(drain)
+        for engine in self._engines:
+            engine.end_all_in(drain)
         await self._while_clients_come(began, began + min(OPEN_SECONDS, drain))
         await self._stop_accepting()
         await self._until_quiet(QUIET_SECONDS, max(began, self._application.asked_at), began + drain)

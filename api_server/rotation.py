@@ -40,7 +40,8 @@ class Rotation:
         except (OSError, ValueError, SettingsError) as error:
             log.warning("keys and certificates stay as they are: %s", error)
             return
-        self._server.keys = keys
+        for state in self._server.models:
+            state.keys = keys
         self._context = context
         log.info("keys and certificates were read again")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -20,6 +20,7 @@ from api_server.answers.observer import Observer
 from api_server.body.bodies import Bodies
 from api_server.constraints.compiler import ConstraintCompiler
 from api_server.engine.client import EngineClient
+from api_server.engine.health import Health
 from api_server.engine.retry_after import RetryAfterEstimator
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.media.client import MediaClient
@@ -71,12 +72,49 @@ class ServerState:
     keys: AccessKeys = field(init=False)
     # None where the operator has opened no host.
     url_fetcher: UrlFetcher | None = field(init=False)
+    # The states of further models (setting `also`).
+    others: list[ServerState] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.keys = AccessKeys.of(self.settings)
         self.formats = AnswerFormats.of(self.settings, self.tokenizer)
         self.url_fetcher = _url_fetcher(FetchHosts.parse(self.settings.fetch_hosts))
         self.tokenizer.images = lambda: self.images if self.sees else None
+
+    @property
+    def models(self) -> list[ServerState]:
+        """The states of all models of this server, this one first."""
+        return [self, *self.others]
+
+    def serve_also(self, other: ServerState) -> None:
+        """Adds the state of a further model. Observers, keys, and the books of bodies and refusals are the server's."""
+        other.observers = self.observers
+        other.keys = self.keys
+        other.bodies = self.bodies
+        other.retry_after = self.retry_after
+        self.others.append(other)
+
+    def of_model(self, name: object, pools: bool | None) -> ServerState:
+        """The state of the model that a request names; without a name, of the first one that can do its task.
+
+        Raises RequestFailed(MODEL_NOT_FOUND).
+        """
+        if name in (None, *_ANY_MODEL):
+            able = (state for state in self.models if pools in (None, state.pooled_model is not None))
+            return next(able, self)
+        for state in self.models:
+            if name in (state.model_name, state.settings.model):
+                return state
+        if isinstance(name, str):
+            self.check_model(name)
+        return self
+
+    @property
+    def health(self) -> Health:
+        """The health of the model that is least well; its reason names a further model."""
+        healths = [(state, state.engine.health()) for state in self.models]
+        state, health = min(healths, key=lambda found: (found[1].alive, found[1].ready))
+        return health if state is self else replace(health, reason=f"{state.model_name}: {health.reason}")
 
     @cached_property
     def constraints(self) -> ConstraintCompiler:
@@ -166,9 +204,10 @@ class ServerState:
         """Raises RequestFailed(MODEL_NOT_FOUND) unless `name` means the served model."""
         if name in _ANY_MODEL or name in (self.model_name, self.settings.model):
             return
+        names = ", ".join(repr(state.model_name) for state in self.models)
         raise RequestFailed(
             ErrorKind.MODEL_NOT_FOUND,
-            f"the model {name[:100]!r} does not exist; this server has {self.model_name!r}",
+            f"the model {name[:100]!r} does not exist; this server has {names}",
             field="model",
         )
 

@@ -28,6 +28,7 @@ examples:
   tokenyard serve                                  the embedded demo model, on http://127.0.0.1:8000
   tokenyard serve Qwen/Qwen3-0.6B --port 9000      a model from the Hugging Face hub
   tokenyard serve ./my-model --devices cpu,cpu     a folder, two workers that share the cores
+  tokenyard serve ./chat --also embed=./embedder   two models on one port, chosen by the request's `model`
   tokenyard serve ./my-model --host 0.0.0.0        reachable from the network
   TOKENYARD_MAX_RUNNING=32 tokenyard serve         a setting from the environment
   tokenyard serve --print-settings > my.toml       a file to edit, then: tokenyard serve --config my.toml
@@ -103,6 +104,8 @@ def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:
     kind = KINDS[setting.name]
     if setting.name == "model":
         group.add_argument("model", nargs="?", metavar="MODEL", **options)
+    elif setting.name == "also":
+        group.add_argument(_flag(setting.name), action="append", metavar="NAME=MODEL", **options)
     elif kind is bool:
         group.add_argument(_flag(setting.name), action=argparse.BooleanOptionalAction, **options)
     else:
@@ -124,7 +127,8 @@ def _add_worker(commands: Any) -> None:
     parser.add_argument("endpoint", metavar="tcp://ADDRESS:PORT", help="the server's --worker-endpoint")
     parser.add_argument("--index", type=int, required=True, help="number of this worker, which no other has")
     for setting in dataclasses.fields(Settings):
-        if setting.metadata["group"] in ("model", "capacity") or setting.name in ("curve_keys", "log_level"):
+        wanted = setting.metadata["group"] in ("model", "capacity") or setting.name in ("curve_keys", "log_level")
+        if wanted and setting.name != "also":
             _add_setting(parser, setting)
     parser.set_defaults(run=_worker)
 
@@ -185,6 +189,8 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
+    if "also" in flags:
+        flags["also"] = ",".join(flags["also"])
     environ = dict(os.environ)
     config = getattr(arguments, "config", None) or config_file()
     resolved = resolve(flags, environ, config)

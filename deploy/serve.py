@@ -31,6 +31,7 @@ from deploy.timeline import Timeline
 from shared import logs, process_table
 from shared.access_keys import with_digests
 from shared.endpoints import RunDirectory
+from shared.further_models import of_further_models
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
 from shared.liveness import role_option
 from shared.process_table import ProcessState
@@ -54,11 +55,14 @@ def serve(given: Settings, given_now: Callable[[], Settings] | None = None) -> i
 
     `given_now` gives the operator's settings anew, for keys and certificates that may change meanwhile.
     """
-    settings = with_digests(credentials.resolve_tls(resolve_devices(resolve_model(given))))
+    settings = with_digests(credentials.resolve_tls(resolve_devices(resolve_further_models(resolve_model(given)))))
     settings = resolve_curve(settings)
     _raise_open_files_limit()
     with listen(settings.host, settings.port) as listener, private_run_directory(parent_directory()) as directory:
         keep_settings(directory, settings)
+        for further, place in of_further_models(settings, directory):
+            place.path.mkdir(0o700)
+            keep_settings(place, further)
         return _supervise(settings, directory, listener, given_now or (lambda: given))
 
 
@@ -74,7 +78,8 @@ def _supervise(
         on_stopping=listener.close,  # from now on the API processes alone say how long connections are accepted
     )
     sweep_shared_memory()
-    timeline.output(f"tokenyard: {settings.model} as {settings.public_model_name!r} on {settings.devices}")
+    for each in (settings, *(further for further, _ in of_further_models(settings, directory))):
+        timeline.output(f"tokenyard: {each.model} as {each.public_model_name!r} on {each.devices}")
     for text in credentials.exposed(given_now()):
         timeline.say("WARNING", text)
     kept = credentials.Credentials(settings, directory, given_now, timeline.say)
@@ -132,10 +137,13 @@ def _scheduler_problem(directory: RunDirectory) -> str | None:
     # ZeroMQ is only needed here, and few servers want certificates of their clients.
     from deploy.status import ask
 
-    answer = ask(directory, "")
-    if answer is None:
-        return "the scheduler does not answer"
-    return None if answer.status.ready else answer.status.reason
+    for place in (directory, *directory.of_further_models()):
+        answer = ask(place, "")
+        if answer is None:
+            return "the scheduler does not answer"
+        if not answer.status.ready:
+            return answer.status.reason
+    return None
 
 
 def _forget(pid: int, directory: RunDirectory) -> None:
@@ -170,6 +178,12 @@ def resolve_model(settings: Settings) -> Settings:
     if not _HUB_NAME.fullmatch(settings.model):
         raise SettingsError(f"model {settings.model!r} is neither a folder here nor a hub name (like Qwen/Qwen3-0.6B)")
     return settings
+
+
+def resolve_further_models(settings: Settings) -> Settings:
+    """Make the models of `also` hub names or absolute directories."""
+    found = {name: resolve_model(Settings(model=model)).model for name, model in settings.further_models.items()}
+    return dataclasses.replace(settings, also=",".join(f"{name}={model}" for name, model in found.items()))
 
 
 def _embedded_model() -> str:
@@ -225,29 +239,37 @@ def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> l
     """
     devices = settings.devices.split(",")
     common = common_environment(directory)
-    worker = {**common, **cpu_share(devices.count("cpu"), usable_cores(), visible_cores())}
+    served = [
+        ("", settings, directory),
+        *((f"{s.served_model_name}:", s, d) for s, d in of_further_models(settings, directory)),
+    ]
+    worker = {**common, **cpu_share(devices.count("cpu") * len(served), usable_cores(), visible_cores())}
     return [
-        ChildSpec(
-            "scheduler",
-            command("scheduler", directory),
-            common,
-            stop_seconds=_SECONDS_TO_STOP,
-            hang_seconds=HANG_SECONDS,
-            stack_file=str(directory.stack_file("scheduler")),
+        *(
+            ChildSpec(
+                f"scheduler:{name}".rstrip(":"),
+                command("scheduler", place),
+                common,
+                stop_seconds=_SECONDS_TO_STOP,
+                hang_seconds=HANG_SECONDS,
+                stack_file=str(place.stack_file("scheduler")),
+            )
+            for name, _, place in served
         ),
         *(
             ChildSpec(
-                f"model_worker:{index}",
-                command(f"model_worker:{index}", directory, "--index", str(index), "--device", device),
+                f"model_worker:{name}{index}",
+                command(f"model_worker:{index}", place, "--index", str(index), "--device", device),
                 worker if device == "cpu" else common,
                 device,
                 counts_starts=True,
                 stop_seconds=_SECONDS_TO_STOP,
                 # CUDA cannot be used by the fork of a process that has touched it, and an import may do that.
                 forks=device == "cpu",
-                hang_seconds=worker_hang_seconds(settings),
-                stack_file=str(directory.stack_file(f"model_worker:{index}")),
+                hang_seconds=worker_hang_seconds(of_model),
+                stack_file=str(place.stack_file(f"model_worker:{index}")),
             )
+            for name, of_model, place in served
             for index, device in enumerate(devices)
         ),
         *(

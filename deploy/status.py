@@ -106,7 +106,7 @@ def _directories(given: Path | None) -> list[RunDirectory]:
     if given is not None:
         if not RunDirectory(given).settings_file.is_file():
             raise SettingsError(f"run-dir {str(given)!r} is no run directory of a server: it has no settings.json")
-        return [RunDirectory(given)]
+        return [RunDirectory(given), *RunDirectory(given).of_further_models()]
     places = places_to_look()
     found = living_run_directories(places)
     if not found:
@@ -115,7 +115,7 @@ def _directories(given: Path | None) -> list[RunDirectory]:
             f"no server that you may ask runs: looked in {where}; start one with `tokenyard serve`, be its user or "
             f"root, or give its --run-dir"
         )
-    return found
+    return [place for directory in found for place in (directory, *directory.of_further_models())]
 
 
 def _report(directory: RunDirectory) -> _Report:

@@ -29,8 +29,7 @@ class ModelRefused(ValueError):
 
     def __init__(self, architecture: str, reason: str) -> None:
         super().__init__(f"{architecture} cannot be served: {reason}")
-        self.architecture = architecture
-        self.reason = reason
+        self.architecture, self.reason = architecture, reason
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +48,13 @@ class CompiledStack(Protocol):
         """Whether it can read KV blocks of this many tokens."""
 
     def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Return the logits of the tokens that the batch wants."""
+        """Logits of the tokens that the batch wants."""
 
     def hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Return the logits, and the hidden states that they were made of, [L, hidden]."""
+        """Logits, and the last hidden state of every token, [T, hidden]."""
 
     def greedy(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[Any]) -> tuple[NDArray[Any], Tensor]:
-        """Return the token of the largest logit of each row, and the logits of the rows `wanted`."""
+        """The token of the largest logit of each row, and the logits of the rows that are `wanted`."""
 
     @property
     def overlaps(self) -> bool:
@@ -103,10 +102,10 @@ def check_positions(max_model_len: int | None, max_position: int | None) -> None
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of transformers: it says what is wrong, and paragraphs may follow."""
+    """transformers' messages run over paragraphs; the first one says what is wrong."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def max_position_of(config: PreTrainedConfig) -> int | None:
-    """Return the number of positions that a model was made for; None if its config sets no limit."""
+    """Positions that a model was made for; None if its config sets no limit."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -45,6 +45,14 @@ class RunDirectory:
         """The endpoint for workers, bound by the scheduler."""
         return f"ipc://{self.path}/workers.sock"
 
+    def of_further_model(self, index: int) -> RunDirectory:
+        """The run directory of the scheduler and the workers of a further model, counted from 0."""
+        return RunDirectory(self.path / f"also{index}")
+
+    def of_further_models(self) -> list[RunDirectory]:
+        """Those run directories of further models that exist."""
+        return [RunDirectory(path) for path in sorted(self.path.glob("also[0-9]*"))]
+
     @property
     def settings_file(self) -> Path:
         return self.path / "settings.json"

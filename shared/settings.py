@@ -142,6 +142,12 @@ class Settings:
     served_model_name: str = _setting(
         "model", "", "name that clients use for the model; default: the last part of MODEL"
     )
+    also: str = _setting(
+        "model",
+        "",
+        "further models on the same port, as NAME=MODEL with commas, or the flag once for each; a request's `model` "
+        "chooses; each has a scheduler and workers of its own on the same devices",
+    )
     tool_parser: str = _setting(
         "model",
         "auto",
@@ -257,6 +263,7 @@ class Settings:
             self.logit_processors,
             "a list of MODULE:CLASS or NAME=MODULE:CLASS",
         )
+        _check(_are_models(self.also, self.public_model_name), "also", self.also, _FURTHER_MODELS)
         _check_hosts(self.fetch_hosts)
         origins = "auto, none, *, or a list of SCHEME://HOST or SCHEME://HOST:PORT without a path"
         _check(_are_origins(self.cors_origins), "cors_origins", self.cors_origins, origins)
@@ -270,6 +277,12 @@ class Settings:
     def public_model_name(self) -> str:
         """The model name that clients see."""
         return self.served_model_name or Path(self.model).name or "tokenyard-demo"
+
+    @property
+    def further_models(self) -> dict[str, str]:
+        """Folders or hub names of the further models, by the names that clients use."""
+        pairs = (entry.partition("=") for entry in self.also.split(",") if entry)
+        return {name.strip(): model.strip() for name, _, model in pairs}
 
     @property
     def processor_paths(self) -> dict[str, str]:
@@ -294,6 +307,7 @@ class Settings:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TASKS = ("auto", "generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "classify_tokens")
 QUANTIZATIONS = ("none", "int8")
+_FURTHER_MODELS = "a list of NAME=MODEL with a name of its own for each (letters, digits and ./-_)"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -313,6 +327,12 @@ def types_of(name: str) -> tuple[type, ...]:
     """Return the types that a setting may have."""
     hint = _HINTS[name]
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _are_models(text: str, first: str) -> bool:
+    entries = [entry for entry in text.split(",") if entry]
+    names = [entry.partition("=")[0].strip() for entry in entries]
+    return len({first, *names}) == 1 + len(names) and all(re.fullmatch(r" *[\w./-]+ *=.*\S.*", e) for e in entries)
 
 
 def _entries(text: str) -> list[str]:

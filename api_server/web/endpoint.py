@@ -239,6 +239,8 @@ class Endpoint:
 
     async def _respond(self, call: Call) -> Response:
         try:
+            if call.server.others:
+                await self._choose_model(call)
             if self._family is not None:
                 call.server.check_family(self._family)
             if not call.light:
@@ -251,6 +253,14 @@ class Endpoint:
         except Exception:
             log.exception("request %s on %s failed by an error of ours", call.request_id, call.path)
             return self._fail(internal_error(call.request_id), call)
+
+    async def _choose_model(self, call: Call) -> None:
+        """Makes `call.server` the state of the model that the request is for."""
+        named = call.path_params.get("model")
+        if named is None and call.size:
+            parsed = await call.apart(lambda: call.parsed)
+            named = parsed.get("model") if isinstance(parsed, dict) else None
+        call.server = call.server.of_model(named, self._family)
 
     def _fail(self, error: RequestFailed, call: Call) -> Response:
         call.server.record_failure(call.path, error)

@@ -26,6 +26,7 @@ from deploy.serve import (
     sweep_shared_memory,
 )
 from shared.endpoints import RunDirectory
+from shared.further_models import of_further_models
 from shared.settings import Settings, SettingsError
 from tests.deploy.stage import is_alive, wait_until_dead
 
@@ -97,6 +98,31 @@ def test_each_device_gets_a_worker_and_each_command_line_names_its_module(tmp_pa
     assert specs[4].argv[7:] == ["--index", "1", "--listener", "9"]
     assert [list(spec.pass_fds) for spec in specs] == [[], [], [], [9], [9]]
     assert [spec.counts_starts for spec in specs] == [False, True, True, False, False]
+
+
+def test_each_further_model_gets_a_scheduler_and_workers_of_its_own(tmp_path: Path) -> None:
+    settings = Settings(devices="cpu,cpu", also="embed=/e,rerank=/r", task="generate", max_model_len=64)
+    specs = child_specs(settings, RunDirectory(tmp_path), listener=9)
+    assert [spec.name for spec in specs] == [
+        "scheduler", "scheduler:embed", "scheduler:rerank",
+        *("model_worker:0", "model_worker:1", "model_worker:embed:0", "model_worker:embed:1"),
+        *("model_worker:rerank:0", "model_worker:rerank:1", "api_server:0"),
+    ]  # fmt: skip
+    places = {spec.name: spec.argv[spec.argv.index("--run-dir") + 1] for spec in specs}
+    assert places["model_worker:embed:1"] == places["scheduler:embed"] == str(tmp_path / "also0")
+    assert places["model_worker:1"] == places["api_server:0"] == str(tmp_path)
+    for name, (further, place) in zip(
+        ("embed", "rerank"), of_further_models(settings, RunDirectory(tmp_path)), strict=True
+    ):
+        assert str(place.path) == places[f"scheduler:{name}"]
+        assert (further.public_model_name, further.model) == (name, f"/{name[0]}")
+        assert (further.task, further.max_model_len, further.devices) == ("auto", None, "cpu,cpu")
+
+
+@pytest.mark.parametrize("also", ["embed", "=x", "a=", "a=x,a=y", "chat=x", "a b=x"])
+def test_further_models_without_a_name_of_their_own_are_refused(also: str) -> None:
+    with pytest.raises(SettingsError, match="also must be a list of NAME=MODEL"):
+        Settings(served_model_name="chat", also=also)
 
 
 @given(workers=st.integers(1, 16), usable=st.integers(1, 128), hidden=st.integers(0, 128))

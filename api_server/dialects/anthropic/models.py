@@ -32,12 +32,15 @@ class ModelPage(BaseModel):
 
 
 async def list_models(call: Call) -> Response:
-    """Lists the models. A page that begins after the one model, or ends before it, is empty."""
-    model = _model(call.server)
+    """Lists the models, or those after or before one of them."""
+    found = [_model(state) for state in call.server.models]
+    names = [model["id"] for model in found]
     query = QueryParams(call.scope["query_string"])
-    found = [] if model["id"] in (query.get("after_id"), query.get("before_id")) else [model]
-    edge = found[0]["id"] if found else None
-    return _json({"data": found, "has_more": False, "first_id": edge, "last_id": edge}, call)
+    after = query.get("after_id", "")
+    before = query.get("before_id", "")
+    found = found[names.index(after) + 1 if after in names else 0 : names.index(before) if before in names else None]
+    first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
+    return _json({"data": found, "has_more": False, "first_id": first, "last_id": last}, call)
 
 
 async def show_model(call: Call) -> Response:

@@ -94,7 +94,7 @@ def _writer(call: Call, body: ExtendedBody, most: int) -> LogprobWriter:
 
 
 async def list_models(call: Call) -> Response:
-    return _json({"object": "list", "data": [_model(call.server)]})
+    return _json({"object": "list", "data": [_model(state) for state in call.server.models]})
 
 
 async def show_model(call: Call) -> Response:

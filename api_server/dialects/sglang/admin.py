@@ -118,7 +118,8 @@ async def continue_generation(call: Call) -> Response:
 
 async def _order(call: Call, action: int, rids: Sequence[str] = ()) -> OrderAnswer:
     try:
-        return await call.server.engine.order(action, rids)
+        answers = [await state.engine.order(action, rids) for state in call.server.models]
+        return next((answer for answer in answers if answer.refused), answers[0])
     except TimeoutError as error:
         reason = str(error) or "the scheduler does not answer"
         raise RequestFailed(ErrorKind.UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS) from None
