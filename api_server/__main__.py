@@ -29,6 +29,7 @@ from api_server.app import create
 from api_server.engine.client import EngineClient
 from api_server.http.protocol import HttpProtocol
 from api_server.leaving import SECONDS_FOR_LAST_FRAMES, Leaving
+from api_server.media.client import ProcessLost
 from api_server.rotation import Rotation
 from api_server.shared_secret import shared_secret
 from api_server.state import ServerState
@@ -158,7 +159,7 @@ async def _serve(models: list[_Model], role: str, listener: socket.socket) -> No
     gc.freeze()
     # A model that pools has no answers to constrain.
     generating = [state for state in server.models if state.pooled_model is None]
-    warming = asyncio.gather(*(state.constraints.start() for state in generating))
+    warming = asyncio.gather(*(_warm(state) for state in generating))
     beating = asyncio.create_task(_beat())
     phases.ready(url=f"{settings.scheme}://{settings.host}:{settings.port}", pid=os.getpid())
     try:
@@ -175,6 +176,16 @@ async def _serve(models: list[_Model], role: str, listener: socket.socket) -> No
             for state in server.models:
                 state.engine.close()
                 state.tokenizer.close()
+
+
+async def _warm(server: ServerState) -> None:
+    """Starts the helper processes, so that no first request waits for them: that of images once a worker sees."""
+    await server.constraints.start()
+    while server.max_model_len is None:  # noqa: ASYNC110 (a heartbeat brings it, and no event)
+        await asyncio.sleep(1.0)
+    if server.sees:
+        with contextlib.suppress(ProcessLost):
+            await server.images.client.start()
 
 
 async def _beat() -> None:
