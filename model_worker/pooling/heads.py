@@ -8,6 +8,7 @@ how poolers are called.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -67,6 +68,10 @@ class VectorHead:
         return Values(normalize(values, dim=-1) if options.normalize else values, rows)
 
 
+# The hidden states that a stand-in returns.
+_given: ContextVar[Tensor] = ContextVar("given_states")
+
+
 class GivenStates(nn.Module):
     """Stands in for a model whose hidden states are known already."""
 
@@ -74,11 +79,10 @@ class GivenStates(nn.Module):
         super().__init__()
         self._pooler: Any = getattr(model, "pooler", None)
         self._activation: Any = getattr(model, "pooler_activation", None)
-        self.states: Tensor | None = None
 
     def forward(self, *_: Any, **__: Any) -> _States:
-        assert self.states is not None
-        return _States(last_hidden_state=self.states, pooler_output=self._pooled(self.states))
+        states = _given.get()
+        return _States(last_hidden_state=states, pooler_output=self._pooled(states))
 
     def _pooled(self, states: Tensor) -> Tensor | None:
         if self._pooler is None:
@@ -102,16 +106,15 @@ class ModelHead:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._given = GivenStates(model.base_model)
-        setattr(model, model.base_model_prefix, self._given)
+        setattr(model, model.base_model_prefix, GivenStates(model.base_model))
 
     def logits(self, states: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
         """Return the head's logits for states [texts, tokens, width] of `tokens` [texts, tokens]."""
-        self._given.states = states
+        given = _given.set(states)
         try:
             output = self._model(input_ids=tokens, attention_mask=mask.long())
         finally:
-            self._given.states = None
+            _given.reset(given)
         logits: Tensor = output.logits
         return logits
 

@@ -37,6 +37,7 @@ from model_worker.loading.checkpoint import (
     reported_weights,
     weights_dtype,
 )
+from model_worker.loading.rope import pin_longrope
 from model_worker.loading.verify import TOLERANCE
 from model_worker.model import ModelRefused, Progress, check_positions, first_line
 from model_worker.pooling import verify
@@ -124,6 +125,8 @@ def load_pooling(
     with reported_weights(progress):
         model = _load(files, config, wanted, _dtype(dtype, config, target))
     nn.Module.to(model, target)
+    length = min(limit, max_model_len or limit)
+    pin_longrope(model, length)
     embeddings: Any = model.get_input_embeddings()
     loaded = _Loaded(
         files=files,
@@ -133,7 +136,7 @@ def load_pooling(
         base=model.base_model,
         vocab_size=int(embeddings.weight.shape[0]),
         device=target,
-        max_model_len=min(limit, max_model_len or limit),
+        max_model_len=length,
     )
     budget = max_batch_tokens or (CPU_BATCH_TOKENS if target.type == "cpu" else GPU_BATCH_TOKENS)
     with torch.inference_mode():
