@@ -93,7 +93,9 @@ async def read_pairs(
             job = partial(server.batch_tokenizer.pairs, firsts, seconds, part, most_of_second)
         else:
             bodies = [server.tokenizer.guarded(template.body, first, second, instruction) for first, second in chosen]
-            job = partial(server.batch_tokenizer.framed, bodies, template.prefix, template.suffix, part)
+            heads = [template.body(first, "", instruction) for first, _ in chosen]
+            frame = (template.prefix, template.suffix)
+            job = partial(server.batch_tokenizer.framed, bodies, *frame, part, heads, most_of_second)
         parts.append(await server.tokenizer.in_thread(job))
         check_total(sum(len(part.tokens) for part in parts), reading.field)
     return TextBatch.joined(parts)

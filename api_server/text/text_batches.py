@@ -159,10 +159,19 @@ class BatchTokenizer:
             texts = [_cut(text, bounds.limit, bounds.keep_end) for text in texts]
         return _checked(TextBatch.of(texts), bounds)
 
-    def framed(self, bodies: Sequence[Sequence[str]], before: str, after: str, bounds: Bounds) -> TextBatch:
+    def framed(
+        self,
+        bodies: Sequence[Sequence[str]],
+        before: str,
+        after: str,
+        bounds: Bounds,
+        heads: Sequence[str] = (),
+        most_after_head: int | None = None,
+    ) -> TextBatch:
         """Tokenizes texts that each stand between two fixed ones, which are never cut; no special tokens are added.
 
-        Each text comes in parts that are tokenized one by one.
+        Each text comes in parts that are tokenized one by one. What follows its head is cut to `most_after_head` tokens
+        in any case.
         """
         _refuse_long(["".join(body) for body in bodies], bounds)
         first = self._backend.encode(before, add_special_tokens=False).ids
@@ -173,6 +182,9 @@ class BatchTokenizer:
             if len(body) > 1:
                 parts = self._backend.encode_batch_fast(body, add_special_tokens=False)
                 found[i] = _cut([token for part in parts for token in part.ids], room, bounds.keep_end)
+        if most_after_head is not None:
+            lengths = {head: len(ids) for head, ids in zip(heads, self._ids(heads, None, False), strict=True)}
+            found = [ids[: lengths[head] + most_after_head] for head, ids in zip(heads, found, strict=True)]
         return _checked(TextBatch.of([[*first, *ids, *last] for ids in found]), bounds)
 
     def pairs(

@@ -10,6 +10,8 @@ import numpy as np
 import openai
 import pytest
 
+from api_server.access_log import Entry
+from api_server.answers.one_shot import OneShot
 from interfaces import ErrorCode, PoolingTask, RequestError
 from tests.api_server.pooling.conftest import LIMIT, PROMPTS, WIDTH, PoolingServer, vector_of
 
@@ -182,3 +184,11 @@ def test_what_the_server_says_of_itself(embedding: PoolingServer) -> None:
     assert (model["id"], model["task"]) == ("tiny-embedder", "embed")
     assert httpx.get(embedding.url + "/model_info").json()["is_generation"] is False
     assert httpx.get(embedding.url + "/health_generate").status_code == 200
+
+
+def test_the_access_log_has_texts_and_tokens() -> None:
+    entry = Entry()
+    entry.shots.append(OneShot("/v1/embeddings", 0.0, texts=3, tokens=17))
+    entry.shots.append(OneShot("/v1/embeddings", 0.0, texts=1, tokens=4))
+    facts = entry.facts()
+    assert (facts["texts"], facts["prompt_tokens"]) == (4, 21)

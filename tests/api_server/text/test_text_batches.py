@@ -161,6 +161,9 @@ def test_framed_texts_keep_their_frame(backend: Backend) -> None:
     room = 40 - len(before) - len(after)
     batch = batches.framed(bodies, "The ", " you?", Bounds(limit=40, truncate=True))
     assert texts_of(batch) == [[*before, *whole[:room], *after], [*before, *parts[:room], *after]]
+    head = len(backend.encode("Hello, fox", add_special_tokens=False).ids)
+    short = batches.framed(bodies, "The ", " you?", Bounds(limit=512), ["Hello, fox", "Hello, fox"], 3)
+    assert texts_of(short)[0] == [*before, *whole[: head + 3], *after]
 
 
 def test_parts_with_and_without_types_are_joined() -> None:
