@@ -29,7 +29,8 @@ class ModelRefused(ValueError):
 
     def __init__(self, architecture: str, reason: str) -> None:
         super().__init__(f"{architecture} cannot be served: {reason}")
-        self.architecture, self.reason = architecture, reason
+        self.architecture = architecture
+        self.reason = reason
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +49,13 @@ class CompiledStack(Protocol):
         """Whether it can read KV blocks of this many tokens."""
 
     def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """Logits of the tokens that the batch wants."""
+        """Return the logits of the tokens that the batch wants."""
 
     def hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Logits, and the last hidden state of every token, [T, hidden]."""
+        """Return the logits, and the hidden states that they were made of, [L, hidden]."""
 
     def greedy(self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[Any]) -> tuple[NDArray[Any], Tensor]:
-        """The token of the largest logit of each row, and the logits of the rows that are `wanted`."""
+        """Return the token of the largest logit of each row, and the logits of the rows `wanted`."""
 
     @property
     def overlaps(self) -> bool:
@@ -102,10 +103,10 @@ def check_positions(max_model_len: int | None, max_position: int | None) -> None
 
 
 def first_line(error: Exception) -> str:
-    """transformers' messages run over paragraphs; the first one says what is wrong."""
+    """Return the first line of an error of transformers: it says what is wrong, and paragraphs may follow."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def max_position_of(config: PreTrainedConfig) -> int | None:
-    """Positions that a model was made for; None if its config sets no limit."""
+    """Return the number of positions that a model was made for; None if its config sets no limit."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)

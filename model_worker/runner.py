@@ -40,7 +40,7 @@ class ModelRunner:
 
     @property
     def description(self) -> str:
-        """What runs the model, in words."""
+        """The kind of backend, in words, for operators."""
         if not self.loaded.has_kernels:
             return "plain torch, while kernels compile"
         if isinstance(self.backend, FusedBackend):
