@@ -17,7 +17,7 @@ CLIENTS := $(VENV)/clients
 CLIENTS_INSTALLED := $(CLIENTS)/.installed
 
 # Tests that start servers, or are about their speed.
-SERVING := tests/system tests/chaos tests/components tests/benchmarks tests/deploy/test_serve.py tests/docs/test_readme.py
+SERVING := tests/system tests/one_shot tests/chaos tests/components tests/benchmarks tests/deploy/test_serve.py tests/docs/test_readme.py
 # Each half of the fast tests prints its report in one piece, where make can do that.
 SORTED := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
