@@ -201,6 +201,9 @@ class Worker:
             seconds_since_step=self._clock() - self.in_flight.last_result if self.computing else 0.0,
             drafted=self.hello.drafted,
             accepted=self.hello.accepted,
+            encoded=self.hello.encoded,
+            image_hits=self.hello.image_hits,
+            encode_ms=self.hello.encode_ms,
             backend=self.hello.backend,
             tasks=self.hello.tasks,
         )

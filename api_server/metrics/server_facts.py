@@ -22,7 +22,7 @@ def scheduler_facts(status: Status | None, silence: float, draining: bool) -> li
     silent = GaugeMetricFamily("tokenyard_scheduler_silent_seconds", "Since the scheduler was heard", value=silence)
     if status is None:
         return [ready, silent]
-    lasting = [ready, silent, *_worker_counters(status), *_scheduler_counters(status)]
+    lasting = [ready, silent, *_worker_counters(status), *_image_counters(status), *_scheduler_counters(status)]
     if not fresh:
         return [*lasting, _worker_ages(status, silence)]
     running = GaugeMetricFamily("tokenyard_requests_running", "Sequences in the batches", value=status.running)
@@ -78,6 +78,19 @@ def _worker_counters(status: Status) -> Iterator[Metric]:
         drafted.add_metric(names, worker.drafted)
         accepted.add_metric(names, worker.accepted)
     yield from (steps, starts, drafted, accepted)
+
+
+def _image_counters(status: Status) -> Iterator[Metric]:
+    labels = _WORKER_LABELS
+    encoded = CounterMetricFamily("tokenyard_encoded_images", "Images that a worker encoded", labels=labels)
+    hits = CounterMetricFamily("tokenyard_encoder_cache_hits", "Images whose features were kept", labels=labels)
+    seconds = CounterMetricFamily("tokenyard_image_encode_seconds", "Time of encoding images", labels=labels)
+    for worker in status.workers:
+        names = [worker.device, str(worker.index)]
+        encoded.add_metric(names, worker.encoded)
+        hits.add_metric(names, worker.image_hits)
+        seconds.add_metric(names, worker.encode_ms / 1000)
+    yield from (encoded, hits, seconds)
 
 
 def _scheduler_counters(status: Status) -> Iterator[Metric]:

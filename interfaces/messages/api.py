@@ -187,7 +187,8 @@ class WorkerStatus:
     """The state of one worker as the scheduler sees it.
 
     `blocks_cached` are free but still hold a reusable prefix; `drafted` and `accepted` are the worker's own counts, a
-    second old at most. `backend` describes in words what runs the model. `steps` counts batches of texts, too.
+    second old at most, and so are those of images: `encoded` in `encode_ms`, and `image_hits`. `backend` describes in
+    words what runs the model. `steps` counts batches of texts, too.
     """
 
     device: str
@@ -203,6 +204,9 @@ class WorkerStatus:
     accepted: int = 0
     backend: str = ""
     tasks: list[str] = field(default_factory=list)
+    encoded: int = 0
+    image_hits: int = 0
+    encode_ms: int = 0
 
 
 @message(6)

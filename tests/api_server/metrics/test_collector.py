@@ -160,6 +160,9 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
             seconds_since_step=2,
             drafted=9,
             accepted=8,
+            encoded=6,
+            image_hits=5,
+            encode_ms=2500,
         ),
     ]
     status = Status(9, True, "", workers, 7, 5, 4096, 128, 16, 32000, {"preemptions": 4, "Prefix hits": 2})
@@ -174,6 +177,9 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
     assert value(found, "tokenyard_worker_seconds_since_step", device="cuda:0", index="0") == 1
     assert value(found, "tokenyard_worker_draft_tokens_total", device="cuda:1", index="1") == 9
     assert value(found, "tokenyard_worker_accepted_tokens_total", device="cuda:1", index="1") == 8
+    assert value(found, "tokenyard_encoded_images_total", device="cuda:1", index="1") == 6
+    assert value(found, "tokenyard_encoder_cache_hits_total", device="cuda:1", index="1") == 5
+    assert value(found, "tokenyard_image_encode_seconds_total", device="cuda:1", index="1") == 2.5
     assert value(found, "tokenyard_scheduler_preemptions_total") == 4
     assert value(found, "tokenyard_scheduler_prefix_hits_total") == 2
     assert value(found, "tokenyard_scheduler_ready") == 1
