@@ -38,7 +38,8 @@ class PoolingContext(EqualByValue):
     """The texts of one request, and what to make of each.
 
     `tokens` are those of all texts, one text after another, and `lengths` the number of tokens of each. `token_types`
-    tell the two halves of a pair apart, for models that want it. `dimensions`: a vector is cut to so many numbers.
+    tell the two halves of a pair apart, for models that want it; a negative one marks a token of a prompt that pooling
+    leaves out. `dimensions`: a vector is cut to so many numbers.
     `normalize`: vectors get the length 1, after the cut. `activate`: labels get probabilities instead of logits.
     ValueError when the values contradict each other, also after a journey over the wire.
     """
