@@ -46,6 +46,7 @@ RUNS = {
         "+avx2,+fma",
         *_TILES,
         "cpu/test_fused_stack.py::test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules[True-qwen3]",
+        "cpu/test_encoder.py::test_attention_is_the_naive_one",
     ),
     # Processors of which nothing is known.
     "no instructions": on_haswell("", *_TILES),
@@ -55,6 +56,7 @@ RUNS = {
         (
             "cpu/test_fused_stack.py::test_float32_stack_gives_the_logits_of_the_modules[True-qwen3]",
             "test_attention.py::test_blocks_and_heads_of_unusual_sizes",
+            "cpu/test_encoder.py::test_attention_is_the_naive_one",
         ),
     ),
 }
