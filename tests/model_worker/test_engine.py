@@ -13,7 +13,7 @@ import torch
 from interfaces import GrammarState, ImageMetadata, Join, RowGrammar, SamplingParams, Step, StepResult
 from model_worker import engine as engine_module
 from model_worker.engine import Engine
-from model_worker.execution.base import RunningRows
+from model_worker.execution.base import RunningRows, WorkerIdentity
 from model_worker.execution.flight import Pending
 from model_worker.grammar.masks import Masks
 from model_worker.rows import PackedStep, StepError, WorkerRows
@@ -45,7 +45,8 @@ class Taking:
 def running_rows(**fields: Any) -> RunningRows:
     rows = WorkerRows(max_rows=4, max_model_len=32, block_size=8, num_blocks=16)
     sampler = SamplerRows(4, VOCAB, torch.device("cpu"))
-    return RunningRows(rows, sampler, None, **{"gives_hidden_states": False} | fields)
+    usual: dict[str, Any] = {"identity": WorkerIdentity(0, 0), "gives_hidden_states": False}
+    return RunningRows(rows, sampler, None, **usual | fields)
 
 
 def step_of(number: int, rows: list[int], joins: list[Join] | None = None, **fields: Any) -> Step:
