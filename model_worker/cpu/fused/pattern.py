@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model_worker.cpu.fused.layer import Weights
@@ -49,10 +50,17 @@ def _mentioned(*modules: type[nn.Module]) -> set[str]:
 _MODEL_CODE = _mentioned(
     llama.LlamaForCausalLM, mistral.MistralForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM
 )
-_DECODER_CODE = _mentioned(llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
+_DECODER_CODE = _mentioned(
+    llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model, qwen3.Qwen3Model, qwen2_vl.Qwen2VLTextModel
+)
 _LAYER_CODE = _mentioned(llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer, phi3.Phi3DecoderLayer)
 _ATTENTION_CODE = _mentioned(
-    llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention, phi3.Phi3Attention
+    llama.LlamaAttention,
+    mistral.MistralAttention,
+    qwen2.Qwen2Attention,
+    qwen2_vl.Qwen2VLAttention,
+    qwen3.Qwen3Attention,
+    phi3.Phi3Attention,
 )
 _MLP_CODE = _mentioned(llama.LlamaMLP, phi3.Phi3MLP)
 _NORM_CODE = _mentioned(llama.LlamaRMSNorm)
