@@ -53,6 +53,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "max_queued": st.integers(1, 10**6),
     "max_best_of": st.integers(1, 64),
     "kv_memory": st.one_of(st.just("auto"), st.integers(1, 4000).map(lambda n: f"{n}MB")),
+    "also": st.sampled_from(["embedder=org/embedder", "embedder=a/b,reranker=c/d"]),
     "served_model_name": st.text("abc/-é'\"", max_size=20),
     "tool_parser": st.sampled_from(["auto", "none", "hermes"]),
     "reasoning_parser": st.sampled_from(["auto", "none", "think"]),

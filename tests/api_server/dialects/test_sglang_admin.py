@@ -187,7 +187,7 @@ def test_health_generate_says_what_is_wrong(live: LiveServer, monkeypatch: pytes
     live.double.hold.set()
     response = HTTP.get(live.url + "/health_generate")
     assert (response.status_code, response.json()["error_type"]) == (503, "healthcheck")
-    assert "no token" in response.json()["reason"]
+    assert "no result" in response.json()["reason"]
     live.double.wait(lambda: live.double.cancelled == [live.double.submits[0].handle])
     live.double.refuse = RequestError(ErrorCode.OVERLOADED, "the queue is full")
     assert HTTP.get(live.url + "/health_generate").json()["reason"] == "the queue is full"
