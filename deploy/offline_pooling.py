@@ -13,15 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api_server.errors import RequestFailed
-from api_server.text.pooled_model import PooledModel
+from api_server.text.pooled_model import IN_WORDS, PooledModel
 from api_server.text.text_batches import BatchTokenizer, Bounds, TextBatch
 from api_server.text.tokenizer import Tokenizer
 from interfaces import PoolingContext, PoolingTask
 from model_worker.pooling.load import load_pooling
 from shared.pooling_files import PoolingFiles, task_of
 
-# Options of LLM that the models of one-shot tasks have, too.
-_OPTIONS = ("device", "dtype", "quantization", "max_batch_tokens")
+# Options of LLM that the models of one-shot tasks have, too, by their names in `load_pooling`.
+_OPTIONS = {
+    "device": "device",
+    "dtype": "dtype",
+    "quantization": "quantization",
+    "max_batch_tokens": "max_batch_tokens",
+    "max_length": "max_model_len",
+}
 
 
 class TextPooler:
@@ -31,7 +37,8 @@ class TextPooler:
         """Load the model. ValueError gives the reason when it cannot be."""
         files = PoolingFiles.read(model)
         self._model = PooledModel(task_of(model, task), files)
-        self._pooler = load_pooling(model, task=task, **{name: options[name] for name in _OPTIONS if name in options})
+        chosen = {name: options[given] for given, name in _OPTIONS.items() if given in options}
+        self._pooler = load_pooling(model, task=task, **chosen)
         self._tokenizer = Tokenizer.load(str(Path(model) / files.transformer_path) if files.transformer_path else model)
         self._batches = BatchTokenizer(self._tokenizer.backend, self._tokenizer.has_token_types)
 
@@ -49,6 +56,8 @@ class TextPooler:
 
     def scores(self, query: str, documents: Sequence[str], instruction: str | None) -> NDArray[np.float32]:
         """Return the score of each document, from 0 to 1. A document that is too long is cut."""
+        if self._model.task != "rerank":
+            raise ValueError(f"rerank: this model {IN_WORDS[self._model.task]}; load a reranker")
         template = self._model.files.pair_template
         if instruction is not None and template is None:
             raise ValueError("instruction: this reranker takes none; leave it out")
@@ -62,7 +71,8 @@ class TextPooler:
                 bodies = [
                     self._tokenizer.guarded(template.body, query, document, instruction) for document in documents
                 ]
-                batch = self._batches.framed(bodies, template.prefix, template.suffix, bounds)
+                heads = [template.body(query, "", instruction)] * len(documents)
+                batch = self._batches.framed(bodies, template.prefix, template.suffix, bounds, heads)
         except RequestFailed as error:
             raise ValueError(error.message) from None
         return self._run(batch, PoolingTask.CLASSIFY)[:, 0]

@@ -196,7 +196,7 @@ def build_texts(settings: Settings, index: int, device: str, epoch: int, local: 
         settings.quantization,
         settings.max_model_len,
         settings.max_batch_tokens,
-        lambda _what, done, total: _progress(done, total),
+        _report,
     )
     torch.set_grad_enabled(False)
     hello = WorkerHello(
@@ -260,6 +260,14 @@ def serve(
     if compilation is not None and compilation.done:
         log.info("the kernels are compiled: a worker that uses them takes over")
         phases.leave("leaves to a worker with compiled kernels")
+
+
+def _report(what: str, done: int, total: int) -> None:
+    """Report the progress of a load, in which kernels are a phase of their own."""
+    if what == "compile kernels":
+        phases.phase(what)
+    else:
+        _progress(done, total)
 
 
 def _progress(done: int, total: int) -> None:

@@ -64,7 +64,7 @@ def qwen_template() -> PairTemplate:
 def chat_pair(template: str) -> PairTemplate | None:
     """Return the form that a chat template gives to messages of the roles query and document; None if it has none.
 
-    An instruction is a system message before them. ValueError when the template fails.
+    An instruction is a system message before them.
     """
     if '"query"' not in template and "'query'" not in template:
         return None
@@ -89,7 +89,5 @@ def _rendered(template: str, messages: Sequence[tuple[str, str]], structured: bo
         return environment.from_string(template).render(
             messages=[{"role": role, "content": content} for role, content in contents], add_generation_prompt=True
         )
-    except TemplateError as error:
-        if not structured:
-            return ""
-        raise ValueError(f"the chat template fails on messages of the roles query and document: {error}") from error
+    except (TemplateError, TypeError):
+        return ""  # a template that has no place for these roles

@@ -22,9 +22,9 @@ from api_server.errors import ErrorKind, RequestFailed, invalid
 from interfaces import ImageContentPart, ImageWishes, TextGenerationRequestMessage
 from shared.settings import Settings
 
-# Of one image.
+# Most bytes of one image.
 MOST_BYTES = 20 << 20
-# Of all images of a request.
+# Most bytes of all images of a request.
 MOST_BYTES_TOGETHER = 64 << 20
 DETAILS = ("low", "high", "auto", "original")
 # Pixels that a client may ask for at most; the model's own limit and the operator's still hold.

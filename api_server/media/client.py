@@ -53,11 +53,13 @@ class MediaClient:
         """Starts the process, so that the first image need not wait for it."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._run())
+        starting = self._starting
         try:
-            await asyncio.shield(self._starting)
+            await asyncio.shield(starting)
         except OSError as error:
             log.error("the process that reads images cannot be started: %s", error)
-            self._starting = None
+            if self._starting is starting:
+                self._starting = None
             raise ProcessLost from None
 
     async def ask(self, job: dict[str, Any]) -> Answer:

@@ -22,6 +22,8 @@ from interfaces import ImageWishes, Segments, Shareable, SharedMemoryArray
 
 # Most images that are being processed or wait for it.
 MOST_WAITING = 256
+# Most bytes of these images.
+MOST_WAITING_BYTES = 256 << 20
 # Names of segments that go with a job. Few arrays of an image are large.
 _NAMES = 3
 # Up to this number of images a request cannot have too many pixels together.
@@ -83,23 +85,29 @@ class Images:
     _kept: OrderedDict[bytes, ProcessedImage] = field(default_factory=OrderedDict)
     _kept_bytes: int = 0
     _coming: dict[bytes, asyncio.Task[ProcessedImage]] = field(default_factory=dict)
+    _coming_bytes: int = 0
+    _vision: Vision | None = None
 
     async def vision(self) -> Vision:
         """Facts of the model. Raises RequestFailed when its images cannot be processed here."""
-        for _ in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS if self._vision is None else 0):
             try:
-                return Vision(**await self.client.facts())
+                self._vision = Vision(**await self.client.facts())
+                break
             except ProcessLost:
                 continue
-        raise _lost()
+        if self._vision is None:
+            raise _lost()
+        return self._vision
 
     async def processed(self, images: Sequence[bytes], options: Sequence[ImageWishes]) -> list[ProcessedImage]:
         """Processes the images of a request. Raises RequestFailed that names the image by its field."""
         vision = await self.vision()
         given = [*options] or [ImageWishes(f"images[{i}]") for i in range(len(images))]
-        if len(images) > _CANNOT_BE_TOO_LARGE:
-            await self._check_sizes(images, given)
         keys = await asyncio.to_thread(lambda: [self._hash(*each, vision) for each in zip(images, given, strict=True)])
+        new = [i for i, key in enumerate(keys) if key not in self._kept]
+        if len(new) > _CANNOT_BE_TOO_LARGE:
+            await self._check_sizes([images[i] for i in new], [given[i] for i in new])
         found = [self._find(*each) for each in zip(keys, images, given, strict=True)]
         try:
             return [image if isinstance(image, ProcessedImage) else await asyncio.shield(image) for image in found]
@@ -116,16 +124,18 @@ class Images:
             return kept
         coming = self._coming.get(key)
         if coming is None:
-            if len(self._coming) >= MOST_WAITING:
+            if len(self._coming) >= MOST_WAITING or self._coming_bytes + len(image) > MOST_WAITING_BYTES:
                 message = f"{len(self._coming)} images wait to be read; retry later"
                 raise RequestFailed(ErrorKind.OVERLOADED, message, retry_after=RETRY_AFTER_SECONDS)
             # A task of its own: when the client goes away, others may wait for the same image.
             coming = self._coming[key] = asyncio.create_task(self._process(key, image, options))
-            coming.add_done_callback(lambda task: self._done(key, task))
+            self._coming_bytes += len(image)
+            coming.add_done_callback(lambda task: self._done(key, task, len(image)))
         return coming
 
-    def _done(self, key: bytes, task: asyncio.Task[ProcessedImage]) -> None:
+    def _done(self, key: bytes, task: asyncio.Task[ProcessedImage], size: int) -> None:
         del self._coming[key]
+        self._coming_bytes -= size
         if task.cancelled() or task.exception() is not None:
             return
         image = task.result()

@@ -14,6 +14,7 @@ import selectors
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections import deque
 from dataclasses import dataclass, field
@@ -110,6 +111,8 @@ class MediaProcess:
             with os.fdopen(output, "wb") as stream:
                 stream.write(msgpack.packb(answer))
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(_FAILED)  # after any exception: a child must not continue the parent's loop
 
@@ -157,7 +160,9 @@ def _why(status: int) -> str:
     number = os.waitstatus_to_exitcode(status)
     if number == _FAILED:
         return "cannot be read: the image processor failed on it"
-    return _TOO_SLOW if number in (-signal.SIGPROF, -signal.SIGKILL) else _CRASHED
+    if number == -signal.SIGKILL:
+        return f"cannot be read: it took over {WALL_SECONDS:g} s, or too much memory; send a smaller one"
+    return _TOO_SLOW if number == -signal.SIGPROF else _CRASHED
 
 
 def send(answers: Any, message: Any) -> None:

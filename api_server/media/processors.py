@@ -72,7 +72,7 @@ class Processor:
         except Exception as error:  # files of a model raise whatever comes
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise NoProcessor(f"its image processor cannot be loaded without torchvision: {reason}") from error
-        self.facts = _facts(self._processor, model)
+        self.facts = _facts(self._processor, f"{model}\0{most_tokens}")
 
     def process(self, image: Image.Image, detail: str, pixels: dict[str, int]) -> Arrays:
         """Processes an image in RGB; `pixels` may have min_pixels and max_pixels. Raises ImageRefused."""

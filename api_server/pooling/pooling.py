@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from api_server import access_log
 from api_server.answers.one_shot import OneShot
 from api_server.engine import scheduling
+from api_server.engine.model_facts import ModelFacts
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.pooling.reading import Item, Reading, read_texts
 from api_server.state import ServerState
@@ -22,6 +23,9 @@ from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK
 from api_server.text.text_batches import TextBatch
 from api_server.web.endpoint import Call
 from interfaces import PooledValues, PoolingContext, PoolingTask, RequestID
+
+# Most numbers of one answer with values of each token: 128 MB as float32, and about three times that as JSON.
+MOST_NUMBERS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,7 @@ def begin(call: Call, ask: Ask) -> None:
 async def pool(call: Call, batch: TextBatch, ask: Ask) -> Pooled:
     """Has the model compute texts. Raises RequestFailed; the work ends when the client leaves."""
     server = call.server
+    _check_size(server.engine.model, len(batch.tokens), ask)
     context = PoolingContext(
         tokens=batch.tokens,
         lengths=batch.lengths,
@@ -106,6 +111,19 @@ async def pool(call: Call, batch: TextBatch, ask: Ask) -> Pooled:
     for observer in server.observers:
         observer.texts_pooled(shot)
     return Pooled(values, batch)
+
+
+def _check_size(facts: ModelFacts, tokens: int, ask: Ask) -> None:
+    """Raises RequestFailed when the values of each token are too many for one answer."""
+    if ask.task not in (PoolingTask.EMBED_TOKENS, PoolingTask.CLASSIFY_TOKENS):
+        return
+    width = len(facts.labels) if ask.task is PoolingTask.CLASSIFY_TOKENS else ask.dimensions or facts.vector_width
+    numbers = tokens * max(1, width)
+    if numbers > MOST_NUMBERS:
+        raise invalid(
+            f"the values of {tokens} tokens are {numbers} numbers; at most {MOST_NUMBERS} are possible in one answer: "
+            "send fewer texts at a time"
+        )
 
 
 def other_task(server: ServerState, task: str) -> RequestFailed:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from api_server.errors import invalid
 from api_server.pooling.pooling import Ask, begin, other_task, pool
 from api_server.pooling.reading import Reading, read_pairs, read_texts
 from api_server.web.endpoint import Call
@@ -44,7 +45,9 @@ async def scores(
     """
     call.server.check_family(True)
     if call.server.task == "embed" and by_vectors:
-        return await _cosines(call, pairs, reading, queries)
+        if instruction is not None:
+            raise invalid("instruct: a model that makes vectors takes no instruction; leave it out", "instruct")
+        return await _cosines(call, pairs, reading, queries, most_of_second)
     if call.server.task != "rerank":
         raise other_task(call.server, "rerank")
     ask = Ask(task=PoolingTask.CLASSIFY, activate=not raw)
@@ -54,14 +57,18 @@ async def scores(
     return Scores(found.rows[:, 0], batch.lengths, found.tokens)
 
 
-async def _cosines(call: Call, pairs: Sequence[tuple[str, str]], reading: Reading, field: str) -> Scores:
-    """Each distinct text is computed once."""
+async def _cosines(
+    call: Call, pairs: Sequence[tuple[str, str]], reading: Reading, field: str, most_of_second: int | None
+) -> Scores:
+    """Scores pairs by their vectors; each distinct first text is computed once."""
     ask = Ask(task=PoolingTask.EMBED)
     begin(call, ask)
     firsts = list(dict.fromkeys(first for first, _ in pairs))
     places = {text: i for i, text in enumerate(firsts)}
     queries = await read_texts(call.server, firsts, _prompted(call, replace(reading, field=field), "query"))
-    documents = await read_texts(call.server, [second for _, second in pairs], _prompted(call, reading, "document"))
+    limits = [most for most in (reading.most_tokens, most_of_second) if most is not None]
+    shorter = replace(reading, most_tokens=min(limits, default=None), truncate=reading.truncate or bool(most_of_second))
+    documents = await read_texts(call.server, [second for _, second in pairs], _prompted(call, shorter, "document"))
     batch = type(queries).joined([queries, documents])
     found = await pool(call, batch, ask)
     beginnings = found.rows[: len(firsts)][[places[first] for first, _ in pairs]]

@@ -15,6 +15,8 @@ from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
 from api_server.text.pooled_model import PooledModel
 from api_server.text.text_batches import Bounds, TextBatch
+from api_server.text.tokenizer import refuse_long
+from shared.pair_template import PairTemplate
 
 # Most texts of one request.
 MOST_TEXTS = 2048
@@ -42,6 +44,8 @@ class Reading:
     # How a client asks for truncation, for errors.
     remedy: str = ""
     listed: bool = True
+    # Index of the first text within the request, for errors.
+    first: int = 0
 
 
 async def read_texts(server: ServerState, items: Sequence[Item], reading: Reading) -> TextBatch:
@@ -51,19 +55,22 @@ async def read_texts(server: ServerState, items: Sequence[Item], reading: Readin
     bounds = _bounds(server, reading)
     prompt = model.prompt(reading.prompt_name, "prompt_name") if reading.prompted else ""
     batches = server.batch_tokenizer
-    left_out = 0 if model.files.includes_prompt or not prompt else batches.prompt_length(prompt)
+    left_out = 0
+    if prompt and not model.files.includes_prompt:
+        left_out = batches.prompt_length(prompt, reading.add_special_tokens)
+        if left_out >= bounds.limit:
+            limits = f"the prompt alone has {left_out} tokens, and a text may have {bounds.limit} with it"
+            raise invalid(f"{reading.field}: {limits}: allow more tokens, or name another prompt", reading.field)
     parts = []
     for first, group in _groups(items):
-        part = replace(bounds, first=first)
+        part = replace(bounds, first=reading.first + first)
         if isinstance(group[0], str):
             texts = [model.prompted(text, prompt) for text in group if isinstance(text, str)]
             batch = await server.tokenizer.in_thread(partial(batches.texts, texts, part))
             parts.append(batch.without_prompt(left_out) if left_out else batch)
         else:
             ids = [item for item in group if isinstance(item, list)]
-            for i, item in enumerate(ids):
-                server.tokenizer.check_ids(item, part.where(i))
-            parts.append(batches.ids(ids, part))
+            parts.append(await server.tokenizer.in_thread(partial(_ids, server, ids, part)))
         check_total(sum(len(part.tokens) for part in parts), reading.field)
     return TextBatch.joined(parts)
 
@@ -83,22 +90,44 @@ async def read_pairs(
     template = model.files.pair_template
     if instruction is not None and template is None:
         raise invalid("instruct: this reranker takes no instruction; leave it out", "instruct")
+    for text in dict.fromkeys(first for first, _ in pairs):
+        refuse_long(len(text), f"the text beside {reading.field}")
+    refuse_long(len(instruction or ""), "instruct")
     parts = []
     for first, group in _groups([second for _, second in pairs]):
-        part = replace(bounds, first=first)
+        part = replace(bounds, first=reading.first + first)
         chosen = pairs[first : first + len(group)]
         if template is None:
             firsts = [model.prompted(text, "") for text, _ in chosen]
             seconds = [model.prompted(text, "") for _, text in chosen]
             job = partial(server.batch_tokenizer.pairs, firsts, seconds, part, most_of_second)
         else:
-            bodies = [server.tokenizer.guarded(template.body, first, second, instruction) for first, second in chosen]
-            heads = [template.body(first, "", instruction) for first, _ in chosen]
-            frame = (template.prefix, template.suffix)
-            job = partial(server.batch_tokenizer.framed, bodies, *frame, part, heads, most_of_second)
+            job = partial(_framed, server, template, chosen, instruction, part, most_of_second)
         parts.append(await server.tokenizer.in_thread(job))
         check_total(sum(len(part.tokens) for part in parts), reading.field)
     return TextBatch.joined(parts)
+
+
+def _ids(server: ServerState, ids: Sequence[list[int]], bounds: Bounds) -> TextBatch:
+    """Checks token ids, and takes them as they are."""
+    for i, item in enumerate(ids):
+        server.tokenizer.check_ids(item, bounds.where(i))
+    return server.batch_tokenizer.ids(ids, bounds)
+
+
+def _framed(
+    server: ServerState,
+    template: PairTemplate,
+    pairs: Sequence[tuple[str, str]],
+    instruction: str | None,
+    bounds: Bounds,
+    most_of_second: int | None,
+) -> TextBatch:
+    """Tokenizes pairs in the form of a template, which is as long as its texts: runs in a thread."""
+    bodies = [server.tokenizer.guarded(template.body, first, second, instruction) for first, second in pairs]
+    heads = [template.body(first, "", instruction) for first, _ in pairs]
+    frame = (template.prefix, template.suffix)
+    return server.batch_tokenizer.framed(bodies, *frame, bounds, heads, most_of_second)
 
 
 def _groups(items: Sequence[Item]) -> Iterator[tuple[int, list[Item]]]:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from api_server.body.item_limits import MAX_TEXT
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.text.tokenizer import refuse_long
 
@@ -149,9 +150,10 @@ class BatchTokenizer:
         found = self._ids(texts, room, bounds.keep_end)
         return _checked(TextBatch.of([frame.around(ids) for ids in found]), bounds)
 
-    def prompt_length(self, prompt: str) -> int:
+    def prompt_length(self, prompt: str, add_special_tokens: bool = True) -> int:
         """The tokens before a text that come from its prompt, and from the tokenizer's own beginning."""
-        return len(self._single.special[0]) + len(self._backend.encode(prompt, add_special_tokens=False).ids)
+        frame = self._single if add_special_tokens else _NO_FRAME
+        return len(frame.special[0]) + len(self._backend.encode(prompt, add_special_tokens=False).ids)
 
     def ids(self, texts: Sequence[list[int]], bounds: Bounds) -> TextBatch:
         """Takes token ids as they are, and cuts them. Raises RequestFailed for one that is too long, or empty."""
@@ -170,20 +172,24 @@ class BatchTokenizer:
     ) -> TextBatch:
         """Tokenizes texts that each stand between two fixed ones, which are never cut; no special tokens are added.
 
-        Each text comes in parts that are tokenized one by one. What follows its head is cut to `most_after_head` tokens
-        in any case.
+        Each text comes in parts that are tokenized one by one. It begins with its head, which is never cut; the rest is
+        cut at its end, to `most_after_head` tokens in any case. Raises RequestFailed for a head that leaves no room.
         """
         _refuse_long(["".join(body) for body in bodies], bounds)
         first = self._backend.encode(before, add_special_tokens=False).ids
         last = self._backend.encode(after, add_special_tokens=False).ids
         room = max(0, bounds.limit - len(first) - len(last)) if bounds.truncate else None
-        found = self._ids([body[0] if len(body) == 1 else "" for body in bodies], room, bounds.keep_end)
+        found = self._ids([body[0] if len(body) == 1 else "" for body in bodies], room, False)
         for i, body in enumerate(bodies):
             if len(body) > 1:
-                parts = self._backend.encode_batch_fast(body, add_special_tokens=False)
-                found[i] = _cut([token for part in parts for token in part.ids], room, bounds.keep_end)
+                found[i] = self._joined(body, room)
+        distinct = list(dict.fromkeys(heads))
+        lengths = {head: len(ids) for head, ids in zip(distinct, self._ids(distinct, None, False), strict=True)}
+        for i, head in enumerate(heads):
+            tokens = lengths[head] + len(first) + len(last)
+            if tokens >= bounds.limit:
+                raise _too_long(f"the text beside {bounds.where(i)}", tokens, bounds.limit, "shorten it", bounds.field)
         if most_after_head is not None:
-            lengths = {head: len(ids) for head, ids in zip(heads, self._ids(heads, None, False), strict=True)}
             found = [ids[: lengths[head] + most_after_head] for head, ids in zip(heads, found, strict=True)]
         return _checked(TextBatch.of([[*first, *ids, *last] for ids in found]), bounds)
 
@@ -213,6 +219,15 @@ class BatchTokenizer:
         types = [frame.types_of(*map(len, pair)) for pair in pairs] if self._has_token_types else None
         return _checked(TextBatch.of([frame.around(*pair) for pair in pairs], types), bounds)
 
+    def _joined(self, parts: Sequence[str], most: int | None) -> list[int]:
+        """The ids of parts that are tokenized one by one, as far as they are kept."""
+        ids: list[int] = []
+        for part in parts:
+            if most is not None and len(ids) >= most:
+                break
+            ids += self._ids([part], None if most is None else most - len(ids), False)[0]
+        return ids
+
     def _ids(self, texts: Sequence[str], most: int | None, keep_end: bool) -> list[list[int]]:
         """The ids of texts without special tokens, each cut to `most`."""
         backend = self._backend
@@ -230,15 +245,19 @@ class BatchTokenizer:
 def _kept(backend: Any, text: str, most: int, keep_end: bool) -> list[int]:
     """The first or last `most` tokens of a long text, without special tokens.
 
-    Tokenizes a part of the text that is large enough, and ends at a space if it has one.
+    Tokenizes a part of the text that is large enough, and ends at a space if it has one. Raises RequestFailed for a
+    text of which too much would be tokenized.
     """
-    size = _size(most)
+    first = _size(most)
+    size = first
     while True:
         part = _part(text, size, keep_end)
         ids: list[int] = backend.encode(part, add_special_tokens=False).ids
         if len(ids) >= most + _UNSURE_TOKENS or len(part) == len(text):
             return _cut(ids, most, keep_end)
         size *= 4
+        if size > max(MAX_TEXT, first):
+            refuse_long(len(text), "a text that is to be cut")
 
 
 def _part(text: str, size: int, keep_end: bool) -> str:

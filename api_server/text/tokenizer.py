@@ -227,7 +227,12 @@ class Tokenizer:
         field = "messages" if request.messages else "prompt"
         images = self.images()
         if images is not None and request.prompt_embeddings is None:
-            vision = await images.vision()
+            try:
+                vision = await images.vision()
+            except RequestFailed:
+                if request.images:
+                    raise
+                return None  # a text needs no image processor
             processed = await images.processed(request.images, request.image_wishes) if request.images else []
             return Pictures(vision, processed, field)
         if request.images:

@@ -49,13 +49,18 @@ class EmbeddingsPipeline(Pipeline[EmbeddingsGenerationInputs, EmbeddingsOutput])
         `pooling` replaces the checkpoint's own mode. With `normalize` vectors get the length 1. `max_batch_tokens` are
         what one forward pass takes.
         """
+        if pooling is not None and pooling not in POOLING_MODES:
+            raise ValueError(f"pooling {pooling!r} is unknown: use one of {', '.join(POOLING_MODES)}")
         pooler = load_pooling(model, dtype, device, "embed", quantization, max_batch_tokens=max_batch_tokens)
         if pooling is not None:
-            if pooling not in POOLING_MODES:
-                raise ValueError(f"pooling {pooling!r} is unknown: use one of {', '.join(POOLING_MODES)}")
             head = pooler.head
             assert isinstance(head, VectorHead)
-            pooler = replace(pooler, head=replace(head, modules=replace(head.modules, modes=(pooling,))))
+            modules = head.modules
+            several = max(len(modules.modes), 1)
+            if several > 1 and modules.after:
+                raise ValueError(f"pooling {pooling!r}: this checkpoint joins {several} modes; leave pooling out")
+            modules = replace(modules, modes=(pooling,), width=modules.width // several)
+            pooler = replace(pooler, head=replace(head, modules=modules))
         return cls(pooler, normalize)
 
     @property

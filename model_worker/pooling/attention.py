@@ -30,6 +30,9 @@ class NotPacked(RuntimeError):
     """This model's attention needs what the packed form does not compute."""
 
 
+# Queries of a text whose capped logits exist at once: 256 of 16 heads and 8,192 keys take 134 MB.
+_QUERIES_AT_ONCE = 256
+
 # A context variable and not a keyword argument: not every architecture hands unknown keywords down to its attention.
 _current: ContextVar[Texts] = ContextVar("packed_texts")
 
@@ -72,37 +75,41 @@ def _packed_attention(
     for start, count, length in texts.runs:
         inside = slice(start, start + count * length)
         q, k, v = (tensor[0, :, inside].unflatten(1, (count, length)).transpose(0, 1) for tensor in (query, key, value))
-        visible = _visible(length, causal, sliding_window, query.device)
         if softcap is not None:
-            found = _capped(q, k, v, visible, scaling, softcap)
-        elif visible is None or (causal and (sliding_window is None or sliding_window >= length)):
+            found = _capped(q, k, v, causal, sliding_window, scaling, softcap)
+        elif sliding_window is None or sliding_window >= length:
             found = scaled_dot_product_attention(
                 q, k, v, is_causal=causal and length > 1, scale=scaling, enable_gqa=shared
             )
         else:
+            places = torch.arange(length, dtype=torch.int32, device=query.device)
+            visible = _visible(places, places, causal, sliding_window)
             found = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=shared)
         out[0, inside] = found.transpose(1, 2).flatten(0, 1)
     return out, None
 
 
-def _visible(length: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
-    """Return which key each query of a text sees, bool[length, length]; None when all see all."""
-    if not causal and (window is None or window >= length):
-        return None
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+def _visible(queries: Tensor, keys: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Return which keys each query sees, by their places in the text: bool[queries, keys]."""
+    distance = queries[:, None] - keys
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return visible if window is None else visible & (distance.abs() < window)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scaling: float | None, softcap: float) -> Tensor:
+def _capped(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scaling: float | None, softcap: float
+) -> Tensor:
     """Attend with logits that are squeezed between -softcap and softcap."""
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.float().repeat_interleave(group, dim=1) for tensor in (k, v))
-    logits = q.float() @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    logits = softcap * torch.tanh(logits / softcap)
-    if visible is not None:
-        logits = logits.masked_fill(~visible, -torch.inf)
-    return (torch.softmax(logits, dim=-1) @ v).to(q.dtype)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    keys = torch.arange(q.shape[2], dtype=torch.int32, device=q.device)
+    parts = []
+    for some, places in zip(q.split(_QUERIES_AT_ONCE, dim=2), keys.split(_QUERIES_AT_ONCE), strict=True):
+        logits = softcap * torch.tanh(some.float() @ k.transpose(-1, -2) * scale / softcap)
+        logits = logits.masked_fill(~_visible(places, keys, causal, window), -torch.inf)
+        parts.append((torch.softmax(logits, dim=-1) @ v).to(q.dtype))
+    return torch.cat(parts, dim=2)
 
 
 def _varlen_fits(query: Tensor, value: Tensor) -> bool:

@@ -135,7 +135,15 @@ class LabelHead:
             tokens = texts.tokens[ends][:, None]
             logits = self.head.logits(hidden[ends][:, None], tokens, torch.ones_like(tokens))
         else:
-            logits = self.head.logits(texts.pad(hidden), texts.pad(texts.tokens), texts.mask)
+            # Texts of like length together: padding all to the longest could take gigabytes.
+            groups = list(texts.groups())
+            states = hidden.split([len(group.tokens) for group in groups])
+            logits = torch.cat(
+                [
+                    self.head.logits(group.pad(part), group.pad(group.tokens), group.mask)
+                    for group, part in zip(groups, states, strict=True)
+                ]
+            )
         return Values(_activated(logits, options.activate, self.multi_label), [1] * len(texts.lengths))
 
 

@@ -120,7 +120,9 @@ def load_pooling(
     files = PoolingFiles.read(source)
     config = read_config(Path(source) / files.transformer_path if files.transformer_path else source)
     wanted = _task(files, task)
-    limit = files.max_tokens or LONGEST_TEXT
+    # Some types name their positions otherwise (GPT-2: n_positions), and only the config's class knows.
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = min((known for known in (files.max_tokens, positions) if known and known > 0), default=LONGEST_TEXT)
     check_positions(max_model_len, limit)
     with reported_weights(progress):
         model = _load(files, config, wanted, _dtype(dtype, config, target))
@@ -139,6 +141,8 @@ def load_pooling(
         max_model_len=length,
     )
     budget = max_batch_tokens or (CPU_BATCH_TOKENS if target.type == "cpu" else GPU_BATCH_TOKENS)
+    if target.type == "cpu":
+        progress("compile kernels", 0, 1)
     with torch.inference_mode():
         return _made(loaded, quantization, budget)
 
@@ -166,6 +170,11 @@ def _made(loaded: _Loaded, quantization: str, budget: int) -> Pooler:
         raise ModelRefused(architecture, f"a forward pass over plain tokens fails: {first_line(error)}") from error
     backbone = _backbone(loaded, texts, states)
     head = _head(loaded, states.shape[1])
+    columns = logits[0].shape[-1] if logits else 1
+    if loaded.task == "rerank" and isinstance(head, LabelHead) and columns != 1:
+        raise ModelRefused(
+            architecture, f"task rerank: it gives {columns} values for a pair, and a reranker one; use task classify"
+        )
     if isinstance(head, LabelHead | TokenLabelHead | SparseHead | ScoreHead):
         _prove_head(architecture, head.head, backbone, texts, logits, last=getattr(head, "last", False))
     return Pooler(

@@ -138,6 +138,8 @@ def read_dense(files: PoolingFiles, module: PoolingModule, width: int, device: t
 
 def _layer_norm(files: PoolingFiles, module: PoolingModule, width: int, device: torch.device) -> Step:
     weights = _weights(files, module)
+    if missing := [name for name in ("norm.weight", "norm.bias") if name not in weights]:
+        raise ModelRefused(files.source, f"{module.path} has no {missing[0]}: copy its model.safetensors again")
     weight = weights["norm.weight"].float().to(device)
     bias = weights["norm.bias"].float().to(device)
     return lambda values: nn.functional.layer_norm(values, (width,), weight, bias)

@@ -64,7 +64,10 @@ class Pooler:
             rows[places] = found.rows
             pieces.append(found.values.cpu().numpy())
             order.append(places)
-        return _in_order(np.concatenate(pieces), rows, np.concatenate(order)), rows
+        values = np.concatenate(pieces)
+        if not np.isfinite(values).all():
+            raise ValueError(f"the values of {self.architecture} in {self.dtype} are not finite: use dtype float32")
+        return _in_order(values, rows, np.concatenate(order)), rows
 
     def _check(self, texts: PoolingContext) -> None:
         if texts.task not in self.tasks:

@@ -97,7 +97,9 @@ class Texts:
             total += length
             if total < _LEAST_FULL * longest * (i + 1 - first):
                 yield self.part(first, i)
-                first, longest, total = i, length, length
+                first = i
+                longest = length
+                total = length
         yield self.part(first, len(self.lengths))
 
     def pad(self, values: Tensor, fill: float = 0) -> Tensor:
@@ -117,7 +119,7 @@ class Texts:
 
 
 def passes(lengths: NDArray[np.int32], budget: int) -> Iterator[NDArray[np.int64]]:
-    """Cut texts into forward passes of at most `budget` tokens, the longest first, each of texts of like length.
+    """Cut texts into forward passes of at most `budget` tokens, the longest first.
 
     A text that is longer than the budget has a pass to itself.
     """
@@ -126,6 +128,7 @@ def passes(lengths: NDArray[np.int32], budget: int) -> Iterator[NDArray[np.int64
     for i, length in enumerate(lengths[order].tolist()):
         if total + length > budget and i > first:
             yield order[first:i]
-            first, total = i, 0
+            first = i
+            total = 0
         total += length
     yield order[first:]

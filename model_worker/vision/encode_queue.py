@@ -121,11 +121,9 @@ class EncodeQueue:
 
     def _finish(self, done: _Done) -> None:
         if done.features is None:
-            if done.error is None:
-                return
-            if not isinstance(done.error, ValueError):
-                raise done.error
             if self._images.has(done.job.row):
+                if done.error is not None and not isinstance(done.error, ValueError):
+                    raise done.error
                 done.job.row.missing = []
                 self._ready.append(ReadyRow(done.job.row.row, done.job.row.joined, 0, str(done.error)))
             return
@@ -163,6 +161,13 @@ class EncodeQueue:
 
     def _encode_all(self) -> None:
         torch.set_num_threads(self._threads)
+        device = self._images.encoder.device
+        # Kernels of one stream run one after another: on that of the steps an image would hold them up.
+        own = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+        with own:
+            self._encode_jobs()
+
+    def _encode_jobs(self) -> None:
         while True:
             job = self._jobs.get()
             if job.number not in job.row.missing or not self._images.has(job.row):

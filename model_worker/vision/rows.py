@@ -166,7 +166,9 @@ class ImageRows:
         where = np.concatenate(places)
         tokens = packed.tokens.copy()
         tokens[where] = self.encoder.pad_token_id
-        what = np.concatenate(vectors)
+        # A row that was refused has zeros, without the levels of the others.
+        width = max(part.shape[1] for part in vectors)
+        what = np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in vectors])
         if packed.embeddings is None:
             return tokens, (where, what)
         given = np.zeros((len(packed.embeddings[0]), what.shape[1]), np.float32)

@@ -146,6 +146,9 @@ def check_documents(given: Any) -> None:
 
 def _reading(body: RerankBody) -> Reading:
     most = body.truncate_prompt_tokens
+    if most == 0:
+        where = "truncate_prompt_tokens"
+        raise invalid(f"{where} must be at least 1, or -1 for the model's own limit, got 0", where)
     return Reading(
         field="documents",
         truncate=body.truncation or most is not None,

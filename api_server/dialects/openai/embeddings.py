@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 from starlette.routing import Route
 
+from api_server.body import item_limits
 from api_server.body.item_limits import Turns
 from api_server.chat import documents
 from api_server.chat.messages import chat_messages
@@ -92,6 +93,7 @@ def _read(call: Call) -> EmbeddingsBody:
 
 async def _conversation(call: Call, body: EmbeddingsBody) -> list[int]:
     """The token ids of a conversation."""
+    await call.apart(lambda: item_limits.check_parts(body.messages or (), "messages"))
     await documents.load(call.server.url_fetcher, body.messages or (), "messages", documents.file_part)
     messages = await call.apart(lambda: chat_messages(body.messages or ()))
     request = TextGenerationRequest(
@@ -99,7 +101,7 @@ async def _conversation(call: Call, body: EmbeddingsBody) -> list[int]:
         messages=messages,
         chat_template_options=body.chat_template_kwargs or {},
         add_generation_prompt=bool(body.add_generation_prompt),
-        add_special_tokens=body.add_special_tokens,
+        add_special_tokens=body.add_special_tokens if "add_special_tokens" in body.model_fields_set else None,
     )
     ids: list[int] = (await call.server.tokenizer.prompt(request, None)).tokens.tolist()
     return ids

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from api_server.body.item_limits import check_count
 from api_server.chat.images import DETAILS, ImageSource, load_sources, url_source
 from api_server.dialects.sglang.batch import Batch, Item
 from api_server.dialects.sglang.schema import GenerateRequest
@@ -29,6 +30,7 @@ async def with_images(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
         raise invalid("image_data and session_params exclude each other: a session keeps no images", "image_data")
     if any(isinstance(each.prompt, np.ndarray) for each in batch.items):
         raise invalid("image_data and input_embeds exclude each other: give text or input_ids", "image_data")
+    check_count(len(given), "images", "image_data", call.server.settings.limit_images)
     sources = [_source(item, path) for path, item in given.items()]
     loaded = dict(zip(given, await load_sources(call.server, sources, "image_data"), strict=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -212,6 +213,8 @@ async def similarity(call: Call) -> Response:
     sentences = body.inputs.sentences
     if not sentences:
         raise EmptyInput("inputs.sentences")
+    if "" in sentences:
+        raise EmptyInput(f"inputs.sentences[{sentences.index('')}]")
     _check_size(len(sentences) + 1)
     parameters = body.parameters or schema.SimilarityParameters()
     reading = _reading(parameters, "inputs.sentences", parameters.prompt_name)
@@ -270,20 +273,25 @@ def _sequence(given: str | list[str]) -> str | tuple[str, str]:
         return given
     if len(given) not in (1, 2):
         raise invalid(f"inputs: a list stands for one text or for a pair of texts, got {len(given)} texts", "inputs")
+    if "" in given:
+        raise EmptyInput("inputs")
     return given[0] if len(given) == 1 else (given[0], given[1])
 
 
 async def _sequences(call: Call, sequences: Sequence[str | tuple[str, str]], body: schema.PredictBody) -> TextBatch:
     """The tokens of texts and of pairs, in their order."""
     item_limits.check_count(len(sequences), "texts", "inputs", MOST_TEXTS)
-    reading = _reading(body, "inputs")
+    reading = _reading(body, "inputs", listed=isinstance(body.inputs, list) and isinstance(body.inputs[0], list))
+    first = 0
     parts = []
     for is_pair, group in groupby(sequences, key=lambda each: isinstance(each, tuple)):
         chosen: list[Any] = list(group)
         texts: list[Item] = chosen
-        parts.append(
-            await (read_pairs(call.server, chosen, reading) if is_pair else read_texts(call.server, texts, reading))
-        )
+        here = replace(reading, first=first)
+        first += len(chosen)
+        read = read_pairs(call.server, chosen, here) if is_pair else read_texts(call.server, texts, here)
+        parts.append(await read)
+        item_limits.check_total(sum(len(part.tokens) for part in parts), "inputs")
     return TextBatch.joined(parts)
 
 

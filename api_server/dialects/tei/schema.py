@@ -38,7 +38,7 @@ class EmbedBody(InputsBody):
 
 
 class RerankBody(Truncation):
-    query: str
+    query: str = Field(min_length=1)
     texts: Texts
     raw_scores: bool | None = Field(False, description="Logits instead of values between 0 and 1")
     return_text: bool | None = False
@@ -52,7 +52,7 @@ class PredictBody(Truncation):
 
 
 class SimilarityInput(Body):
-    source_sentence: str
+    source_sentence: str = Field(min_length=1)
     sentences: Texts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from typing import TypeVar
 
 from api_server.body import unknown_fields
@@ -19,8 +20,9 @@ from interfaces import LogprobMode, RequestID, SamplingParamsInput, TextGenerati
 
 R = TypeVar("R", bound=Body)
 
-# An image in a prompt, as Markdown writes it.
-_IMAGE = re.compile(r"!\[[^\]\[]{0,1000}\]\(((?:data:|https?://)[^)\s]*)\)", re.IGNORECASE)
+# An image in a prompt, as Markdown writes it. The URL has no "(": with it a search would read to the end of the text
+# from each beginning of an image.
+_IMAGE = re.compile(r"!\[[^\]\[]{0,1000}\]\(((?:data:|https?://)[^()\s]*)\)", re.IGNORECASE)
 # Stands for the model's limits until a worker has reported them; `generate` then refuses the request as not ready.
 _UNKNOWN_LIMIT = 1 << 62
 
@@ -50,7 +52,9 @@ async def prompt_and_images(inputs: str, call: Call) -> tuple[str, list[LoadedIm
     """
     if not call.server.sees or "](" not in inputs:
         return inputs, []
-    sources = [images.url_source(found[1], "inputs") for found in _IMAGE.finditer(inputs)]
+    # One more than is allowed: `load_sources` refuses it.
+    found = islice(_IMAGE.finditer(inputs), call.server.settings.limit_images + 1)
+    sources = [images.url_source(each[1], "inputs") for each in found]
     loaded = await images.load_sources(call.server, sources, "inputs")
     if not loaded:
         return inputs, []

@@ -98,7 +98,7 @@ def test_an_image_that_goes_too_far_costs_no_other(process: Process) -> None:
     assert "of processor time" in found[0]["error"]
     assert "of memory to read" in found[2]["error"]
     assert "its decoder crashed" in found[4]["error"]
-    assert "processor time" in found[6]["error"]
+    assert "took over" in found[6]["error"]
     assert "the image processor failed on it" in found[8]["error"]
     process.ask(11, 30)
     assert process.answers(1)[11]["run"] == "run"
