@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -332,6 +333,12 @@ def test_the_name_of_the_placeholder_in_a_message_is_text(seeing: LiveServer) ->
     assert not isinstance(seeing.double.submits[-1].context, TextAndVisionContext)
     ok(seeing, CHAT, chat(image_part(png()), text_part("What does <image> mean?")))
     assert len(context(seeing).images) == 1
+
+
+def test_a_prompt_of_unfinished_images_takes_no_time(seeing: LiveServer) -> None:
+    began = time.monotonic()
+    post(seeing, GENERATE, {"inputs": "![](data:" * 20_000, "parameters": {"max_new_tokens": 1}})
+    assert time.monotonic() - began < 5  # its square would be a minute
 
 
 def test_images_are_counted(start: Start) -> None:

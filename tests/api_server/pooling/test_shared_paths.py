@@ -183,6 +183,8 @@ def test_a_decoder_that_reranks_gets_its_form(serve: Serve, tmp_path: Path) -> N
         ("/v1/score", {"query": "a", "items": ["b"], "label_token_ids": [5]}, "needs a model that generates text"),
         ("/v1/rerank", {"model": "gpt", "query": "a", "documents": ["b"]}, "the model 'gpt' does not exist"),
         ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "documents has 2049 texts"),
+        ("/rerank", {"query": "fox " * 10**7, "documents": ["b"]}, "the text beside documents has"),
+        ("/rerank", {"query": "a", "documents": ["b"], "truncate_prompt_tokens": 0}, "must be at least 1, or -1"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "", "documents": ["b"]}, "query"),
         ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents[1] must not be empty"),

@@ -52,6 +52,15 @@ def test_embed_all(embedding: PoolingServer) -> None:
         assert rows == [pytest.approx(vector([token]).tolist(), rel=1e-5) for token in embedding.ids(text)]
 
 
+def test_values_of_too_many_tokens_are_refused(embedding: PoolingServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("api_server.pooling.pooling.MOST_NUMBERS", 5 * WIDTH)
+    tokens = len(embedding.ids("the fox"))
+    message = error_of(post(embedding, "/embed_all", inputs=["the fox", "the fox"]), 422, "Validation")
+    assert f"the values of {2 * tokens} tokens are {2 * tokens * WIDTH} numbers; at most {5 * WIDTH}" in message
+    assert post(embedding, "/embed_all", inputs=["the fox"]).status_code == 200
+    assert post(embedding, "/embed", inputs=["the fox", "the fox"]).status_code == 200
+
+
 def test_truncation(embedding: PoolingServer) -> None:
     long = "fox " * 100
     message = error_of(post(embedding, "/embed", inputs=["fox", long]), 422, "Validation")
@@ -93,6 +102,9 @@ def test_predict(classifying: PoolingServer) -> None:
     assert types.sum() == len(classifying.ids("fox")) - 1
     message = error_of(post(classifying, "/predict", inputs=[["a", "b", "c"]]), 422, "Validation")
     assert "got 3 texts" in message
+    mixed = [["the"], ["the", "fox"], ["fox " * 100]]
+    assert "inputs[2] has 102 tokens" in error_of(post(classifying, "/predict", inputs=mixed), 422, "Validation")
+    assert ": inputs has 102 tokens" in error_of(post(classifying, "/predict", inputs="fox " * 100), 422, "Validation")
 
 
 def test_rerank(reranking: PoolingServer) -> None:
@@ -119,6 +131,9 @@ def test_rerank(reranking: PoolingServer) -> None:
         ("/embed", {"inputs": "a", "prompt_name": "x"}, 422, "Validation", "prompt_name 'x' is unknown"),
         ("/embed", {"inputs": "a", "dimensions": 99}, 422, "Validation", "dimensions must be at most 8"),
         ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "Empty", "sentences"),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["a", ""]}}, 400, "Empty", "sentences[1]"),
+        ("/similarity", {"inputs": {"source_sentence": "", "sentences": ["a"]}}, 422, "Validation", "source_sentence"),
+        ("/embed", {"inputs": "a" + " " * 60_000_000, "truncate": True}, 422, "Validation", "characters; at most"),
         ("/predict", {"inputs": "a"}, 400, "Validation", "needs a model that classifies texts"),
         ("/embed_sparse", {"inputs": "a"}, 400, "Validation", "start a server with --task sparse"),
         ("/rerank", {"query": "a", "texts": ["b"]}, 400, "Validation", "--task rerank"),

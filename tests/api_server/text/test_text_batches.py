@@ -164,6 +164,16 @@ def test_framed_texts_keep_their_frame(backend: Backend) -> None:
     head = len(backend.encode("Hello, fox", add_special_tokens=False).ids)
     short = batches.framed(bodies, "The ", " you?", Bounds(limit=512), ["Hello, fox", "Hello, fox"], 3)
     assert texts_of(short)[0] == [*before, *whole[: head + 3], *after]
+    kept = batches.framed(bodies, "The ", " you?", Bounds(limit=40, truncate=True, keep_end=True), ["Hello"] * 2)
+    assert texts_of(kept) == texts_of(batch)
+    with pytest.raises(RequestFailed, match=r"the text beside documents\[1\] has .* shorten it"):
+        batches.framed(
+            [["fox"], ["fox " * 60]],
+            "The ",
+            " you?",
+            Bounds(limit=40, truncate=True, field="documents"),
+            ["fox", "fox " * 60],
+        )
 
 
 def test_parts_with_and_without_types_are_joined() -> None:

@@ -54,6 +54,20 @@ def test_texts_get_the_probabilities_of_their_labels(name: str, labels: int, tmp
     assert_close(values, torch.sigmoid(want) if labels == 1 else torch.softmax(want, dim=1))
 
 
+def test_a_model_of_several_labels_is_no_reranker(tmp_path: Path) -> None:
+    path = save("bert", tmp_path, AutoModelForSequenceClassification, num_labels=2)
+    with pytest.raises(ValueError, match="it gives 2 values for a pair, and a reranker one; use task classify"):
+        load_pooling(path, task="rerank")
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    pooler = load_pooling(save("bert", tmp_path, AutoModelForSequenceClassification, num_labels=2))
+    with torch.no_grad():
+        pooler.head.head._model.classifier.bias.fill_(torch.inf)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="are not finite: use dtype float32"):
+        pooler.run(PoolingContext.of(random_texts(2), PoolingTask.CLASSIFY, activate=False))
+
+
 def test_labels_that_exclude_nothing_have_a_probability_each(tmp_path: Path) -> None:
     path = save(
         "bert",
