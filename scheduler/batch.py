@@ -31,13 +31,15 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
     A single row gets room for up to `most_guesses` guesses. `preempted` gets each sequence that had to leave.
     """
     rows = _with_blocks(worker, preempted)
-    if not len(rows) and not worker.must_tell:
+    if not len(rows) and not worker.sends_joins:
         return None
     ntok = _chunks(worker, rows, max(budget, worker.rows.running))
     if ntok is not None:
         chosen = ntok > 0
         rows = rows[chosen]
         ntok = ntok[chosen]
+        if not len(rows) and not worker.sends_joins:
+            return None
     joins = [_join(worker, sequence) for sequence in worker.joined]
     ahead = worker.send(rows, ntok, most_guesses)
     worker.rows.joined[[sequence.row for sequence in worker.joined]] = worker.in_flight.last_number

@@ -33,9 +33,10 @@ class ImageRows:
             return
         missing = [image.start_idx for image in sequence.images if image.end_idx > cached]
         if missing:
-            self._table.upto[sequence.row] = 0 if self.takes == WHOLE_PROMPTS else missing[0]
-            if self._since is None:
+            # No other row waits, so the time of an image whose row has gone meanwhile does not count.
+            if not len(self._table.waiting_for_images()):
                 self._since = self._clock()
+            self._table.upto[sequence.row] = 0 if self.takes == WHOLE_PROMPTS else missing[0]
 
     def ready(self, message: Ready) -> tuple[list[Sequence], list[tuple[Sequence, str]]]:
         """Let rows run on. Returns the sequences that have all of their images, and those that cannot have them, with

@@ -192,8 +192,10 @@ class Loop:
                     self.health.worker_heard(message.index)
                     self.scheduler.batch_result(message)
             case Ready():
-                self.health.worker_heard(message.index)
-                self.scheduler.images_ready(message)
+                known = self.scheduler.workers.get(message.index)
+                if known is not None and known.hello.epoch == message.epoch:
+                    self.health.worker_heard(message.index)
+                    self.scheduler.images_ready(message)
             case WorkerHello():
                 self._register_worker(identity, message)
             case WorkerGoodbye():

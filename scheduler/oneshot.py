@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # Time of a batch beside rows in decode, as long as the time of their steps is not known.
 SECONDS_BESIDE_ROWS = 0.02
+# Numbers in the values of one batch: 128 MiB.
+MAX_VALUES = 1 << 25
 
 
 class OneShotLane:
@@ -44,7 +46,7 @@ class OneShotLane:
         self._queue = OneShotQueue()
         self._deadlines: RequestDeadlines[OneShotRequest] = RequestDeadlines(clock)
         # Requests that came while no worker was there to compare them with.
-        self._unchecked: list[OneShotRequest] = []
+        self._unchecked: dict[int, OneShotRequest] = {}
         # Tokens of texts in no batch, and requests without a batch yet.
         self._waiting_tokens = 0
         self._not_begun = 0
@@ -89,7 +91,7 @@ class OneShotLane:
         self._waiting_tokens += len(context.tokens)
         self._not_begun += 1
         if not requests.workers:
-            self._unchecked.append(request)
+            self._unchecked[request.order] = request
         self._queue.add(request)
 
     def cancel(self, identity: bytes, handle: int) -> None:
@@ -198,6 +200,7 @@ class OneShotLane:
             return None
         budget = self._budget(worker)
         if not budget or self._requests.quarantine.any_isolated(worker.rows.sequences):
+            batches.wants_isolation = False  # steps must go on first
             return None
         pieces = self._queue.cut(budget, tasks)
         if not pieces:
@@ -215,7 +218,8 @@ class OneShotLane:
         Beside rows in decode batches and steps take turns, and a batch gets the time that a prompt would get.
         """
         batches = worker.batches
-        most = self._limits.text_batch_tokens(worker.hello.device)
+        # A message must hold the values, where a task gives a vector for each token and shared memory has no room.
+        most = min(self._limits.text_batch_tokens(worker.hello.device), MAX_VALUES // max(1, worker.hello.hidden_size))
         running = worker.rows.running
         if not running:
             return batches.budget(most, BATCH_SECONDS, MIN_BATCH_TOKENS) if batches.has_room else 0
@@ -253,7 +257,8 @@ class OneShotLane:
 
     def _refusal(self, submit: Submit, context: PoolingContext) -> RequestError | None:
         open_of_tenant = self._requests.open_of(submit.scheduling.tenant)
-        full = self._limits.refusal(self._not_begun, self._waiting_tokens, len(context.tokens), open_of_tenant)
+        # Requests that have begun wait, too, with the rest of their texts.
+        full = self._limits.refusal(len(self._queue), self._waiting_tokens, len(context.tokens), open_of_tenant)
         if full is not None and not submit.again:
             return RequestError(ErrorCode.OVERLOADED, full)
         workers = self._requests.workers.values()
@@ -262,11 +267,11 @@ class OneShotLane:
     def _check_waiting(self) -> None:
         """Refuse the waiting requests that the workers, which are here now, can never compute."""
         unchecked = self._unchecked
-        self._unchecked = []
+        self._unchecked = {}
         workers = self._requests.workers.values()
-        for request in unchecked:
+        for request in unchecked.values():
             error = placement.text_misfit(request.context, workers, self._limits.max_model_len)
-            if error is not None and not request.ended:
+            if error is not None:
                 self._fail(request, error)
 
     def _fail(self, request: OneShotRequest, error: RequestError) -> None:
@@ -281,6 +286,7 @@ class OneShotLane:
         request.ended = True
         self._waiting_tokens -= request.waiting_tokens
         self._not_begun -= request.queued_us < 0
+        self._unchecked.pop(request.order, None)
         self._queue.discard(request)
         self._deadlines.forget(request)
         handles = self._open[request.replica]

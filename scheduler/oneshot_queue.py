@@ -41,6 +41,13 @@ class _Level:
         heapq.heappop(self.heap)[3].queued = False
         self.count -= 1
 
+    def drop_ended(self) -> None:
+        """Count one request less. Its entry goes with others, when they are as many as those that wait."""
+        self.count -= 1
+        if len(self.heap) > 2 * self.count + 16:
+            self.heap = [entry for entry in self.heap if not entry[3].ended]
+            heapq.heapify(self.heap)
+
     def prune(self) -> None:
         """Drop requests that have ended from the top."""
         while self.heap and self.heap[0][3].ended:
@@ -71,22 +78,22 @@ class OneShotQueue:
                 yield from (entry[3] for entry in level.heap if not entry[3].ended)
 
     def add(self, request: OneShotRequest) -> None:
-        """Queue a request. One that was here before keeps its tag."""
+        """Queue a request. One that was here before is served no later than a new one."""
         if request.queued:
             return
         tenant = self._tenants.setdefault(request.scheduling.tenant, _Tenant(self._level))
         if not tenant.levels:
             tenant.served = max(tenant.served, self._level)
         level = tenant.levels.setdefault(_key(request), _Level())
-        if not request.batches:
-            request.tag = level.time
+        # The time of a level begins anew when it was empty, so an old tag may lie far ahead.
+        request.tag = min(request.tag, level.time) if request.batches else level.time
         level.push(request)
 
     def discard(self, request: OneShotRequest) -> None:
         """Take out a request that has ended."""
         if request.queued:
             request.queued = False
-            self._tenants[request.scheduling.tenant].levels[_key(request)].count -= 1
+            self._tenants[request.scheduling.tenant].levels[_key(request)].drop_ended()
 
     def next_is_isolated(self, tasks: Collection[str]) -> bool:
         """Whether the next batch for a worker with these tasks is a text that must be alone."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from scheduler.sequence import Sequence
 
-# Of a row that waits for no image.
+# `upto` of a row that waits for no image.
 ALL_TOKENS = int(np.iinfo(np.int32).max)
 
 # Fills unused places of `stop_ids`; no token has this id.

@@ -83,7 +83,7 @@ class Worker:
         return True
 
     @property
-    def must_tell(self) -> bool:
+    def sends_joins(self) -> bool:
         """Whether the worker must know of a row although nothing is computed: it begins to encode its images."""
         return bool(self.images.takes) and any(sequence.images for sequence in self.joined)
 
@@ -151,7 +151,8 @@ class Worker:
         """
         step, seconds = self.in_flight.take(result)
         self.batches.grant_grace()
-        self.prefill_budget.learn(step.decoding, step.tokens - step.decoding, seconds)
+        if step.tokens:
+            self.prefill_budget.learn(step.decoding, step.tokens - step.decoding, seconds)
         return self.in_flight.match(result, step)
 
     @property
@@ -189,6 +190,7 @@ class Worker:
         return f"{text} in step {head.number} with rows {rows} of requests {shown or 'that have ended'}"
 
     def status(self) -> WorkerStatus:
+        waits = [wait[0] for wait in (self.in_flight.waited(), self.batches.waited()) if wait is not None]
         return WorkerStatus(
             device=self.hello.device,
             index=self.hello.index,
@@ -198,7 +200,7 @@ class Worker:
             blocks_used=self.pool.used,
             blocks_cached=self.pool.cached,
             steps=self.in_flight.answered + self.batches.answered,
-            seconds_since_step=self._clock() - self.in_flight.last_result if self.computing else 0.0,
+            seconds_since_step=min(waits, default=0.0),
             drafted=self.hello.drafted,
             accepted=self.hello.accepted,
             encoded=self.hello.encoded,

@@ -112,3 +112,13 @@ def test_requests_without_a_worker_are_warned_of_now_and_then(caplog: pytest.Log
     assert "have waited" not in caplog.text
     checked.wait(3 * SECONDS_BETWEEN_WARNINGS)
     assert 2 <= caplog.text.count("1 requests have waited for a model worker") <= 3
+
+
+def test_the_time_of_a_step_does_not_count_the_pause_before_it() -> None:
+    yard = Yard()
+    yard.clock.advance(3600)
+    yard.submit(0, [1, 2], 5, [])
+    assert yard.scheduler.next_steps()
+    yard.clock.advance(1)
+    (status,) = yard.scheduler.status().workers
+    assert status.seconds_since_step == pytest.approx(1, abs=0.01)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,8 @@ from interfaces import (
     ImageMetadata,
     Ready,
     SamplingParams,
+    SchedulingOptions,
+    StepResult,
     Submit,
     TextAndVisionContext,
 )
@@ -19,6 +23,8 @@ from scheduler.image_rows import ENCODE_SECONDS, ImageRows
 from scheduler.rows import ALL_TOKENS, RowTable
 from scheduler.sequence import Sequence
 from tests.scheduler.clock import Clock
+from tests.scheduler.simulated_worker import SimulatedWorker
+from tests.scheduler.test_core import REPLICA, Yard
 
 VISION = 9
 
@@ -113,3 +119,34 @@ def test_a_worker_that_encodes_for_too_long_is_late_and_its_oldest_row_is_suspec
     rows.ready(ready(sequence.row, ALL_TOKENS))
     assert rows.lateness() is None
     assert rows.encoding() == []
+
+
+def test_the_time_of_an_image_whose_row_has_gone_is_not_that_of_the_next_one() -> None:
+    clock = Clock()
+    gone, following = sequence_of((4, 8)), sequence_of((4, 8))
+    table, rows = placed(CUT_IMAGES, gone, clock=clock)
+    table.give_back(gone.row)
+    clock.now += ENCODE_SECONDS + 3000
+    table.take(following, 0, 100, 0)
+    rows.placed(following, 0)
+    assert rows.lateness() is None
+    clock.now += ENCODE_SECONDS + 1
+    assert rows.lateness() == pytest.approx(ENCODE_SECONDS + 1, abs=0.01)
+
+
+def test_no_empty_steps_are_sent_while_a_deterministic_row_waits_for_its_image() -> None:
+    yard = Yard(workers=0)
+    worker = SimulatedWorker(0, 0, **yard.shape)
+    assert yard.scheduler.worker_hello(replace(worker.hello, images=CUT_IMAGES))
+    context = sequence_of((10, 14)).context
+    yard.scheduler.submit(REPLICA, Submit(1, context, SchedulingOptions(deterministic=True)))
+    ((_, step),) = yard.scheduler.next_steps()
+    assert [join.row for join in step.joins] == [0]
+    assert not len(step.rows)
+    assert yard.scheduler.next_steps() == []
+    # The time of an empty step says nothing about rows in decode.
+    yard.clock.advance(0.01)
+    yard.scheduler.workers[0].receive(
+        StepResult(1, 0, 0, step.step, np.empty(0, np.int32), np.empty(0, np.int32), None, {}, 1)
+    )
+    assert yard.scheduler.workers[0].prefill_budget._decode == {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from interfaces import Step
+from interfaces import Ready, Step
 from scheduler import loop as loop_module
 from scheduler.health import CLOCK_JUMP_SECONDS, REPLICA_SILENCE_SECONDS
 from scheduler.loop import Loop
@@ -60,5 +61,21 @@ def test_a_jump_of_the_clock_is_held_against_no_peer(
         loop._check_health()
         assert (REPLICA in yard.scheduler.replicas) == jump
         assert (0 in yard.scheduler.workers) == jump
+    finally:
+        loop._context.destroy(linger=0)
+
+
+def test_a_predecessor_that_still_encodes_does_not_speak_for_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yard = Yard()
+    heard: list[int] = []
+    loop = Loop(yard.scheduler, RunDirectory(tmp_path))
+    try:
+        monkeypatch.setattr(loop.health, "worker_heard", heard.append)
+        columns = np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32)
+        for epoch in (7, 0):
+            loop._from_worker(b"worker", Ready(1, epoch, 0, *columns, {}))
+            assert heard == ([] if epoch else [0])
     finally:
         loop._context.destroy(linger=0)

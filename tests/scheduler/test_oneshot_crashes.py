@@ -73,14 +73,12 @@ def mixed() -> tuple[TextYard, SimulatedWorker]:
     return yard, worker
 
 
-def test_batches_and_steps_take_turns_on_a_worker_that_has_both() -> None:
-    yard, worker = mixed()
+def in_turns(yard: TextYard, worker: SimulatedWorker, turns: int) -> str:
+    """Send batches (B) and steps (S) and answer them in their order. Returns the order."""
     scheduler = yard.scheduler
-    scheduler.submit(REPLICA, Submit(900, TextContext.from_prompt([1, 2], SamplingParams(max_new_tokens=60))))
-    yard.bulk(2000, 30)
     order = ""
     queue: list[Batch | Step] = []
-    for _ in range(60):
+    for _ in range(turns):
         for _, batch in scheduler.next_batches():
             queue.append(batch)
             order += "B"
@@ -97,6 +95,15 @@ def test_batches_and_steps_take_turns_on_a_worker_that_has_both() -> None:
             scheduler.step_result(worker.run(head))
         scheduler.take_vectors()
         scheduler.take_results()
+    return order
+
+
+def test_batches_and_steps_take_turns_on_a_worker_that_has_both() -> None:
+    yard, worker = mixed()
+    scheduler = yard.scheduler
+    scheduler.submit(REPLICA, Submit(900, TextContext.from_prompt([1, 2], SamplingParams(max_new_tokens=60))))
+    yard.bulk(2000, 30)
+    order = in_turns(yard, worker, 60)
     assert "BB" not in order.removeprefix("B")
     assert order.count("B") > 10
     assert order.count("S") > 10
@@ -121,3 +128,19 @@ def test_a_suspected_text_has_no_step_beside_it() -> None:
     assert scheduler.next_steps() == []
     scheduler.batch_result(run(batch, 0))
     assert scheduler.next_steps()
+
+
+def test_texts_that_must_be_alone_and_rows_do_not_wait_for_each_other() -> None:
+    yard, worker = mixed()
+    scheduler = yard.scheduler
+    yard.submit([[i] for i in range(5)])
+    for epoch in range(1, CRASHES_BEFORE_ISOLATION + 1):
+        assert scheduler.next_batches()
+        yard.kill_worker(0)
+        worker = SimulatedWorker(0, epoch, num_blocks=40, block_size=4, max_rows=8, max_model_len=80)
+        worker.hello = replace(worker.hello, tasks=["embed", "generate"], hidden_size=4, vocab_size=1000)
+        assert scheduler.worker_hello(worker.hello)
+    scheduler.submit(REPLICA, Submit(900, TextContext.from_prompt([1, 2], SamplingParams(max_new_tokens=30))))
+    order = in_turns(yard, worker, 200)
+    assert (order.count("B"), order.count("S") >= 30) == (5, True)
+    assert scheduler.oneshot.running == scheduler.oneshot.waiting == 0
