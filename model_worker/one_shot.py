@@ -11,8 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from interfaces import Batch, BatchResult, Handover, PooledValues, PoolingContext, PoolingModel
+from interfaces import Batch, BatchResult, Handover, PooledValues, PoolingContext, PoolingModel, SharedMemoryArray
 from model_worker.execution.base import Counters
+
+# Bytes of the values of one part that a message may hold: the others of its batch need room, too.
+MOST_INLINE_BYTES = 200 << 20
 
 
 class ComputedBatch:
@@ -68,18 +71,24 @@ class TextRunner:
             groups[part.options].append(place)
         for places in groups.values():
             for place, found in zip(places, self._run_group([batch.parts[place] for place in places]), strict=True):
-                if isinstance(found, PooledValues):
-                    parts[place] = self._handed_over(found)
+                handed = self._handed_over(found) if isinstance(found, PooledValues) else found
+                if isinstance(handed, PooledValues):
+                    parts[place] = handed
                 else:
-                    errors[place] = found
+                    errors[place] = handed
         device_us = max(1, int((time.monotonic() - begun) * 1e6))
         return BatchResult(batch.incarnation, self._epoch, self._index, batch.number, parts, errors, device_us)
 
-    def _handed_over(self, values: PooledValues) -> PooledValues:
-        """The values as they travel."""
-        if self._handover is None:
+    def _handed_over(self, values: PooledValues) -> PooledValues | str:
+        """The values as they travel, or the reason why they cannot."""
+        if self._handover is not None:
+            values = PooledValues(self._handover.give(values.array), values.lengths)
+        if isinstance(values.values, SharedMemoryArray) or values.values.nbytes <= MOST_INLINE_BYTES:
             return values
-        return PooledValues(self._handover.give(values.array), values.lengths)
+        return (
+            f"the values take {values.values.nbytes} bytes, and {MOST_INLINE_BYTES} can be sent without shared memory: "
+            "send shorter texts, or give the server more shared memory"
+        )
 
     def _run_group(self, parts: Sequence[PoolingContext]) -> list[PooledValues | str]:
         """The values of parts with equal options, or the reason why a part has none."""

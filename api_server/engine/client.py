@@ -88,10 +88,10 @@ class EngineClient:
         self._past: set[int] = set()
         self._last_results = -1
         self._heard = self._last_beat = time.monotonic()
+        self._moved = -math.inf
         self._was_ready = False
         self._hello: asyncio.TimerHandle | None = None
         self._questions = Questions(self._send)
-        self._moved = -math.inf
 
     def start(self) -> None:
         """Connects; the first Status arrives once the scheduler has seen the Hello."""
@@ -202,9 +202,7 @@ class EngineClient:
 
     async def session(self, action: int, session: str, **fields: Any) -> SessionAnswer:
         """Sends an action on a session (`SessionAction`). TimeoutError when the scheduler does not answer."""
-        answer: SessionAnswer = await self._questions.ask(
-            lambda number: SessionOrder(number, action, session, **fields)
-        )
+        answer: SessionAnswer = await self._questions.ask(lambda n: SessionOrder(n, action, session, **fields))
         return answer
 
     @property
@@ -231,7 +229,8 @@ class EngineClient:
         if len(data) > MAX_MESSAGE_BYTES:
             # A peer that receives more closes the connection and loses what others have sent.
             problem = f"the request takes {len(data)} bytes, and {MAX_MESSAGE_BYTES} are the most that can be sent"
-            error = RequestError(ErrorCode.INVALID, f"{problem}: give it fewer or smaller images")
+            remedy = "send fewer texts at a time, or fewer or smaller images"
+            error = RequestError(ErrorCode.INVALID, f"{problem}: {remedy}")
         elif not self._send_bytes(data):
             error = RequestError(ErrorCode.UNAVAILABLE, "the scheduler does not read its messages")
         else:

@@ -57,10 +57,10 @@ class SocketEmbeddings:
         return {name: EmbeddingsOutput(rows[0]) for name, rows in zip(batch, pooled.texts(), strict=True)}
 
     def close(self) -> None:
-        """Leave the server. Idempotent."""
+        """Leave the server. Calls of other threads end with CancelledError. Idempotent."""
         if self._loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(self._client.close)
+        asyncio.run_coroutine_threadsafe(self._leave(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -70,6 +70,14 @@ class SocketEmbeddings:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    async def _leave(self) -> None:
+        """End the calls of other threads (they get CancelledError), then leave."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._client.close()
 
     async def _ready(self, seconds: float) -> None:
         try:

@@ -18,7 +18,7 @@ class ModelFacts:
         self.vector_width = 0
         # Names of a classifier's labels, in the order of their numbers.
         self.labels: list[str] = []
-        # NO_IMAGES, CUT_IMAGES or WHOLE_IMAGES.
+        # What the workers do with images: a value of `WorkerHello.images`, the least of all.
         self.images = NO_IMAGES
 
     def update(self, status: Status) -> None:

@@ -236,7 +236,7 @@ class Status:
     vector_width: int = 0
     # Names of the labels of a classifier, in the order of their numbers.
     labels: list[str] = field(default_factory=list)
-    # NO_IMAGES, CUT_IMAGES or WHOLE_IMAGES: what the workers do with images.
+    # What the workers do with images: a value of `WorkerHello.images`, the least of all.
     images: int = 0
 
 

@@ -22,7 +22,7 @@ class LogprobReports:
 
     An owner is a row from a worker, a handle from the scheduler. `chosen` is the token's own log-probability.
 
-    Of `ids` and `values` an entry has the next `counts[i]`: first its `tops[i]` most probable tokens, then the ids that
+    An entry has the next `counts[i]` of `ids` and `values`: first its `tops[i]` most probable tokens, then the ids that
     the request named. A position inside the prompt is a report of the prompt.
     """
 

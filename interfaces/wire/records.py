@@ -50,16 +50,21 @@ def wire_fields(cls: type[Any]) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def wire_tag(cls: type[Any]) -> str | None:
-    """Return the tag before a class's fields in a message, by which it is told from others; None where it has none."""
+    """Return the tag before a class's fields in a message, which distinguishes it from others; None if it has none."""
     tag: str | None = getattr(cls, "wire_tag", None)
     return tag
 
 
 def wire_error(error: msgspec.ValidationError, check: Any) -> WireError:
     """Make the WireError of what msgspec found in a value that it checked against `check`."""
-    problem, _, path = str(error).partition(" - at `")
+    problem, found, path = str(error).rpartition(" - at `")
+    problem = problem if found else path
+    path = path if found else ""
     problem = (problem[:1].lower() + problem[1:]).replace("`", "")[:_LONGEST_COMPLAINT]
-    path = _named_path(check, re.findall(r"\[(?:\d+|\.\.\.)\]|\.\w+", path))
+    try:
+        path = _named_path(check, re.findall(r"\[(?:\d+|\.\.\.)\]|\.\w+", path))
+    except (StopIteration, ValueError, IndexError):  # the peer's own text looked like a path
+        path = ""
     if missing := _MISSING.fullmatch(problem):
         return WireError("missing", f"{path}.{missing[1]}")
     return WireError(problem, path)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from interfaces import Batch, BatchResult, PoolingContext, PoolingTask, decode, encode
+from model_worker import one_shot
 from model_worker.one_shot import TextRunner
 
 
@@ -74,3 +76,11 @@ def test_a_part_that_fails_leaves_the_others_alone() -> None:
     result = run(Summing(), embed([1]), embed([2], [666]), embed([3]))
     assert values_of(result) == [[[[1, 1]]], None, [[[3, 1]]]]
     assert result.errors == {1: "666 is refused"}
+
+
+def test_values_that_no_message_can_hold_fail_their_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_shot, "MOST_INLINE_BYTES", 16)
+    tokens = PoolingTask.EMBED_TOKENS
+    result = run(Summing(), embed([1, 2, 3], task=tokens), embed([4, 5], task=tokens))
+    assert values_of(result) == [None, [[[4, 1], [5, 1]]]]
+    assert "the values take 24 bytes, and 16 can be sent without shared memory" in result.errors[0]
