@@ -63,6 +63,9 @@ class ChildSpec:
     stack_file: str = ""
     pass_fds: Sequence[int] = ()
     group: str = ""
+    # The model that it serves, where a server has several: the supervisor gives up when all of a role and model are
+    # hopeless.
+    model: str = ""
 
     def __post_init__(self) -> None:
         if self.group and self.rolling:

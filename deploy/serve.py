@@ -60,7 +60,11 @@ def serve(given: Settings, given_now: Callable[[], Settings] | None = None) -> i
     _raise_open_files_limit()
     with listen(settings.host, settings.port) as listener, private_run_directory(parent_directory()) as directory:
         keep_settings(directory, settings)
-        for further, place in of_further_models(settings, directory):
+        try:
+            further_models = of_further_models(settings, directory)
+        except ValueError as error:  # a path that is too long
+            raise SettingsError(str(error)) from None
+        for further, place in further_models:
             place.path.mkdir(0o700)
             keep_settings(place, further)
         return _supervise(settings, directory, listener, given_now or (lambda: given))
@@ -182,8 +186,18 @@ def resolve_model(settings: Settings) -> Settings:
 
 def resolve_further_models(settings: Settings) -> Settings:
     """Make the models of `also` hub names or absolute directories."""
-    found = {name: resolve_model(Settings(model=model)).model for name, model in settings.further_models.items()}
+    found = {name: _resolved(name, model) for name, model in settings.further_models.items()}
     return dataclasses.replace(settings, also=",".join(f"{name}={model}" for name, model in found.items()))
+
+
+def _resolved(name: str, model: str) -> str:
+    try:
+        found = resolve_model(Settings(model=model)).model
+    except SettingsError as error:
+        raise SettingsError(f"also {name}={model}: {error}") from None
+    if "," in found:
+        raise SettingsError(f"also {name}={model}: the folder {found!r} has a comma, which separates models; rename it")
+    return found
 
 
 def _embedded_model() -> str:
@@ -243,6 +257,7 @@ def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> l
         ("", settings, directory),
         *((f"{s.served_model_name}:", s, d) for s, d in of_further_models(settings, directory)),
     ]
+    sharing = ("--models", str(len(served))) if len(served) > 1 else ()
     worker = {**common, **cpu_share(devices.count("cpu") * len(served), usable_cores(), visible_cores())}
     return [
         *(
@@ -253,13 +268,14 @@ def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> l
                 stop_seconds=_SECONDS_TO_STOP,
                 hang_seconds=HANG_SECONDS,
                 stack_file=str(place.stack_file("scheduler")),
+                model=name,
             )
             for name, _, place in served
         ),
         *(
             ChildSpec(
                 f"model_worker:{name}{index}",
-                command(f"model_worker:{index}", place, "--index", str(index), "--device", device),
+                command(f"model_worker:{index}", place, "--index", str(index), "--device", device, *sharing),
                 worker if device == "cpu" else common,
                 device,
                 counts_starts=True,
@@ -268,6 +284,7 @@ def child_specs(settings: Settings, directory: RunDirectory, listener: int) -> l
                 forks=device == "cpu",
                 hang_seconds=worker_hang_seconds(of_model),
                 stack_file=str(place.stack_file(f"model_worker:{index}")),
+                model=name,
             )
             for name, of_model, place in served
             for index, device in enumerate(devices)

@@ -120,15 +120,26 @@ def _directories(given: Path | None) -> list[RunDirectory]:
 
 def _report(directory: RunDirectory) -> _Report:
     settings = json.loads(directory.settings_file.read_text())
-    states = process_table.read(directory.processes_file)
+    # The supervisor writes about the processes of further models into the server's own directory.
+    above = RunDirectory(directory.path.parent)
+    further = above.settings_file.is_file()
+    home = above if further else directory
+    infix = f":{settings['served_model_name']}" if further else ""
+    states = process_table.read(home.processes_file)
     return _Report(
         directory.path,
         settings["served_model_name"] or settings["model"],
         settings["devices"],
-        [_noted(process, states.get(process.role.partition(" ")[0])) for process in _processes(directory.path)],
-        _tail(directory.deaths_file),
+        [_noted(process, states.get(_name_of(process.role, infix))) for process in _processes(directory.path)],
+        _tail(home.deaths_file),
         ask(directory, ""),
     )
+
+
+def _name_of(role: str, infix: str) -> str:
+    """Return the supervisor's name for a process of a model."""
+    kind, colon, index = role.partition(" ")[0].partition(":")
+    return f"{kind}{infix}{colon}{index}"
 
 
 def _noted(process: _Process, state: ProcessState | None) -> _Process:

@@ -259,7 +259,8 @@ class Supervisor:
         age = f"{now - child.started_at:.1f} s"
         story = f"{slot.spec.title} died after {age} with {describe_exit(status)}"
         story += f"; last error: {child.last_error}" if child.last_error else "; it left no message"
-        of_role = (other for other in self._slots if other.spec.role == slot.spec.role and other.wanted)
+        same = (slot.spec.role, slot.spec.model)
+        of_role = (other for other in self._slots if (other.spec.role, other.spec.model) == same and other.wanted)
         if self._exit_status is None and all(other.hopeless for other in of_role):
             self._give_up(
                 f"{story}; that is {slot.deaths_in_a_row} deaths in a row, so another start would not help", _GAVE_UP

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--models", type=int, default=1, help="number of models whose workers share the device")
     parser.add_argument("--connect", default="", help="tcp endpoint of a scheduler on another machine")
     arguments = parser.parse_args()
     run_directory = RunDirectory(arguments.run_dir)
@@ -65,7 +66,7 @@ def main() -> None:
             runner, described = build_texts(settings, arguments.index, arguments.device, epoch, local)
             worker = partial(serve, runner, described, endpoint, keys)
         else:
-            engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch)
+            engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch, arguments.models)
             worker = partial(serve, engine, hello, endpoint, keys, compilation, engine.encoding)
     except (ValueError, OSError) as error:
         phases.fatal(str(error), may_pass(error))
@@ -97,11 +98,11 @@ def _import() -> None:
 
 
 def build(
-    settings: Settings, index: int, device: str, epoch: int
+    settings: Settings, index: int, device: str, epoch: int, models: int = 1
 ) -> tuple[Engine, WorkerHello, kernel_cache.Compilation | None]:
     """Load the model and make room for its KV cache. ValueError says why this model cannot be served here.
 
-    Where compiled kernels are missing, their compilation has begun.
+    Where compiled kernels are missing, their compilation has begun. The workers of so many `models` share the device.
     """
     import torch
 
@@ -112,6 +113,7 @@ def build(
     from model_worker.execution.base import DeviceStep, WorkerIdentity
     from model_worker.grammar import mask_process
     from model_worker.grammar.masks import Masks
+    from model_worker.kv_cache import default_kv_memory
     from model_worker.loading.load import load_model
     from model_worker.rows import WorkerRows
     from model_worker.runner import ModelRunner
@@ -134,7 +136,7 @@ def build(
         vision=settings.vision,
     )
     phases.phase("allocate KV")
-    memory = parse_memory(settings.kv_memory)
+    memory = parse_memory(settings.kv_memory) or default_kv_memory(loaded.device, models)
     capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, loaded.block_size)
     runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size)
     phases.phase("compile kernels")

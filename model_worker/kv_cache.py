@@ -115,10 +115,13 @@ def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).squeeze(-1)
 
 
-def default_kv_memory(device: torch.device) -> int:
-    """Return the bytes for the KV cache when the user names none. On CUDA, call it after the weights are loaded."""
+def default_kv_memory(device: torch.device, models: int = 1) -> int:
+    """Return the bytes for the KV cache when the user names none. On CUDA, call it after the weights are loaded.
+
+    A GPU's memory must hold the weights and caches of all `models` whose workers share it.
+    """
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE / models)
     return _rounded(min(int(free_memory() * CPU_SHARE), CPU_LIMIT))
 
 

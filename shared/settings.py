@@ -137,7 +137,8 @@ class Settings:
     kv_memory: str = _setting(
         "capacity",
         "auto",
-        "memory for the KV cache per worker, e.g. 512MB or 4GB; auto: on CPU a quarter of free memory, at most 4GB",
+        "memory for the KV cache per worker, e.g. 512MB or 4GB; auto: on CPU a quarter of free memory, at most 4GB; "
+        "on a GPU 85 % of it, divided by the number of models there",
     )
     served_model_name: str = _setting(
         "model", "", "name that clients use for the model; default: the last part of MODEL"
@@ -146,7 +147,9 @@ class Settings:
         "model",
         "",
         "further models on the same port, as NAME=MODEL with commas, or the flag once for each; a request's `model` "
-        "chooses; each has a scheduler and workers of its own on the same devices",
+        "chooses; each has a scheduler and workers of its own on the same devices, and every setting but task, "
+        "quantization, max_model_len, max_batch_tokens, parsers, logit_processors and worker_endpoint, which are the "
+        "first model's",
     )
     tool_parser: str = _setting(
         "model",

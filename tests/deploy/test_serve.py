@@ -22,6 +22,7 @@ from deploy.serve import (
     common_environment,
     cpu_share,
     resolve_devices,
+    resolve_further_models,
     resolve_model,
     sweep_shared_memory,
 )
@@ -111,12 +112,27 @@ def test_each_further_model_gets_a_scheduler_and_workers_of_its_own(tmp_path: Pa
     places = {spec.name: spec.argv[spec.argv.index("--run-dir") + 1] for spec in specs}
     assert places["model_worker:embed:1"] == places["scheduler:embed"] == str(tmp_path / "also0")
     assert places["model_worker:1"] == places["api_server:0"] == str(tmp_path)
+    arguments = {spec.name: list(spec.argv) for spec in specs}
+    assert arguments["model_worker:0"][-2:] == arguments["model_worker:embed:1"][-2:] == ["--models", "3"]
+    models = {spec.name: spec.model for spec in specs}
+    assert models["scheduler:embed"] == models["model_worker:embed:1"] != models["model_worker:0"] == ""
     for name, (further, place) in zip(
         ("embed", "rerank"), of_further_models(settings, RunDirectory(tmp_path)), strict=True
     ):
         assert str(place.path) == places[f"scheduler:{name}"]
         assert (further.public_model_name, further.model) == (name, f"/{name[0]}")
         assert (further.task, further.max_model_len, further.devices) == ("auto", None, "cpu,cpu")
+
+
+def test_errors_about_further_models_name_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a,b" / "m"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder.parent)
+    with pytest.raises(SettingsError, match=r"also e=\./m: model './m' is a folder without config.json"):
+        resolve_further_models(Settings(also="e=./m"))
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(SettingsError, match=r"also e=\./m: the folder .* has a comma"):
+        resolve_further_models(Settings(also="e=./m"))
 
 
 @pytest.mark.parametrize("also", ["embed", "=x", "a=", "a=x,a=y", "chat=x", "a b=x"])

@@ -98,6 +98,14 @@ def test_what_is_left_of_a_role_goes_on() -> None:
         assert not any("giving up" in text for text in stage.said)
 
 
+def test_it_gives_up_on_a_model_that_never_starts_beside_one_that_serves() -> None:
+    serves = actor("model_worker:0")
+    dies = actor("model_worker:embed:0", "--never-ready", "--then", "exit:3", model="embed:")
+    with Stage(serves, dies, first_delay=0.01, longest_delay=0.02, deaths=3) as stage:
+        assert stage.end() == 1
+        assert any("3 deaths in a row" in text for text in stage.said)
+
+
 def test_it_gives_up_when_nobody_of_a_role_serves() -> None:
     children = [actor(f"model_worker:{i}", "--never-ready", "--then", "exit:3") for i in range(3)]
     with Stage(*children, first_delay=0.01, longest_delay=0.02, deaths=3) as stage:

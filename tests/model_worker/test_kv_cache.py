@@ -86,6 +86,12 @@ def test_the_same_limit_gives_the_same_cache(monkeypatch: pytest.MonkeyPatch) ->
     assert sizes == {224 << 20}
 
 
+def test_models_on_one_gpu_leave_room_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    device = torch.device("cuda")
+    assert [default_kv_memory(device, models) for models in (1, 2)] == [850, 425]
+
+
 def test_a_batch_with_inconsistent_columns_is_refused() -> None:
     one, table = np.ones(1, np.int64), np.zeros((1, 2), np.int32)
     for tokens, lens, kv_lens, tables, message in (
