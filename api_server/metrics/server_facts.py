@@ -96,4 +96,9 @@ def _image_counters(status: Status) -> Iterator[Metric]:
 def _scheduler_counters(status: Status) -> Iterator[Metric]:
     for name, value in sorted(status.counters.items()):
         plain = re.sub(r"[^a-z0-9_]", "_", name.lower()).removesuffix("_total")
-        yield CounterMetricFamily(f"tokenyard_scheduler_{plain}", f"Counter {name!r} of the scheduler", value=value)
+        amount: float = value
+        if plain.endswith("_ms"):
+            # Prometheus wants seconds.
+            plain = f"{plain.removesuffix('_ms')}_seconds"
+            amount = value / 1000
+        yield CounterMetricFamily(f"tokenyard_scheduler_{plain}", f"Counter {name!r} of the scheduler", value=amount)
