@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from tests.api_server.pooling.conftest import save_tokenizer
-from tests.one_shot.server import reference, tiny_bert
+from tests.one_shot.server import VOCAB, reference, tiny_bert
 from tests.system.served_model import make_model
 from tests.system.server import Server
 
@@ -24,7 +24,7 @@ TEXTS = ["the quick brown fox", "def f(x): return x + 1", "Hello"]
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tiny_bert(tmp_path_factory.mktemp("embedder"))
-    save_tokenizer(path, 160)
+    save_tokenizer(path, 160, VOCAB)
     return path
 
 
@@ -84,7 +84,9 @@ def test_each_request_is_answered_by_the_model_that_it_names(server: Server, emb
 def test_a_request_without_a_model_is_for_the_first_that_can_do_it(server: Server) -> None:
     messages = [{"role": "user", "content": "Hello!"}]
     assert post(server, "/v1/chat/completions", messages=messages, max_tokens=2).json()["model"] == "chat"
-    assert post(server, "/v1/embeddings", input="Hello").json()["model"] == "embed"
+    found = post(server, "/v1/embeddings", input=[5, 6, 7])
+    assert found.status_code == 200, found.text
+    assert found.json()["model"] == "embed"
 
 
 def test_a_wrong_name_and_a_wrong_task_are_refused(server: Server) -> None:
@@ -107,7 +109,7 @@ def test_the_death_of_one_models_worker_is_that_models_alone(server: Server) -> 
         worker.kill()
     messages = [{"role": "user", "content": "Hello!"}]
     assert post(server, "/v1/chat/completions", model="chat", messages=messages, max_tokens=2).status_code == 200
-    assert post(server, "/v1/embeddings", model="embed", input="Hello").status_code == 200
+    assert post(server, "/v1/embeddings", model="embed", input=[5, 6, 7]).status_code == 200
     server.wait_for("all models", 60, server.is_ready)
 
 

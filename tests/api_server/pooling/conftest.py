@@ -29,25 +29,25 @@ LABELS = ["good", "bad", "neither"]
 PROMPTS = {"query": "query: ", "document": "passage: "}
 
 
-def wordpiece_backend() -> Backend:
-    """Like BERT's."""
+def wordpiece_backend(size: int = 600) -> Backend:
+    """Like BERT's; its ids are below `size`."""
     backend = Backend(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=True)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    backend.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=600, special_tokens=special))
+    backend.train_from_iterator(CORPUS, trainers.WordPieceTrainer(vocab_size=size, special_tokens=special))
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     return backend
 
 
-def save_tokenizer(folder: Path, limit: int = LIMIT) -> None:
+def save_tokenizer(folder: Path, limit: int = LIMIT, size: int = 600) -> None:
     from transformers import BertTokenizer, PreTrainedTokenizerFast
 
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     PreTrainedTokenizerFast(
-        tokenizer_object=wordpiece_backend(),
+        tokenizer_object=wordpiece_backend(size),
         mask_token="[MASK]",
         model_max_length=limit,
         model_input_names=BertTokenizer.model_input_names,
