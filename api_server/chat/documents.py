@@ -19,7 +19,7 @@ import binascii
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from api_server.chat.url_fetch import MOST_BYTES, UrlFetcher
 from api_server.engine import scheduling
@@ -54,12 +54,14 @@ class Document:
 
 
 # Returns the document of a part at a path, or None for another kind of part. Raises RequestFailed.
+T = TypeVar("T")
+
 Reader = Callable[[Mapping[str, Any], str], Document | None]
 
 
 async def load(fetcher: UrlFetcher | None, turns: Sequence[Any], path: str, reader: Reader) -> None:
     """Replaces every document in the turns' lists of parts by a text part, in place. Raises RequestFailed."""
-    found = [place for i, turn in enumerate(turns) for place in _places(turn, f"{path}[{i}]", reader)]
+    found = [place for i, turn in enumerate(turns) for place in places(turn, f"{path}[{i}]", reader)]
     if len(found) > MOST_DOCUMENTS:
         raise invalid(
             f"{path} has {len(found)} documents; at most {MOST_DOCUMENTS} are possible in one request: send fewer, or "
@@ -108,17 +110,20 @@ def text_field(given: Mapping[str, Any], key: str, path: str) -> str:
     return value or ""
 
 
-def _places(holder: Any, path: str, reader: Reader) -> Iterator[tuple[list[Any], int, Document]]:
-    """Yields the documents among the parts of a turn or of a tool's result, with the list and the index of each."""
+def places(
+    holder: Any, path: str, reader: Callable[[Mapping[str, Any], str], T | None]
+) -> Iterator[tuple[list[Any], int, T]]:
+    """Yields what `reader` finds among the parts of a turn or of a tool's result, with the list and the index of
+    each."""
     for key in ("content", "output"):
         parts: Any = holder.get(key) if isinstance(holder, Mapping) else None
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
             where = f"{path}.{key}[{i}]"
-            document = reader(part, where) if isinstance(part, Mapping) else None
-            if document is None:
-                yield from _places(part, where, reader)
+            found = reader(part, where) if isinstance(part, Mapping) else None
+            if found is None:
+                yield from places(part, where, reader)
             else:
-                yield parts, i, document
+                yield parts, i, found
 
 
 async def _texts(fetcher: UrlFetcher | None, documents: Sequence[Document]) -> list[str]:

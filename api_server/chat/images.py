@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
+from api_server.chat.documents import places
 from api_server.chat.url_fetch import UrlFetcher
 from api_server.engine import scheduling
 from api_server.errors import ErrorKind, RequestFailed, invalid
@@ -85,7 +86,7 @@ async def load(
         place
         for i, turn in enumerate(turns)
         if isinstance(turn, Mapping) and turn.get("role") in _SHOWING
-        for place in _places(turn, f"{path}[{i}]", reader)
+        for place in places(turn, f"{path}[{i}]", reader)
     ]
     loaded = await load_sources(server, [source for *_, source in found], path, bounds)
     for (parts, i, _), image in zip(found, loaded, strict=True):
@@ -175,19 +176,6 @@ def _detail(given: Any, path: str) -> str:
     if given not in DETAILS:
         raise invalid(f"{path}.detail must be one of {', '.join(DETAILS)}, got {given!r:.60}", f"{path}.detail")
     return str(given)
-
-
-def _places(holder: Any, path: str, reader: Reader) -> Iterator[tuple[list[Any], int, ImageSource]]:
-    """Yields the images among the parts of a turn or of a tool's result, with the list and the index of each."""
-    for key in ("content", "output"):
-        parts: Any = holder.get(key) if isinstance(holder, Mapping) else None
-        for i, part in enumerate(parts if isinstance(parts, list) else ()):
-            where = f"{path}.{key}[{i}]"
-            source = reader(part, where) if isinstance(part, Mapping) else None
-            if source is None:
-                yield from _places(part, where, reader)
-            else:
-                yield parts, i, source
 
 
 class _Left:

@@ -10,13 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import selectors
 import signal
 import sys
-import time
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -24,7 +20,8 @@ import numpy as np
 
 from api_server.constraints.languages import translate
 from shared.grammar import GrammarError, Vocabulary
-from shared.liveness import become, limit_memory
+from shared.limited_children import FAILED, LimitedChildren, Limits
+from shared.liveness import become
 from shared.pipe_messages import message_unpacker
 
 CPU_SECONDS = 1.0
@@ -42,21 +39,8 @@ NICENESS = 10
 _DRAWING = re.compile(r"\s*(\d+ \|.*|\^+)$")
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
-# Exit code of a child that met an error of ours.
-_FAILED = 3
 _TOO_SLOW = f"it takes more than {CPU_SECONDS:g} s of processor time to compile"
 _TOO_LARGE = f"it takes more than {MEMORY_BYTES >> 20} MB of memory to compile"
-
-
-@dataclass
-class _Child:
-    """One compilation. `number` names it to the API process; `words` is the child's output so far."""
-
-    number: int
-    pid: int
-    output: int
-    deadline: float
-    words: bytearray = field(default_factory=bytearray)
 
 
 class Compiler:
@@ -66,62 +50,24 @@ class Compiler:
         self._vocabulary = vocabulary
         self._special = special
         self._answers = answers
-        self._waiting: deque[tuple[int, str, str]] = deque()
-        self._children: dict[int, _Child] = {}
-        self._selector = selectors.DefaultSelector()
 
     def run(self, requests: int, unpacker: msgpack.Unpacker) -> None:
-        self._selector.register(requests, selectors.EVENT_READ)
-        self._waiting.extend(tuple(request) for request in unpacker)
-        while True:
-            while self._waiting and len(self._children) < CHILDREN:
-                self._start(*self._waiting.popleft())
-            for key, _ in self._selector.select(timeout=1.0):
-                data = os.read(key.fd, 1 << 20)
-                if key.fd != requests:
-                    self._hear(self._children[key.fd], data)
-                elif not data:
-                    return
-                else:
-                    unpacker.feed(data)
-                    self._waiting.extend(tuple(request) for request in unpacker)
-            for child in list(self._children.values()):
-                if time.monotonic() > child.deadline:
-                    os.kill(child.pid, signal.SIGKILL)
+        limits = Limits(
+            cpu_seconds=CPU_SECONDS,
+            wall_seconds=WALL_SECONDS,
+            memory_bytes=MEMORY_BYTES,
+            niceness=NICENESS,
+            at_once=CHILDREN,
+        )
+        LimitedChildren(limits, self._compile, self._answer).run(requests, unpacker)
 
-    def _start(self, number: int, kind: str, source: str) -> None:
-        output, child_output = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(output)
-            self._compile(kind, source, child_output)
-        os.close(child_output)
-        self._children[output] = _Child(number, pid, output, time.monotonic() + WALL_SECONDS)
-        self._selector.register(output, selectors.EVENT_READ)
+    def _compile(self, request: list[Any]) -> dict[str, str]:
+        _, kind, source = request
+        return outcome(self._vocabulary, self._special, kind, source)
 
-    def _compile(self, kind: str, source: str, output: int) -> None:
-        """Runs in the child; does not return."""
-        try:
-            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the child
-            limit_memory(MEMORY_BYTES)
-            os.nice(NICENESS)
-            answer = outcome(self._vocabulary, self._special, kind, source)
-            with os.fdopen(output, "wb") as stream:
-                stream.write(msgpack.packb(answer))
-            os._exit(0)
-        finally:
-            os._exit(_FAILED)  # after any exception: a child must not continue the parent's loop
-
-    def _hear(self, child: _Child, data: bytes) -> None:
-        if data:
-            child.words += data
-            return
-        self._selector.unregister(child.output)
-        os.close(child.output)
-        del self._children[child.output]
-        _, status = os.waitpid(child.pid, 0)
-        answer = msgpack.unpackb(child.words) if status == 0 else {"error": _why(status)}
-        self._answers.write(msgpack.packb([child.number, answer]))
+    def _answer(self, request: list[Any], result: dict[str, str] | None, exit_code: int) -> None:
+        answer = {"error": _why(exit_code)} if result is None else result
+        self._answers.write(msgpack.packb([request[0], answer]))
         self._answers.flush()
 
 
@@ -169,9 +115,9 @@ def readable(text: str) -> str:
     return _PLACE.sub("", "; ".join(words))[:1000]
 
 
-def _why(status: int) -> str:
-    number = os.waitstatus_to_exitcode(status)
-    if number == _FAILED:
+def _why(number: int) -> str:
+    """Why a child has ended with this exit code."""
+    if number == FAILED:
         return "the compiler failed on it"
     return _TOO_SLOW if number in (-signal.SIGPROF, -signal.SIGKILL) else _TOO_LARGE
 

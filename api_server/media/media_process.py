@@ -10,14 +10,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-import selectors
 import signal
 import sys
-import time
-import traceback
 import warnings
-from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -25,7 +20,8 @@ import msgpack
 from api_server.media.decode import MOST_PIXELS_TOGETHER, ImageRefused, decoded, size_of
 from api_server.media.protocol import Answer, Job, Start, packed
 from shared.hidden_torch import hide_torch
-from shared.liveness import become, end_with_parent, limit_memory
+from shared.limited_children import FAILED, LimitedChildren, Limits
+from shared.liveness import become
 from shared.pipe_messages import message_unpacker
 from shared.resources import usable_cores
 
@@ -42,22 +38,9 @@ CHILDREN = 4
 # Processing yields to token generation.
 NICENESS = 5
 
-# Exit code of a child that met an error of ours.
-_FAILED = 3
 _TOO_SLOW = f"takes more than {CPU_SECONDS:g} s of processor time to read: send a smaller one"
 _TOO_LARGE = f"takes more than {MEMORY_BYTES >> 20} MB of memory to read: send a smaller one"
 _CRASHED = "cannot be read: its decoder crashed, or ran out of memory"
-
-
-@dataclass
-class _Child:
-    """One job. `number` names it to the API process; `words` is the child's output so far."""
-
-    number: int
-    pid: int
-    output: int
-    deadline: float
-    words: bytearray = field(default_factory=bytearray)
 
 
 class MediaProcess:
@@ -66,66 +49,20 @@ class MediaProcess:
     def __init__(self, processor: Processor, answers: Any) -> None:
         self._processor = processor
         self._answers = answers
-        self._waiting: deque[Job] = deque()
-        self._children: dict[int, _Child] = {}
-        self._at_once = max(1, min(CHILDREN, usable_cores()))
-        self._selector = selectors.DefaultSelector()
 
     def run(self, requests: int, unpacker: msgpack.Unpacker) -> None:
-        self._selector.register(requests, selectors.EVENT_READ)
-        self._waiting.extend(unpacker)
-        while True:
-            while self._waiting and len(self._children) < self._at_once:
-                self._start(self._waiting.popleft())
-            for key, _ in self._selector.select(timeout=1.0):
-                data = os.read(key.fd, 1 << 20)
-                if key.fd != requests:
-                    self._hear(self._children[key.fd], data)
-                elif not data:
-                    return
-                else:
-                    unpacker.feed(data)
-                    self._waiting.extend(unpacker)
-            for child in list(self._children.values()):
-                if time.monotonic() > child.deadline:
-                    os.kill(child.pid, signal.SIGKILL)
+        limits = Limits(
+            cpu_seconds=CPU_SECONDS,
+            wall_seconds=WALL_SECONDS,
+            memory_bytes=MEMORY_BYTES,
+            niceness=NICENESS,
+            at_once=max(1, min(CHILDREN, usable_cores())),
+        )
+        LimitedChildren(limits, lambda job: outcome(self._processor, job), self._answer).run(requests, unpacker)
 
-    def _start(self, job: Job) -> None:
-        output, child_output = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(output)
-            self._do(job, child_output)
-        os.close(child_output)
-        self._children[output] = _Child(job["number"], pid, output, time.monotonic() + WALL_SECONDS)
-        self._selector.register(output, selectors.EVENT_READ)
-
-    def _do(self, job: Job, output: int) -> None:
-        """Runs in the child; does not return."""
-        try:
-            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # its signal ends the child
-            end_with_parent(signal.SIGKILL)  # else it would write into shared memory that has no owner
-            limit_memory(MEMORY_BYTES)
-            os.nice(NICENESS)
-            answer = outcome(self._processor, job)
-            with os.fdopen(output, "wb") as stream:
-                stream.write(msgpack.packb(answer))
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(_FAILED)  # after any exception: a child must not continue the parent's loop
-
-    def _hear(self, child: _Child, data: bytes) -> None:
-        if data:
-            child.words += data
-            return
-        self._selector.unregister(child.output)
-        os.close(child.output)
-        del self._children[child.output]
-        _, status = os.waitpid(child.pid, 0)
-        answer: Answer = msgpack.unpackb(child.words) if status == 0 else {"error": _why(status)}
-        send(self._answers, answer | {"number": child.number})
+    def _answer(self, job: Job, result: Answer | None, exit_code: int) -> None:
+        answer: Answer = {"error": _why(exit_code)} if result is None else result
+        send(self._answers, answer | {"number": job["number"]})
 
 
 def outcome(processor: Processor, job: Job) -> Answer:
@@ -156,9 +93,9 @@ def _measured(images: list[bytes]) -> Answer:
     return {"counts": counts}
 
 
-def _why(status: int) -> str:
-    number = os.waitstatus_to_exitcode(status)
-    if number == _FAILED:
+def _why(number: int) -> str:
+    """Why a child has ended with this exit code."""
+    if number == FAILED:
         return "cannot be read: the image processor failed on it"
     if number == -signal.SIGKILL:
         return f"cannot be read: it took over {WALL_SECONDS:g} s, or too much memory; send a smaller one"
