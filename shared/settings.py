@@ -50,9 +50,8 @@ class Settings:
     api_key: str = _setting(
         "access",
         "",
-        "key that clients must send as `Authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`, or several "
-        "with commas between them, each in plain or as sha256:HEX, and as --api-key=KEY if it begins with a dash; "
-        "none: every client that reaches the port is served",
+        "key that clients must send (`Authorization: Bearer KEY`, `x-api-key` or `api-key`), or several with commas; "
+        "in plain or as sha256:HEX; --api-key=KEY if it begins with a dash; none: every client is served",
         secret=True,
     )
     api_key_file: str = _setting(
@@ -146,10 +145,9 @@ class Settings:
     also: str = _setting(
         "model",
         "",
-        "further models on the same port, as NAME=MODEL with commas, or the flag once for each; a request's `model` "
-        "chooses; each has a scheduler and workers of its own on the same devices, and every setting but task, "
-        "quantization, max_model_len, max_batch_tokens, parsers, logit_processors and worker_endpoint, which are the "
-        "first model's",
+        "further models on the same port: NAME=MODEL, with commas or the flag once for each; a request's `model` "
+        "chooses; they have the defaults of task, quantization, lengths, parsers and processors, which are the first "
+        "model's",
     )
     tool_parser: str = _setting(
         "model",
