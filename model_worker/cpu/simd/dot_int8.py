@@ -96,7 +96,7 @@ def _pairs(builder: Any, x: Any, w: Any) -> Any:
     return builder.shuffle_vector(*sums, ir.Constant(WORDS, list(range(LANES))))
 
 
-_step = _bytes_in_fours if HAS_BYTE_DOT else _shorts_in_pairs
+multiply_step = _bytes_in_fours if HAS_BYTE_DOT else _shorts_in_pairs
 
 
 def _add_scaled(builder: Any, places: list[Any], sums: list[Any], factor: Any, scales: list[Any]) -> None:
@@ -177,7 +177,7 @@ def _tile(rows: int, vectors: int) -> Any:
                     totals = emit_products(
                         builder,
                         rows * count,
-                        _step,
+                        multiply_step,
                         x,
                         stride,
                         many,

@@ -1,0 +1,270 @@
+"""The format of panels of codes: several kinds of codes in one, since each panel says of which kind it is.
+
+A panel is a header, then two halves of 32 outputs. A half is its scales, zeros and minimums, as the file has them, then
+groups of codes as dot_codes.py describes them. So the matrices of a model, and the products of one phase, may have any
+kinds, and all are compiled once. coded_linear.py lays panels out.
+
+An operand is multiplied as fixed-point digits of 16 bits (fixed_point.py), for which each core has room of its own,
+and for the scales of the halves that it multiplies, as float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
+from model_worker.cpu.simd.dot_codes import (
+    CODED_DIGITS,
+    CODED_ROWS,
+    GROUP_INPUTS,
+    SHORT_BITS,
+    SUM_INPUTS,
+    finish_codes,
+    multiply_codes,
+)
+from model_worker.cpu.simd.elements import INSIDE, carray, half_widened, pointer
+from model_worker.cpu.simd.fixed_point import BASE, room_for, split
+
+# The header of a panel, int32: what each of its numbers is. Places are bytes from the beginning of a half, -1 for what
+# is not there; a ratio is how many units have one number in common. A unit is a group, or half of one for SHORT_BITS.
+(
+    BITS,
+    HALF_BYTES,
+    GROUPS,
+    CODES_PLACE,
+    ZERO,
+    SCALES_WIDE,
+    SCALES_RATIO,
+    STEPS_PLACE,
+    STEPS_RATIO,
+    ZEROS_PLACE,
+    ZEROS_RATIO,
+    LEAST_PLACE,
+    LEAST_WIDE,
+    LEAST_RATIO,
+    LEAST_STEPS_PLACE,
+    LEAST_STEPS_RATIO,
+    FIELDS,
+) = range(17)
+HEADER_BYTES = 4 * FIELDS
+NOT_THERE = -1
+# Halves of panels whose scales a core keeps: two panels are multiplied in turns where one is gate and the other up.
+_KEPT_HALVES = 2 * HALVES
+
+
+class CodedDigits(NamedTuple):
+    """Buffers for rows of an operand as fixed_point.Digits, with sums: a core's own, or with the core first."""
+
+    values: NDArray[Any]
+    starts: NDArray[np.int32]
+    factors: NDArray[np.float32]
+    sums: NDArray[np.int32]  # [rows * inputs / SUM_INPUTS]: of the whole numbers that the digits say
+
+
+class Expanded(NamedTuple):
+    """The scales and minimums of some halves, as float32: a core's own, or with the core first."""
+
+    scales: NDArray[np.float32]  # [halves, units, HALF]
+    least: NDArray[np.float32]  # the same shape
+    places: NDArray[np.int64]  # [halves + 1]: the halves' addresses, and which is replaced next
+
+
+class CodedFormat(NamedTuple):
+    """Panels of codes. A panel is the address of a half, and that of the panel's header."""
+
+    like: NDArray[np.uint16]  # for the number of digits: activations keep 16 bits, whatever the model's type
+    digits: CodedDigits
+    expanded: Expanded
+
+    def of_core(self, core: int) -> CodedFormat:
+        digits = self.digits
+        kept = self.expanded
+        own = CodedDigits(digits.values[core], digits.starts[core], digits.factors[core], digits.sums[core])
+        return CodedFormat(self.like, own, Expanded(kept.scales[core], kept.least[core], kept.places[core]))
+
+    def prepare(self, operand: Any) -> None:
+        split(operand, self.like, self.digits)
+        _sum_digits(self.digits.values, len(operand), operand.shape[1], self.digits.sums)
+        self.expanded.places[:] = 0
+
+    def piece_rows(self) -> int:
+        return CODED_ROWS
+
+    def passes(self, rows: int, whole: bool) -> int:
+        return 1
+
+    def panel_at(self, operand: Any, panels: int, unit: int) -> tuple[int, int]:
+        half = half_bytes_of(panels)
+        panel = panels + (unit // HALVES) * (HEADER_BYTES + HALVES * half)
+        return panel + HEADER_BYTES + (unit % HALVES) * half, panel
+
+    def layout(self, operand: Any, panel: tuple[int, int]) -> tuple[int, int, int]:
+        steps = operand.shape[1] // GROUP_INPUTS
+        return 0, HALVES * half_bytes_of(panel[1]) // steps, steps
+
+    def multiply(
+        self, operand: Any, first: int, rows: int, panel: tuple[int, int], whole: bool, prefetching: Any, tile: Any
+    ) -> None:
+        place, header = panel
+        width = operand.shape[1]
+        in_pieces = operand.shape[0] > CODED_ROWS
+        _multiply_half(self.digits, self.expanded, width, in_pieces, first, rows, place, header, 0, prefetching, tile)
+        if whole:
+            place += half_bytes_of(header)
+            _multiply_half(
+                self.digits, self.expanded, width, in_pieces, first, rows, place, header, HALF, prefetching, tile
+            )
+
+
+def coded_format(cores: int, rows: int, elements: int, inputs: int) -> CodedFormat:
+    """Return the format of panels of codes.
+
+    Operands have at most `rows` rows, `elements` elements, and `inputs` inputs each.
+    """
+    like = np.empty(1, np.uint16)
+    values, starts, factors = room_for(cores, rows, elements, like)
+    shape = cores, _KEPT_HALVES, -(-inputs // SUM_INPUTS), HALF
+    return CodedFormat(
+        like,
+        CodedDigits(values, starts, factors, np.zeros((cores, elements // SUM_INPUTS), np.int32)),
+        Expanded(np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros((cores, _KEPT_HALVES + 1), int)),
+    )
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def half_bytes_of(header: int) -> int:
+    """Return the bytes of half a panel, given the address of the panel."""
+    return np.int64(carray(pointer(header), FIELDS, np.int32)[HALF_BYTES])
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _sum_digits(values: Any, rows: int, width: int, sums: Any) -> None:
+    """Sum what the digits of rows say, SUM_INPUTS inputs at a time."""
+    of_row = width // SUM_INPUTS
+    for row in range(rows):
+        own = values[row * CODED_DIGITS * width : (row + 1) * CODED_DIGITS * width]
+        for number in range(of_row):
+            total = np.int32(0)
+            for digit in range(CODED_DIGITS):
+                begin = digit * width + number * SUM_INPUTS
+                share = np.int32(0)
+                for c in range(begin, begin + SUM_INPUTS):
+                    share = np.int32(share + own[c])
+                total = np.int32(total * BASE + share)
+            sums[row * of_row + number] = total
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _expand_numbers(place: int, wide: int, ratio: int, out: Any) -> None:
+    """Write numbers of float32, or of float16, to out[unit, lane]; `ratio` units have one in common."""
+    for unit in range(len(out)):
+        to = out[unit]
+        number = unit // ratio
+        if wide:
+            floats = carray(pointer(place + 4 * HALF * number), HALF, np.float32)
+            for lane in range(HALF):
+                to[lane] = floats[lane]
+        else:
+            halves = carray(pointer(place + 2 * HALF * number), HALF, np.uint16)
+            for lane in range(HALF):
+                to[lane] = half_widened(halves[lane])
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _multiply_steps(place: int, ratio: int, out: Any) -> None:
+    for unit in range(len(out)):
+        to = out[unit]
+        steps = carray(pointer(place + HALF * (unit // ratio)), HALF, np.int8)
+        for lane in range(HALF):
+            to[lane] *= np.float32(steps[lane])
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _subtract_zeros(place: int, ratio: int, scales: Any, out: Any) -> None:
+    for unit in range(len(out)):
+        to = out[unit]
+        of_unit = scales[unit]
+        zeros = carray(pointer(place + HALF * (unit // ratio)), HALF, np.uint8)
+        for lane in range(HALF):
+            to[lane] -= of_unit[lane] * np.float32(zeros[lane])
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _expand(place: int, header: Any, scales: Any, least: Any) -> None:
+    """Write the scales of a half, and its minimums if it has any, as float32 [units, HALF]."""
+    _expand_numbers(place, header[SCALES_WIDE], header[SCALES_RATIO], scales)
+    if header[STEPS_PLACE] != NOT_THERE:
+        _multiply_steps(place + header[STEPS_PLACE], header[STEPS_RATIO], scales)
+    if header[LEAST_PLACE] != NOT_THERE:
+        _expand_numbers(place + header[LEAST_PLACE], header[LEAST_WIDE], header[LEAST_RATIO], least)
+        if header[LEAST_STEPS_PLACE] != NOT_THERE:
+            _multiply_steps(place + header[LEAST_STEPS_PLACE], header[LEAST_STEPS_RATIO], least)
+    elif header[ZEROS_PLACE] != NOT_THERE:
+        least[:] = np.float32(0.0)
+    if header[ZEROS_PLACE] != NOT_THERE:
+        _subtract_zeros(place + header[ZEROS_PLACE], header[ZEROS_RATIO], scales, least)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _expanded(place: int, header: Any, units: int, in_pieces: bool, expanded: Any) -> int:
+    """Return which kept half has the scales of the half at this address. They are expanded if none has."""
+    places = expanded.places
+    kept = 0
+    if in_pieces:
+        for number in range(_KEPT_HALVES):
+            if places[number] == place:
+                return number
+        kept = places[_KEPT_HALVES]
+        places[_KEPT_HALVES] = (kept + 1) % _KEPT_HALVES
+    places[kept] = place
+    _expand(place, header, expanded.scales[kept, :units], expanded.least[kept, :units])
+    return kept
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _multiply_half(
+    digits: Any,
+    expanded: Any,
+    width: int,
+    in_pieces: bool,
+    first: int,
+    rows: int,
+    place: int,
+    header_place: int,
+    column: int,
+    prefetching: Any,
+    tile: Any,
+) -> None:
+    """Compute tile[r, column : column + HALF] = operand[first + r] . the half at this address.
+
+    `in_pieces` says that there may be other rows, which want the same scales.
+    """
+    header = carray(pointer(header_place), FIELDS, np.int32)
+    bits = np.int64(header[BITS])
+    unit_sums = 1 if bits == SHORT_BITS else GROUP_INPUTS // SUM_INPUTS
+    groups = np.int64(header[GROUPS])
+    units = width // (SUM_INPUTS * unit_sums)
+    kept = _expanded(place, header, units, in_pieces, expanded)
+    scales = expanded.scales[kept].ctypes.data
+    least = expanded.least[kept].ctypes.data
+    units_with_least = units if header[LEAST_PLACE] != NOT_THERE or header[ZEROS_PLACE] != NOT_THERE else 0
+    codes = place + np.int64(header[CODES_PLACE])
+    # The descriptor counts whole panels: their halves lie one after the other.
+    ahead, move, switch, jump = prefetching
+    begun = groups if column else 0
+    asked = ahead + begun * (move // HALVES), move // HALVES, HALVES * switch - begun, jump
+    done = 0
+    while done < rows:
+        some = CODED_ROWS if rows - done >= CODED_ROWS else min(rows - done, 2)
+        to = tile[done : done + some]
+        row = first + done
+        multiply_codes(bits, digits, width, row, some, header[ZERO], codes, scales, groups, asked, to, column)
+        finish_codes(digits, width, row, some, least, units_with_least, unit_sums, to, column)
+        done += some
+
+
+assert PANEL == HALVES * HALF
