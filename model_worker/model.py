@@ -94,7 +94,9 @@ class LoadedModel:
     @property
     def hidden_size(self) -> int:
         """Width of the vectors that stand for tokens."""
-        return int(self.embedding.weight.shape[1])  # type: ignore[index]
+        embedding: Any = self.embedding
+        # A table in codes has no weight but one that is made anew.
+        return int(embedding.embedding_dim if hasattr(embedding, "embedding_dim") else embedding.weight.shape[1])
 
 
 def check_positions(max_model_len: int | None, max_position: int | None) -> None:

@@ -22,6 +22,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model_worker.cpu.fused.layer import Weights
+from model_worker.cpu.gemm.coded_linear import CodedLinear
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.weight_format import PANEL
@@ -39,7 +40,7 @@ _SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _ATTENTION = [_SPLIT, _SPLIT | {"q_norm", "k_norm"}, {"qkv_proj", "o_proj"}]
 _MLP = [{"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"}]
 _NOTHING = np.empty(0, np.float32)
-Packed = PackedLinear | Int8Linear
+Packed = PackedLinear | Int8Linear | CodedLinear
 
 
 def _mentioned(*modules: type[nn.Module]) -> set[str]:

@@ -31,6 +31,8 @@ from model_worker.cpu.fused.phases import (
     run_stack,
 )
 from model_worker.cpu.gemm.bf12_format import Bf12Format, with_bf12
+from model_worker.cpu.gemm.coded_format import coded_format
+from model_worker.cpu.gemm.coded_linear import CodedLinear
 from model_worker.cpu.gemm.int8_format import int8_format
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.cpu.gemm.screened_head import SCREENED_ROWS, WORTH_SCREENING, Screen
@@ -345,14 +347,21 @@ class FusedStack:
     def _make_room(self, tokens: int) -> tuple[Buffers, WeightFormat]:
         layer = self._layout
         hidden, heads, inner = self._widths
-        operand = operand_dtype(self._element)
+        of_attention = operand_dtype(self._element)
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
         elements = max(at_a_time * width_of(max(self._widths)), tokens * width_of(hidden))
-        weight_format = with_bf12(self._modules.head.linear.weight_format(self._cores, tokens, elements))
+        head_linear = self._modules.head.linear
+        if isinstance(head_linear, CodedLinear):
+            # Codes are multiplied by 16 bits of each activation, of which bfloat16 has eight.
+            operand = np.dtype(np.float32)
+            weight_format: WeightFormat = coded_format(self._cores, tokens, elements, max(self._widths))
+        else:
+            operand = of_attention
+            weight_format = with_bf12(head_linear.weight_format(self._cores, tokens, elements))
         buffers = Buffers(
             hidden=np.zeros((tokens, hidden), operand),
             qkv=np.zeros((at_a_time, self._weights.biases.shape[1]), np.float32),
-            q=np.zeros((tokens, self._q_heads, layer.k_dim), operand),
+            q=np.zeros((tokens, self._q_heads, layer.k_dim), of_attention),
             keys=np.zeros((at_a_time, layer.kv_heads * layer.k_dim), self._element),
             heads=np.zeros((tokens, heads), operand),
             inner=np.zeros((at_a_time, inner), operand),

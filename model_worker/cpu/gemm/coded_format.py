@@ -138,7 +138,7 @@ def coded_format(cores: int, rows: int, elements: int, inputs: int) -> CodedForm
 @njit(nogil=True, cache=True, **INSIDE)
 def half_bytes_of(header: int) -> int:
     """Return the bytes of half a panel, given the address of the panel."""
-    return np.int64(carray(pointer(header), FIELDS, np.int32)[HALF_BYTES])
+    return int(carray(pointer(header), FIELDS, np.int32)[HALF_BYTES])
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
@@ -244,15 +244,15 @@ def _multiply_half(
     `in_pieces` says that there may be other rows, which want the same scales.
     """
     header = carray(pointer(header_place), FIELDS, np.int32)
-    bits = np.int64(header[BITS])
+    bits = int(header[BITS])
     unit_sums = 1 if bits == SHORT_BITS else GROUP_INPUTS // SUM_INPUTS
-    groups = np.int64(header[GROUPS])
+    groups = int(header[GROUPS])
     units = width // (SUM_INPUTS * unit_sums)
     kept = _expanded(place, header, units, in_pieces, expanded)
     scales = expanded.scales[kept].ctypes.data
     least = expanded.least[kept].ctypes.data
     units_with_least = units if header[LEAST_PLACE] != NOT_THERE or header[ZEROS_PLACE] != NOT_THERE else 0
-    codes = place + np.int64(header[CODES_PLACE])
+    codes = place + int(header[CODES_PLACE])
     # The descriptor counts whole panels: their halves lie one after the other.
     ahead, move, switch, jump = prefetching
     begun = groups if column else 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from model_worker.cpu.gemm import coded_format as fields
@@ -146,6 +146,28 @@ class CodedLinear(PanelLinear):
         return coded_format(cores, rows, elements, self.in_features)
 
 
+class CodedEmbedding(nn.Module):
+    """An embedding whose table is the weight of a layer in codes, so that a tied one is there once."""
+
+    def __init__(self, linear: CodedLinear) -> None:
+        super().__init__()
+        # Not a child: it is one of whatever module it is the head of.
+        self._linear = [linear]
+        self.num_embeddings = linear.out_features
+        self.embedding_dim = linear.in_features
+
+    @property
+    def linear(self) -> CodedLinear:
+        return self._linear[0]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.linear.rows(tokens).to(self.linear.dtype)
+
+
 def _normalised(codes: Codes) -> Codes:
     """Return the same weight without a table, in codes of as many bits as panels hold."""
     inputs = codes.codes.shape[1]
@@ -242,7 +264,7 @@ def _words(steps: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
     return np.ascontiguousarray(every).view(np.uint32)[..., 0]
 
 
-def _joined(parts: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+def _joined(parts: list[NDArray[Any]]) -> NDArray[np.uint8]:
     """Return parts joined that have no bits in common."""
     joined: NDArray[np.uint8] = np.bitwise_or.reduce(parts)
     return joined

@@ -45,7 +45,7 @@ def _nibbles(part: Bytes) -> Bytes:
     return np.stack([part & 15, part >> 4], axis=-2)
 
 
-def _rows(codes: Bytes) -> Bytes:
+def _rows(codes: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(codes).reshape(len(codes), -1)
 
 
@@ -105,7 +105,7 @@ def _q6_k(blocks: Bytes) -> Codes:
     nibbles = _nibbles(lower).reshape(*blocks.shape[:-1], 2, 4, 32)
     pairs = upper >> 2 * np.arange(4, dtype=np.uint8)[:, None] & 3
     scales = Grouped(_halves(blocks, 208), _rows(blocks[..., 192:208]).view(np.int8))
-    return Codes(_rows(nibbles | pairs << 4), 6, scales, 32)
+    return Codes(_rows((nibbles | pairs << 4).astype(np.uint8)), 6, scales, 32)
 
 
 def _iq4_nl(blocks: Bytes) -> Codes:

@@ -1,10 +1,7 @@
 """The innermost loop of a product with weights in codes of 4, 5, 6 or 8 bits: a few rows by half a panel.
 
-Knows LLVM, digits as fixed_point.py makes them, and groups of codes: 32 inputs of 32 outputs, as many words of each
-output as a code has bits. Codes become bytes in registers, once for all rows of a tile, a step of four inputs at a
-time. The low nibbles of word k are step 2k, the high ones step 2k + 1; the fifth bits are a word of planes, bit s those
-of step s; the upper two bits of six are two words of planes, of four steps each. Bytes of eight bits are words as they
-are.
+Knows LLVM, digits as fixed_point.py makes them, and groups of codes as code_groups.py describes them, of which half
+a panel is a row. Codes become bytes in registers, once for all rows of a tile, a step of four inputs at a time.
 
 A group's sum is a whole number, exact, and each group is scaled alone, in order: so a row's result does not depend on
 the other rows. Does not know where scales come from, nor the meaning of operands.
@@ -18,13 +15,13 @@ import numba.extending
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
+from model_worker.cpu.simd.code_groups import HALF_LANES, CodeGroup, every_lane, index
 from model_worker.cpu.simd.dot_bf16 import (
     FLOATS,
     INDEX,
     LANES,
     PREFETCH,
     WORD,
-    WORDS,
     prefetch,
     register_groups,
     splat,
@@ -49,64 +46,18 @@ CODED_DIGITS: int = DIGITS[types.uint16]
 LINE_BYTES = 64
 
 _STEPS = 8
-_VECTORS = 2
-# Outputs of half a panel.
-HALF_LANES = _VECTORS * LANES
-
-
-def _number(value: int) -> Any:
-    return ir.Constant(INDEX, value)
-
-
-def _all(value: int) -> Any:
-    return ir.Constant(WORDS, [value] * LANES)
-
-
-class _Group:
-    """A group's codes for one vector of outputs. Words are loaded when they are first needed."""
-
-    def __init__(self, builder: Any, bits: int, place: Any) -> None:
-        """`place` points to the group's first word of the vector's first output."""
-        self._builder = builder
-        self._bits = bits
-        self._place = place
-        self._words: dict[int, Any] = {}
-
-    def _word(self, number: int) -> Any:
-        if number not in self._words:
-            place = self._builder.gep(self._place, [_number(number * HALF_LANES)])
-            self._words[number] = self._builder.load(self._builder.bitcast(place, WORDS.as_pointer()), align=4)
-        return self._words[number]
-
-    def step(self, step: int) -> Any:
-        """Return the codes of four inputs of each output, as bytes."""
-        if self._bits == 8:
-            return self._word(step)
-        nibbles = self._builder.and_(self._shifted(self._word(step // 2), 4 * (step % 2)), _all(0x0F0F0F0F))
-        if self._bits == 4:
-            return nibbles
-        if self._bits == 5:
-            upper = self._builder.and_(self._shifted(self._word(4), step - 4), _all(0x10101010))
-        else:
-            upper = self._builder.and_(self._shifted(self._word(4 + step // 4), 2 * (step % 4) - 4), _all(0x30303030))
-        return self._builder.or_(nibbles, upper)
-
-    def _shifted(self, words: Any, right: int) -> Any:
-        """Shift words to the right, or to the left for a negative number."""
-        if right == 0:
-            return words
-        return self._builder.lshr(words, _all(right)) if right > 0 else self._builder.shl(words, _all(-right))
+_VECTORS = HALF_LANES // LANES
 
 
 def _emit_prefetches(builder: Any, asked: Any, at: Any, bits: int, rows: int) -> None:
     """Prefetch what a group's turn is. One row runs at the speed of memory: its lines are always those of a group."""
     ahead, move, switch, jump = (builder.extract_value(asked, i) for i in range(4))
-    behind = builder.select(builder.icmp_signed("<", at, switch), _number(0), jump)
+    behind = builder.select(builder.icmp_signed("<", at, switch), index(0), jump)
     address = builder.add(builder.add(ahead, builder.mul(at, move)), behind)
     if rows == 1:
         lines = builder.inttoptr(address, ir.IntType(8).as_pointer())
         for line in range(2 * bits + 1):
-            prefetch(builder, builder.gep(lines, [_number(line * LINE_BYTES)]))
+            prefetch(builder, builder.gep(lines, [index(line * LINE_BYTES)]))
         return
     entry = builder.block
     body, done = (builder.append_basic_block(name) for name in ("lines", "prefetched"))
@@ -115,7 +66,7 @@ def _emit_prefetches(builder: Any, asked: Any, at: Any, bits: int, rows: int) ->
     builder.position_at_end(body)
     line = builder.phi(INDEX)
     prefetch(builder, builder.inttoptr(line, ir.IntType(8).as_pointer()))
-    following = builder.add(line, _number(LINE_BYTES))
+    following = builder.add(line, index(LINE_BYTES))
     line.add_incoming(address, entry)
     line.add_incoming(following, body)
     builder.cbranch(builder.icmp_signed("<", following, end), body, done)
@@ -123,7 +74,7 @@ def _emit_prefetches(builder: Any, asked: Any, at: Any, bits: int, rows: int) ->
 
 
 def _emit_group(
-    builder: Any, rows: int, at: Any, groups: list[_Group], inputs: list[Any], starts: list[list[Any]]
+    builder: Any, rows: int, at: Any, groups: list[CodeGroup], inputs: list[Any], starts: list[list[Any]]
 ) -> list[list[Any]]:
     """Emit the sums of a group, or of both halves of one: for each, those of rows and vectors as whole numbers.
 
@@ -132,14 +83,14 @@ def _emit_group(
     parts = len(starts)
     sums = []
     for part in range(parts):
-        nothing = [_all(0)] * len(groups)
+        nothing = [every_lane(0)] * len(groups)
         totals = {(row, digit): list(nothing) for row in range(rows) for digit in range(CODED_DIGITS)}
         for row in range(rows):
             totals[row, CODED_DIGITS - 1] = [splat(builder, starts[part][row])] * len(groups)
         for step in range(_STEPS * part // parts, _STEPS * (part + 1) // parts):
             weights = [group.step(step) for group in groups]
             for place in range(PARTS):
-                offset = builder.add(builder.mul(at, _number(_STEPS * PARTS)), _number(step * PARTS + place))
+                offset = builder.add(builder.mul(at, index(_STEPS * PARTS)), index(step * PARTS + place))
                 for row in range(rows):
                     for digit in range(CODED_DIGITS):
                         word = builder.gep(inputs[row * CODED_DIGITS + digit], [offset])
@@ -152,7 +103,7 @@ def _emit_group(
             for v in range(len(groups)):
                 total = totals[row, 0][v]
                 for digit in range(1, CODED_DIGITS):
-                    total = builder.add(builder.mul(total, _all(BASE)), totals[row, digit][v])
+                    total = builder.add(builder.mul(total, every_lane(BASE)), totals[row, digit][v])
                 of_part.append(total)
         sums.append(of_part)
     return sums
@@ -169,13 +120,13 @@ def _loop(builder: Any, count: Any, start: list[Any]) -> tuple[Any, list[Any], A
     head, body, done = (builder.append_basic_block(name) for name in ("head", "body", "done"))
     builder.branch(head)
     builder.position_at_end(head)
-    at, *values = [builder.phi(value.type) for value in (_number(0), *start)]
+    at, *values = [builder.phi(value.type) for value in (index(0), *start)]
     builder.cbranch(builder.icmp_signed("<", at, count), body, done)
     builder.position_at_end(body)
 
     def end(results: list[Any]) -> list[Any]:
-        following = builder.add(at, _number(1))
-        for phi, first, result in zip((at, *values), (_number(0), *start), (following, *results), strict=True):
+        following = builder.add(at, index(1))
+        for phi, first, result in zip((at, *values), (index(0), *start), (following, *results), strict=True):
             phi.add_incoming(first, entry)
             phi.add_incoming(result, builder.block)
         builder.branch(head)
@@ -197,21 +148,21 @@ class _Rows:
         self._builder = builder
         width, first_row = args[2:4]
         words = builder.bitcast(_array(context, builder, kinds[0], args[0]), WORD.as_pointer())
-        stride = builder.mul(builder.udiv(width, _number(WORD_BYTES)), _number(PARTS))
-        first = builder.mul(first_row, _number(CODED_DIGITS))
-        numbers = [builder.add(first, _number(i)) for i in range(rows * CODED_DIGITS)]
-        self.words = [builder.gep(words, [builder.mul(number, stride)]) for number in numbers]
+        stride = builder.mul(builder.udiv(width, index(WORD_BYTES)), index(PARTS))
+        first = builder.mul(first_row, index(CODED_DIGITS))
+        numbers = [builder.add(first, index(i)) for i in range(rows * CODED_DIGITS)]
+        self.words = [builder.gep(words, [builder.mul(row, stride)]) for row in numbers]
         sums = _array(context, builder, kinds[1], args[1])
-        stride = builder.udiv(width, _number(SUM_INPUTS))
-        numbers = [builder.add(first_row, _number(row)) for row in range(rows)]
-        self._sums = [builder.gep(sums, [builder.mul(number, stride)]) for number in numbers]
+        stride = builder.udiv(width, index(SUM_INPUTS))
+        numbers = [builder.add(first_row, index(row)) for row in range(rows)]
+        self._sums = [builder.gep(sums, [builder.mul(row, stride)]) for row in numbers]
 
     def sums(self, group: Any, parts: int) -> list[list[Any]]:
         """Return the sums of each row over a group, or over both of its halves: [part][row]."""
         builder = self._builder
-        pair = builder.mul(group, _number(2))
+        pair = builder.mul(group, index(2))
         halves = [
-            [builder.load(builder.gep(place, [builder.add(pair, _number(half))]), align=4) for place in self._sums]
+            [builder.load(builder.gep(place, [builder.add(pair, index(half))]), align=4) for place in self._sums]
             for half in range(2)
         ]
         return halves if parts == 2 else [[builder.add(*both) for both in zip(*halves, strict=True)]]
@@ -220,8 +171,8 @@ class _Rows:
 def _load_floats(builder: Any, address: Any, row: Any, vectors: range) -> list[Any]:
     """Load these vectors of a row of float32 [.., outputs of half a panel]."""
     floats = builder.inttoptr(address, ir.FloatType().as_pointer())
-    begin = builder.mul(row, _number(HALF_LANES))
-    places = [builder.gep(floats, [builder.add(begin, _number(v * LANES))]) for v in vectors]
+    begin = builder.mul(row, index(HALF_LANES))
+    places = [builder.gep(floats, [builder.add(begin, index(v * LANES))]) for v in vectors]
     return [builder.load(builder.bitcast(place, FLOATS.as_pointer()), align=4) for place in places]
 
 
@@ -238,10 +189,10 @@ def _emit_groups(
     if prefetching is not None:
         _emit_prefetches(builder, prefetching, at, bits, rows)
     starts = [[builder.mul(negative, total) for total in part] for part in of_rows.sums(at, parts)]
-    begin = builder.mul(at, _number(bits * HALF_LANES))
-    codes_of = [_Group(builder, bits, builder.gep(weights, [builder.add(begin, _number(v * LANES))])) for v in vectors]
+    begin = builder.mul(at, index(bits * HALF_LANES))
+    codes_of = [CodeGroup(builder, bits, builder.gep(weights, [builder.add(begin, index(v * LANES))])) for v in vectors]
     for part, sums in enumerate(_emit_group(builder, rows, at, codes_of, of_rows.words, starts)):
-        row = builder.add(builder.mul(at, _number(parts)), _number(part))
+        row = builder.add(builder.mul(at, index(parts)), index(part))
         scale = _load_floats(builder, scales, row, vectors)
         totals = [
             _multiply_add(builder, builder.sitofp(sums[i], FLOATS), scale[i % len(vectors)], total)
@@ -279,8 +230,8 @@ def _tile(bits: int, rows: int) -> Any:
             for turn, vectors in enumerate(register_groups(rows, _VECTORS)):
                 asked = args[8] if turn == 0 else None
                 totals = _emit_groups(builder, bits, of_rows, vectors, args[4:8], asked)
-                begin = builder.add(args[10], _number(vectors[0] * LANES))
-                places = sums_at(context, builder, signature.args[9], args[9], _number(0), begin, rows, len(vectors))
+                begin = builder.add(args[10], index(vectors[0] * LANES))
+                places = sums_at(context, builder, signature.args[9], args[9], index(0), begin, rows, len(vectors))
                 for place, total in zip(places, totals, strict=True):
                     builder.store(total, place, align=4)
             return context.get_dummy_value()
@@ -313,16 +264,16 @@ def _finish(rows: int) -> Any:
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             every, shares = (_array(context, builder, signature.args[i], args[i]) for i in range(2))
-            numbers = [builder.add(args[3], _number(row)) for row in range(rows)]
-            stride = builder.udiv(args[2], _number(SUM_INPUTS))
-            of_rows = [builder.gep(every, [builder.mul(number, stride)]) for number in numbers]
-            places = sums_at(context, builder, signature.args[7], args[7], _number(0), args[8], rows, _VECTORS)
-            in_pairs = builder.icmp_signed("==", args[6], _number(2))
+            numbers = [builder.add(args[3], index(row)) for row in range(rows)]
+            stride = builder.udiv(args[2], index(SUM_INPUTS))
+            of_rows = [builder.gep(every, [builder.mul(row, stride)]) for row in numbers]
+            places = sums_at(context, builder, signature.args[7], args[7], index(0), args[8], rows, _VECTORS)
+            in_pairs = builder.icmp_signed("==", args[6], index(2))
             totals = [builder.load(place, align=4) for place in places]
             at, totals, end = _loop(builder, args[5], totals)
             least = _load_floats(builder, args[4], at, range(_VECTORS))
             first = builder.mul(at, args[6])
-            last = builder.sub(builder.add(first, args[6]), _number(1))
+            last = builder.sub(builder.add(first, args[6]), index(1))
             results = []
             for row, place in enumerate(of_rows):
                 whole = builder.load(builder.gep(place, [first]), align=4)
@@ -332,8 +283,8 @@ def _finish(rows: int) -> Any:
                 own = totals[row * _VECTORS : (row + 1) * _VECTORS]
                 results += [_multiply_add(builder, share, *both) for both in zip(least, own, strict=True)]
             results = end(results)
-            for row, number in enumerate(numbers):
-                share = splat(builder, builder.load(builder.gep(shares, [number]), align=4))
+            for row, place in enumerate(numbers):
+                share = splat(builder, builder.load(builder.gep(shares, [place]), align=4))
                 for v in range(row * _VECTORS, (row + 1) * _VECTORS):
                     builder.store(builder.fmul(results[v], share), places[v], align=4)
             return context.get_dummy_value()
