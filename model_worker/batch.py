@@ -43,6 +43,8 @@ class ForwardBatch:
     wanted: IntColumn | None = None
     # i32[2, T]: the first and the last key that each token sees beside those up to its own, by index in the sequence.
     seen: Tensor | None = None
+    # i32[S], on the host: the handle of each sequence's adapter, 0 for the base model. None: all have the base model.
+    adapters: IntColumn | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -85,6 +87,7 @@ class ForwardBatch:
         embeddings: tuple[IntColumn, NDArray[np.float32]] | None = None,
         angles: IntColumn | None = None,
         seen: IntColumn | None = None,
+        adapters: IntColumn | None = None,
     ) -> ForwardBatch:
         """Derive positions and slots from the lengths. `kv_lens` count this step's tokens too. `angles` are the
         positions where they do not follow from the lengths."""
@@ -121,6 +124,7 @@ class ForwardBatch:
             else (torch.from_numpy(embeddings[0]).to(device), torch.tensor(embeddings[1], device=device)),
             wanted=logit_positions,
             seen=None if seen is None else torch.from_numpy(seen).to(device),
+            adapters=adapters,
         )
 
 

@@ -70,6 +70,8 @@ class PackedStep:
     embeddings: tuple[NDArray[np.int64], NDArray[np.float32]] | None
     angles: NDArray[np.int64] | None = None
     seen: NDArray[np.int32] | None = None
+    # i32[S]: the handle of each row's adapter, 0 for the base model. None: all have the base model.
+    adapters: NDArray[np.int32] | None = None
 
     @property
     def plain(self) -> bool:
@@ -104,6 +106,8 @@ class WorkerRows:
         # The tokens that the host has read. There is room for one more than can be computed: the last sampled one.
         # Memory that is never written to takes no space.
         self._tokens = np.zeros((max_rows, self.block_tables.shape[1] * block_size + 1), np.int32)
+        # Handles of the rows' adapters; 0: the base model.
+        self._adapters = np.zeros(max_rows, np.int32)
         # Rows whose prompt is to be reported: first position, and the prompt's length.
         self._reported: dict[int, tuple[int, int]] = {}
         # Rows whose hidden states are reported, and the first position of each.
@@ -151,6 +155,7 @@ class WorkerRows:
             prompts=self._prompt_parts(rows, ntok) if self._reported else [],
             hidden=self._hidden_parts(rows, ntok) if self._hidden else [],
             embeddings=self._given_embeddings(rows, ntok) if self._embeddings else None,
+            adapters=self._adapters[rows] if self._adapters[rows].any() else None,
         )
         return packed if self.images is None else self.images.fill(packed)
 
@@ -221,6 +226,7 @@ class WorkerRows:
         self._tokens[join.row, : len(join.tokens)] = join.tokens
         self._read[join.row] = len(join.tokens)
         self._since[join.row] = self._launched
+        self._adapters[join.row] = join.adapter
         if join.report_from is not None:
             self._reported[join.row] = join.report_from, join.prompt_len
         if join.hidden_from is not None:

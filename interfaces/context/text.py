@@ -87,6 +87,9 @@ class TextContext(IndexFace, EqualByValue):
     hidden_states: bool = False
     # Vectors that stand for the embeddings of the prompt's tokens, one each; the tokens are then only placeholders.
     prompt_embeddings: F32Matrix | None = None
+    # Name and content digest of the adapter; empty: the base model.
+    adapter: str = ""
+    adapter_digest: str = ""
     matcher: Any = field(default=None, metadata={"wire": False}, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,10 +1,11 @@
 """Every message that crosses a process boundary.
 
-API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `Inquiry` one way,
-`Results`, `Vectors`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`, `InquiryAnswer` the other.
+API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `AdapterOrder`,
+`Inquiry` one way, `Results`, `Vectors`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`, `AdapterAnswer`,
+`InquiryAnswer` the other.
 
-Scheduler <-> worker: `Step`, `Batch`, `Retire` one way, `WorkerHello`, `StepResult`, `Ready`, `BatchResult`,
-`WorkerGoodbye` the other.
+Scheduler <-> worker: `Step`, `Batch`, `LoadAdapter`, `DropAdapter`, `Retire` one way, `WorkerHello`, `StepResult`,
+`Ready`, `BatchResult`, `AdapterLoaded`, `AdapterFailed`, `WorkerGoodbye` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
@@ -14,6 +15,16 @@ Messages of each step are not frozen, because Python takes five times as long to
 frozen all the same.
 """
 
+from interfaces.messages.adapters import (
+    AdapterAnswer,
+    AdapterFailed,
+    AdapterLoaded,
+    AdapterOrder,
+    AdapterState,
+    AdapterStatus,
+    DropAdapter,
+    LoadAdapter,
+)
 from interfaces.messages.api import (
     REGISTRATION_SIZE,
     Action,
@@ -65,16 +76,24 @@ __all__ = [
     "WHOLE_IMAGES",
     "WHOLE_PROMPTS",
     "Action",
+    "AdapterAnswer",
+    "AdapterFailed",
+    "AdapterLoaded",
+    "AdapterOrder",
+    "AdapterState",
+    "AdapterStatus",
     "Batch",
     "BatchResult",
     "Cancel",
     "Detach",
+    "DropAdapter",
     "Finish",
     "Goodbye",
     "Hello",
     "Inquiry",
     "InquiryAnswer",
     "Join",
+    "LoadAdapter",
     "Message",
     "Order",
     "OrderAnswer",
@@ -112,6 +131,8 @@ Message = (
     | OrderAnswer
     | SessionOrder
     | SessionAnswer
+    | AdapterOrder
+    | AdapterAnswer
     | InquiryAnswer
     | WorkerHello
     | Step
@@ -119,6 +140,10 @@ Message = (
     | Ready
     | Batch
     | BatchResult
+    | LoadAdapter
+    | DropAdapter
+    | AdapterLoaded
+    | AdapterFailed
     | Retire
     | WorkerGoodbye
 )

@@ -10,6 +10,7 @@ from interfaces.context.media import SpeechContext
 from interfaces.context.pooling import PoolingContext
 from interfaces.context.text import TextContext
 from interfaces.context.vision import TextAndVisionContext
+from interfaces.messages.adapters import AdapterStatus
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
 from interfaces.result.pooled_values import PooledValues
@@ -238,6 +239,9 @@ class Status:
     labels: list[str] = field(default_factory=list)
     # What the workers do with images: a value of `WorkerHello.images`, the least of all.
     images: int = 0
+    adapters: list[AdapterStatus] = field(default_factory=list)
+    # Whether some worker takes adapters.
+    takes_adapters: bool = False
 
 
 class Action:

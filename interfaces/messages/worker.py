@@ -40,7 +40,8 @@ class WorkerHello:
     of `PoolingTask`; a worker that only pools has no blocks and no rows, its `hidden_size` is the width of its vectors,
     and `labels` names those of a classifier. `images` is NO_IMAGES, CUT_IMAGES (a step may compute a part of an image),
     WHOLE_IMAGES, or WHOLE_PROMPTS (all tokens of a prompt with images see each other). It has `encoded` images in
-    `encode_ms` milliseconds, and found the features of `image_hits` others.
+    `encode_ms` milliseconds, and found the features of `image_hits` others. Its adapters may take `adapter_memory`
+    bytes; 0: it takes none.
     """
 
     device: str
@@ -65,6 +66,7 @@ class WorkerHello:
     encoded: int = 0
     image_hits: int = 0
     encode_ms: int = 0
+    adapter_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,8 @@ class Join:
     `Step.new_blocks`. Log-probabilities of the prompt are wanted from index `report_from` on, hidden states of all
     tokens from index `hidden_from` on; None: no more. `embeddings` stand for those of the first tokens.
     `images` are all images of the prompt: those that end before `start` only count for positions. `isolated`: it shares
-    no forward pass.
+    no forward pass. `adapter` is the handle of its adapter, 0 for the base model; it is loaded before the row's first
+    token is computed.
     """
 
     row: int
@@ -109,6 +112,7 @@ class Join:
     embeddings: F32Matrix | None = None
     grammar: RowGrammar | None = None
     isolated: bool = False
+    adapter: int = 0
 
 
 @message(17)

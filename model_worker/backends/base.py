@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +22,15 @@ from model_worker.sampling.sampler import argmax
 
 # Tokens i64[L] of the rows whose logits a batch wants; -1 where a row's largest logit is not finite.
 GreedyTokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """An adapter that was loaded: the digest of its content, its largest rank, and its memory in bytes."""
+
+    digest: str
+    rank: int
+    size: int
 
 
 class Backend(ABC):
@@ -58,6 +68,23 @@ class Backend(ABC):
     def launch(self, batch: ForwardBatch, deferred: DeferredTokens) -> Callable[[], GreedyTokens]:
         """Launch a greedy pass. Returns what waits for its tokens; passes are waited for in the order of launch."""
         raise NotImplementedError(f"{type(self).__name__} launches no passes")
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters can be loaded. `ForwardBatch.adapters` names those of a pass."""
+        return False
+
+    def load_adapter(self, handle: int, path: str) -> AdapterFacts:
+        """Read the adapter in the folder `path`, and keep it for passes under `handle`, which is at least 1.
+
+        Runs in a thread of its own, beside passes. Raises FileNotFoundError where there is no adapter, and ValueError
+        or OSError, with the reason and the remedy, for one that cannot be used; nothing of it is kept then.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+
+    def drop_adapter(self, handle: int) -> None:
+        """Free an adapter. No pass that uses it is in flight. Nothing happens for an unknown handle."""
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
 
 
 def levels_of(batch: ForwardBatch, hidden_size: int) -> int:

@@ -108,6 +108,7 @@ class DecodeGraphs:
         buffers = self._buffers
         return (
             batch.embeddings is None
+            and batch.adapters is None
             and batch.num_tokens <= buffers.max_rows
             and batch.block_tables.shape[1] <= buffers.blocks_per_row
             and batch.decodes

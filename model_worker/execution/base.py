@@ -104,6 +104,7 @@ class DeviceStep(RunningRows):
             embeddings=packed.embeddings,
             angles=packed.angles,
             seen=packed.seen,
+            adapters=packed.adapters,
         )
 
     def needs_logits(self, packed: PackedStep) -> NDArray[np.bool_]:

@@ -16,16 +16,26 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from interfaces import (
+    AdapterAnswer,
+    AdapterFailed,
+    AdapterLoaded,
+    AdapterOrder,
+    AdapterStatus,
     Batch,
     BatchResult,
     Cancel,
     Detach,
+    DropAdapter,
     Goodbye,
     Hello,
     ImageMetadata,
     Inquiry,
     InquiryAnswer,
     Join,
+    LoadAdapter,
+    LoRAOperation,
+    LoRARequest,
+    LoRAStatus,
     Order,
     OrderAnswer,
     PooledValues,
@@ -112,12 +122,15 @@ joins = st.builds(
     report_from=st.none() | i31,
     images=st.lists(images, max_size=2),
     grammar=st.none() | st.builds(RowGrammar, text, grammar_states, st.lists(i31)),
+    adapter=i31,
 )
 shared_by_contexts = {
     "max_length": st.none(),
     "request_id": text,
     "cache_salt": text,
     "hidden_states": st.booleans(),
+    "adapter": text,
+    "adapter_digest": text,
 }
 
 
@@ -178,6 +191,9 @@ reports = st.none() | st.builds(
     values=column(np.float32),
 )
 worker_status = st.builds(WorkerStatus, text, i31, i31, i31, i31, i31, i31, i31, st.floats(0, 1e6))
+adapters = st.lists(st.builds(AdapterStatus, text, text, text, i31, i31, st.booleans(), i31, i31, i31), max_size=2)
+adapter_orders = st.builds(LoRARequest, st.sampled_from(LoRAOperation), text, st.none() | text)
+adapter_statuses = st.sampled_from(LoRAStatus)
 statuses = st.builds(
     Status,
     incarnation=i31,
@@ -191,6 +207,8 @@ statuses = st.builds(
     block_size=i31,
     vocab_size=i31,
     counters=st.dictionaries(text, i31, max_size=3),
+    adapters=adapters,
+    takes_adapters=st.booleans(),
 )
 seconds = st.none() | st.floats(0, 1e6)
 scheduling = st.builds(SchedulingOptions, text, st.integers(1, 1000), i31, seconds, seconds, text)
@@ -230,6 +248,12 @@ messages = st.one_of(
     st.builds(OrderAnswer, i31, i31, text, i31),
     st.builds(SessionOrder, i31, i31, text, text, text, st.booleans(), st.floats(0, 1e6), column(np.int32), i31),
     st.builds(SessionAnswer, i31, i31, text, column(np.int32), i31),
+    st.builds(AdapterOrder, i31, adapter_orders, st.booleans(), st.booleans(), i31),
+    st.builds(AdapterAnswer, i31, i31, adapter_statuses, text, i31, adapters),
+    st.builds(LoadAdapter, i31, i31, i31, text, text),
+    st.builds(DropAdapter, i31, i31, i31),
+    st.builds(AdapterLoaded, i31, i31, i31, i31, text, i31, i31),
+    st.builds(AdapterFailed, i31, i31, i31, i31, text, text, st.booleans()),
     st.builds(Inquiry, text),
     st.builds(InquiryAnswer, i31, st.lists(text), statuses),
     st.builds(Ready, i31, i31, i31, column(np.int32), column(np.int64), column(np.int32), st.dictionaries(i31, text)),

@@ -287,6 +287,7 @@ ELSEWHERE = {
     *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionOrder"),
     *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
     *("Batch", "BatchResult", "Ready", "Vectors"),
+    *("AdapterAnswer", "AdapterFailed", "AdapterLoaded", "AdapterOrder", "AdapterStatus", "DropAdapter", "LoadAdapter"),
     # what only ever is within one process
     *("AudioGenerationInputs", "EmbeddingsGenerationInputs", "PixelGenerationInputs", "TextGenerationInputs"),
     *("BatchProcessorInputs", "ProcessorInputs"),
