@@ -23,12 +23,15 @@ from shared.settings_sources import CONFIG_VARIABLE, ENV_PREFIX, Resolved, confi
 
 _USAGE_ERROR = 2
 _KEY_VARIABLE = ENV_PREFIX + "API_KEY"
+# Settings that are lists of one flag each, and the form of an entry.
+_REPEATED = {"also": "NAME=MODEL", "lora": "NAME=FOLDER", "lora_dirs": "DIR"}
 _SERVE_EXAMPLES = f"""\
 examples:
   tokenyard serve                                  the embedded demo model, on http://127.0.0.1:8000
   tokenyard serve Qwen/Qwen3-0.6B --port 9000      a model from the Hugging Face hub
   tokenyard serve ./my-model --devices cpu,cpu     a folder, two workers that share the cores
   tokenyard serve ./chat --also embed=./embedder   two models on one port, chosen by the request's `model`
+  tokenyard serve ./my-model --lora sql=./my-lora  an adapter, chosen by the request's `model`
   tokenyard serve ./my-model --host 0.0.0.0        reachable from the network
   TOKENYARD_MAX_RUNNING=32 tokenyard serve         a setting from the environment
   tokenyard serve --print-settings > my.toml       a file to edit, then: tokenyard serve --config my.toml
@@ -104,8 +107,8 @@ def _add_setting(group: Any, setting: dataclasses.Field[Any]) -> None:
     kind = KINDS[setting.name]
     if setting.name == "model":
         group.add_argument("model", nargs="?", metavar="MODEL", **options)
-    elif setting.name == "also":
-        group.add_argument(_flag(setting.name), action="append", metavar="NAME=MODEL", **options)
+    elif setting.name in _REPEATED:
+        group.add_argument(_flag(setting.name), action="append", metavar=_REPEATED[setting.name], **options)
     elif kind is bool:
         group.add_argument(_flag(setting.name), action=argparse.BooleanOptionalAction, **options)
     else:
@@ -128,7 +131,7 @@ def _add_worker(commands: Any) -> None:
     parser.add_argument("--index", type=int, required=True, help="number of this worker, which no other has")
     for setting in dataclasses.fields(Settings):
         wanted = setting.metadata["group"] in ("model", "capacity") or setting.name in ("curve_keys", "log_level")
-        if wanted and setting.name != "also":
+        if wanted and setting.name not in _REPEATED:
             _add_setting(parser, setting)
     parser.set_defaults(run=_worker)
 
@@ -189,8 +192,8 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(arguments).items() if name in KINDS}
-    if "also" in flags:
-        flags["also"] = ",".join(flags["also"])
+    for name in _REPEATED.keys() & flags.keys():
+        flags[name] = ",".join(flags[name])
     environ = dict(os.environ)
     config = getattr(arguments, "config", None) or config_file()
     resolved = resolve(flags, environ, config)

@@ -30,6 +30,7 @@ from deploy.supervisor import Supervisor
 from deploy.timeline import Timeline
 from shared import logs, process_table
 from shared.access_keys import with_digests
+from shared.adapter_paths import check_files, folders_of
 from shared.endpoints import RunDirectory
 from shared.further_models import of_further_models
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
@@ -56,7 +57,7 @@ def serve(given: Settings, given_now: Callable[[], Settings] | None = None) -> i
     `given_now` gives the operator's settings anew, for keys and certificates that may change meanwhile.
     """
     settings = with_digests(credentials.resolve_tls(resolve_devices(resolve_further_models(resolve_model(given)))))
-    settings = resolve_curve(settings)
+    settings = resolve_adapters(resolve_curve(settings))
     _raise_open_files_limit()
     with listen(settings.host, settings.port) as listener, private_run_directory(parent_directory()) as directory:
         keep_settings(directory, settings)
@@ -198,6 +199,27 @@ def _resolved(name: str, model: str) -> str:
     if "," in found:
         raise SettingsError(f"also {name}={model}: the folder {found!r} has a comma, which separates models; rename it")
     return found
+
+
+def resolve_adapters(settings: Settings) -> Settings:
+    """Make the folders of adapters absolute. SettingsError for a folder that is missing, or has no adapter."""
+    found = {}
+    for name, path in settings.adapter_paths.items():
+        folder = Path(path).expanduser().absolute()
+        try:
+            check_files(folder)
+        except (ValueError, OSError) as error:
+            raise SettingsError(f"lora {name}={path}: {error}") from None
+        found[name] = str(folder)
+    folders = [folder.absolute() for folder in folders_of(settings.lora_dirs)]
+    for folder in folders:
+        if not folder.is_dir():
+            raise SettingsError(f"lora_dirs names {str(folder)!r}, which is no folder here: make it, or leave it out")
+    return dataclasses.replace(
+        settings,
+        lora=",".join(f"{name}={folder}" for name, folder in found.items()),
+        lora_dirs=",".join(map(str, folders)),
+    )
 
 
 def _embedded_model() -> str:

@@ -24,6 +24,7 @@ from shared.pooling_files import PoolingFiles
 from shared.settings import Settings, parse_memory
 
 if TYPE_CHECKING:
+    from model_worker.adapter_loads import AdapterLoads
     from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
     from model_worker.loop import Runner
@@ -67,7 +68,7 @@ def main() -> None:
             worker = partial(serve, runner, described, endpoint, keys)
         else:
             engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch, arguments.models)
-            worker = partial(serve, engine, hello, endpoint, keys, compilation, engine.encoding)
+            worker = partial(serve, engine, hello, endpoint, keys, compilation, engine.encoding, engine.adapters)
     except (ValueError, OSError) as error:
         phases.fatal(str(error), may_pass(error))
         sys.exit(CANNOT_WORK)
@@ -106,6 +107,7 @@ def build(
     """
     import torch
 
+    from model_worker.adapter_loads import AdapterLoads, default_adapter_memory
     from model_worker.capacity import capacity_for
     from model_worker.cpu import kernel_cache
     from model_worker.engine import Engine
@@ -156,6 +158,9 @@ def build(
     shared = DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, epoch), masks, images)
     if images is not None:
         shared.encoding = EncodeQueue(images, max(1, torch.get_num_threads() // 2))
+    if runner.backend.takes_adapters:
+        memory = parse_memory(settings.lora_memory, "lora_memory") or default_adapter_memory(loaded.device)
+        shared.adapters = AdapterLoads(runner.backend, epoch, index, memory)
     overlaps = loaded.device.type == "cuda" or runner.backend.overlaps
     engine = Engine(shared, executors_for(shared, loaded.device.type if overlaps else "off", settings.speculate))
     hello = WorkerHello(
@@ -174,6 +179,7 @@ def build(
         hidden_size=loaded.hidden_size,
         backend=runner.description,
         images=NO_IMAGES if loaded.encoder is None else int(loaded.encoder.family.sight),
+        adapter_memory=0 if shared.adapters is None else shared.adapters.memory,
     )
     torch.set_grad_enabled(False)
     return engine, hello, compilation
@@ -240,6 +246,7 @@ def serve(
     keys: Path | None = None,
     compilation: kernel_cache.Compilation | None = None,
     encoding: EncodeQueue | None = None,
+    adapters: AdapterLoads | None = None,
 ) -> None:
     """Register the worker and run steps or batches until SIGTERM, or until a successor can use compiled kernels."""
     from model_worker.loop import Loop
@@ -247,7 +254,7 @@ def serve(
     def superseded() -> bool:
         return compilation is not None and compilation.done
 
-    loop = Loop(engine, hello, endpoint, keys, superseded, encoding)
+    loop = Loop(engine, hello, endpoint, keys, superseded, encoding, adapters)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import Join, RowGrammar, Step, StepResult
+from model_worker.adapter_loads import AdapterLoads
 from model_worker.execution.base import Counters, Executor, RunningRows, WorkerIdentity
 from model_worker.execution.flight import Pending
 from model_worker.vision.encode_queue import EncodeQueue
@@ -39,6 +40,11 @@ class Engine:
     def encoding(self) -> EncodeQueue | None:
         """The images that are being encoded beside the steps."""
         return self._running.encoding
+
+    @property
+    def adapters(self) -> AdapterLoads | None:
+        """The adapters that are read beside the steps; None: the model takes none."""
+        return self._running.adapters
 
     def rest(self) -> None:
         """Start the process that fills masks, which takes seconds. To be called when there is nothing to compute."""

@@ -20,6 +20,8 @@ import zmq
 from interfaces import (
     Batch,
     BatchResult,
+    DropAdapter,
+    LoadAdapter,
     Ready,
     Retire,
     Step,
@@ -30,6 +32,7 @@ from interfaces import (
     decode,
     encode,
 )
+from model_worker.adapter_loads import AdapterLoads
 from model_worker.execution.base import Counters
 from model_worker.vision.encode_queue import EncodeQueue, ReadyRow
 from shared import phases
@@ -91,11 +94,13 @@ class Loop:
         keys: Path | None = None,
         superseded: Callable[[], bool] = lambda: False,
         encoding: EncodeQueue | None = None,
+        adapters: AdapterLoads | None = None,
     ) -> None:
-        """`encoding` are the images that are being encoded beside the steps."""
+        """`encoding` are the images that are being encoded beside the steps; `adapters` those that are read."""
         self._engine = engine
         self._superseded = superseded
         self._encoding = encoding
+        self._adapters = adapters
         self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
         identity = worker_identity(hello.index, hello.epoch, os.getpid(), endpoint)
@@ -104,6 +109,8 @@ class Loop:
         self._poller.register(self._socket, zmq.POLLIN)
         if encoding is not None:
             self._poller.register(encoding.fileno(), zmq.POLLIN)
+        if adapters is not None:
+            self._poller.register(adapters.fileno(), zmq.POLLIN)
         self._same_host = same_host(endpoint)
         self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
@@ -172,16 +179,28 @@ class Loop:
             return None
         if isinstance(message, Retire) and message.epoch == self._epoch:
             raise SystemExit(f"the scheduler has given this worker up: {message.reason}")
+        if (
+            isinstance(message, LoadAdapter | DropAdapter)
+            and message.epoch == self._epoch
+            and self._adapters is not None
+        ):
+            # Launched steps may use what is freed now.
+            self._answer(leave=0)
+            self._adapters.obey(message)
+            return None
         if not isinstance(message, self._engine.takes) or message.epoch != self._epoch:
             log.warning("dropped a %s that is not for epoch %d", type(message).__name__, self._epoch)
             return None
         return message
 
     def _readable(self, timeout_ms: int) -> bool:
-        """Wait for a message. Reports images that are encoded meanwhile, and then waits no longer."""
+        """Wait for a message. Reports images that are encoded and adapters that are read, and then waits no longer."""
         events = dict(self._poller.poll(timeout_ms))
         if self._encoding is not None and self._encoding.fileno() in events:
             self._send_ready(self._encoding.take())
+        if self._adapters is not None and self._adapters.fileno() in events:
+            for answer in self._adapters.take():
+                self._send(encode(answer))
         return self._socket in events
 
     def _send_ready(self, ready: list[ReadyRow]) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+from scheduler.adapter import AdapterFile
 from scheduler.core import Scheduler
 from scheduler.limits import Limits
 from scheduler.loop import Loop
@@ -44,7 +45,12 @@ def main() -> None:
     become("scheduler", run_directory.stack_file("scheduler"))
     settings = Settings.read(run_directory.settings_file)
     logs.configure("scheduler", settings.log_level, settings.log_format)
-    core = Scheduler(limits_of(settings), incarnation=secrets.randbits(31))
+    core = Scheduler(
+        limits_of(settings),
+        incarnation=secrets.randbits(31),
+        adapters=settings.adapter_paths,
+        adapter_file=AdapterFile(run_directory.adapters_file),
+    )
     try:
         loop = Loop(core, run_directory, settings.worker_endpoint, settings.curve_keys)
     except SettingsError as error:

@@ -147,4 +147,5 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         embeddings=sequence.context.prompt_embeddings,
         grammar=RowGrammar.of(sequence.context),
         isolated=sequence.scheduling.deterministic,
+        adapter=sequence.adapter.handle if sequence.adapter is not None else 0,
     )

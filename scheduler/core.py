@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from interfaces import (
     GENERATE,
@@ -29,6 +29,8 @@ from interfaces import (
     WorkerHello,
 )
 from scheduler import operator_commands, placement, results
+from scheduler.adapter import AdapterFile
+from scheduler.adapter_registry import AdapterRegistry
 from scheduler.batch import build_step
 from scheduler.limits import Limits
 from scheduler.oneshot import OneShotLane
@@ -47,7 +49,15 @@ log = logging.getLogger(__name__)
 class Scheduler:
     """State of all requests and workers. `incarnation` names this scheduler process in every message."""
 
-    def __init__(self, limits: Limits, incarnation: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+        adapters: Mapping[str, str] | None = None,
+        adapter_file: AdapterFile | None = None,
+    ) -> None:
+        """`adapters` has the paths of the adapters that the server starts with, by name."""
         self.limits = limits
         self.incarnation = incarnation
         self.clock = clock
@@ -63,6 +73,8 @@ class Scheduler:
         self.request_log = self.requests.request_log
         self.counters = self.requests.counters
         self.oneshot = OneShotLane(self.requests, limits, incarnation, clock)
+        kept = adapter_file or AdapterFile(None)
+        self.adapters = AdapterRegistry(self.requests, incarnation, kept, adapters or {}, clock)
         self._order = itertools.count()
         self._fenced = FencedEpochs()
 
@@ -96,6 +108,7 @@ class Scheduler:
             return
         sequence = Sequence.of(identity, submit, next(self._order), self.clock)
         sequence.checked = bool(self.workers)
+        sequence.adapter = self.adapters.find(submit.text) if submit.text.adapter else None
         self.requests.add(sequence)
 
     def expire(self) -> None:
@@ -179,6 +192,7 @@ class Scheduler:
         limits = self.limits
         worker = Worker(hello, limits.max_running, limits.prefix_cache, limits.stall_seconds, self.clock)
         self.workers[hello.index] = worker
+        self.adapters.worker_joined(worker)
         self.request_log.record_event(f"{worker.describe()} is here")
         return True
 
@@ -200,6 +214,7 @@ class Scheduler:
         self._fenced.add(index, worker.hello.epoch)
         story = f"{worker.describe()} {why}"
         self.oneshot.lose_worker(worker, story, blamed)
+        self.adapters.worker_lost(worker, blamed)
         computing = [*worker.in_flight.computing(), *worker.images.encoding()]
         suspects = {sequence.order for sequence in computing} if blamed else set()
         for row in worker.rows.occupied().tolist():
@@ -275,7 +290,7 @@ class Scheduler:
         pooling = [worker for worker in everyone if worker.pools]
         return Status(
             incarnation=self.incarnation,
-            ready=bool(workers) and not self.paused,
+            ready=not self._why_not_ready(),
             reason=self._why_not_ready(),
             workers=[worker.status() for worker in everyone],
             waiting=len(self.waiting) + self.oneshot.waiting,
@@ -290,6 +305,8 @@ class Scheduler:
             vector_width=placement.hidden_size(pooling),
             labels=next((worker.hello.labels for worker in pooling if worker.hello.labels), []),
             images=min((worker.hello.images for worker in placement.doing(GENERATE, everyone)), default=NO_IMAGES),
+            adapters=self.adapters.status(),
+            takes_adapters=any(worker.adapters.takes_any for worker in everyone),
         )
 
     # Commands of operators
@@ -308,6 +325,8 @@ class Scheduler:
     def _why_not_ready(self) -> str:
         if not self.workers:
             return "no model worker is ready yet"
+        if self.adapters.starting:
+            return "the adapters of the setting lora are being loaded"
         return "generation is paused; POST /continue_generation resumes it" if self.paused else ""
 
     def _refusal(self, submit: Submit) -> RequestError | None:
@@ -316,6 +335,10 @@ class Scheduler:
         full = self.limits.refusal(len(waiting), waiting.tokens, len(submit.text.tokens), open_of_tenant)
         if full is not None and not submit.again:
             return RequestError(ErrorCode.OVERLOADED, full)
+        context = submit.text
+        if context.adapter and self.adapters.find(context) is None:
+            text = f"the adapter {context.adapter!r} was unloaded, or has another content now: ask again"
+            return RequestError(ErrorCode.INVALID, text)
         # Requests also wait while a worker restarts. Whether they fit is checked when it is there.
         workers = self.workers.values()
         if not workers:

@@ -70,6 +70,7 @@ class Health:
             if now - self._replica_heard.get(identity, now) > REPLICA_SILENCE_SECONDS:
                 self.drop_replica(identity, f"was silent for {REPLICA_SILENCE_SECONDS:.0f} s")
         self.scheduler.sessions.forget_idle()
+        self.scheduler.adapters.sweep()
         # A peer that only asked something is no replica, and sends no goodbye.
         self._replica_heard = {name: at for name, at in self._replica_heard.items() if name in self.scheduler.replicas}
         self._check_workers(now)
@@ -130,6 +131,9 @@ class Health:
         encoding = worker.images.lateness()
         if encoding is not None:
             return f"stalled: an image has taken {encoding:.0f} s"
+        reading = worker.adapters.lateness()
+        if reading is not None:
+            return f"stalled: an adapter has taken {reading:.0f} s"
         silent = now - self._worker_heard.get(index, now)
         if not worker.computing and silent > WORKER_SILENCE_SECONDS:
             return f"was silent for {silent:.1f} s"

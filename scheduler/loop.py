@@ -11,14 +11,19 @@ import zmq
 
 from interfaces import (
     Action,
+    AdapterFailed,
+    AdapterLoaded,
+    AdapterOrder,
     Batch,
     BatchResult,
     Cancel,
     Detach,
+    DropAdapter,
     Goodbye,
     Hello,
     Inquiry,
     InquiryAnswer,
+    LoadAdapter,
     Order,
     OrderAnswer,
     Ready,
@@ -42,6 +47,8 @@ from shared.endpoints import RunDirectory, is_local_worker
 from shared.sockets import bind_router, readable, receive_from, send_to
 
 log = logging.getLogger(__name__)
+
+ToWorker = Step | Batch | LoadAdapter | DropAdapter
 
 # Messages taken from one socket before the other socket and the steps are served.
 MESSAGES_PER_ITERATION = 256
@@ -136,6 +143,9 @@ class Loop:
             case SessionOrder():
                 answer = self.scheduler.sessions.obey(message, self.scheduler.incarnation)
                 send_to(self._api, identity, answer)
+            case AdapterOrder():
+                self.scheduler.adapters.obey(identity, message)
+                self.health.check_soon()
             case Hello():
                 self._register_replica(identity, message)
             case Goodbye():
@@ -196,12 +206,25 @@ class Loop:
                 if known is not None and known.hello.epoch == message.epoch:
                     self.health.worker_heard(message.index)
                     self.scheduler.images_ready(message)
+            case AdapterLoaded() | AdapterFailed():
+                self._hear_of_adapter(message)
             case WorkerHello():
                 self._register_worker(identity, message)
             case WorkerGoodbye():
                 self.health.lose_worker(message.index, message.epoch, "said goodbye", blamed=False)
             case _:
                 raise WireError(f"a worker may not send {type(message).__name__}")
+
+    def _hear_of_adapter(self, message: AdapterLoaded | AdapterFailed) -> None:
+        known = self.scheduler.workers.get(message.index)
+        if known is None or known.hello.epoch != message.epoch:
+            return
+        self.health.worker_heard(message.index)
+        if isinstance(message, AdapterLoaded):
+            self.scheduler.adapters.loaded(message)
+        else:
+            self.scheduler.adapters.failed(message)
+        self.health.check_soon()
 
     def _register_worker(self, identity: bytes, hello: WorkerHello) -> None:
         if self.scheduler.is_fenced(hello):
@@ -232,27 +255,41 @@ class Loop:
             for index, sent in work:
                 if not send_to(self._workers, self._worker_identity[index], sent):
                     # The worker did not get it, so it cannot be the reason.
-                    what = f"step {sent.step}" if isinstance(sent, Step) else f"batch {sent.number}"
-                    self.health.lose_worker(index, sent.epoch, f"does not take {what}", blamed=False)
+                    self.health.lose_worker(index, sent.epoch, f"does not take {_named(sent)}", blamed=False)
 
-    def _next_work(self) -> list[tuple[int, Step | Batch]]:
-        work: list[tuple[int, Step | Batch]] = []
+    def _next_work(self) -> list[tuple[int, ToWorker]]:
+        work: list[tuple[int, ToWorker]] = []
         work += self.scheduler.next_batches()
         work += self.scheduler.next_steps()
-        return work
+        # A step comes after the message about an adapter that its rows need.
+        return [*self.scheduler.adapters.take_messages(), *work]
 
     def _send_results(self) -> None:
         # In the order in which they are numbered.
         for identity, results in [*self.scheduler.take_vectors(), *self.scheduler.take_results()]:
             if not send_to(self._api, identity, results):
                 self.health.drop_replica(identity, "does not take results")
+        for identity, answer in self.scheduler.adapters.take_answers():
+            send_to(self._api, identity, answer)
 
     def _check_health(self) -> None:
         if not self.health.due():
             return
         phases.beat()
+        if self.scheduler.adapters.fatal:
+            phases.fatal(self.scheduler.adapters.fatal)
+            raise SystemExit(self.scheduler.adapters.fatal)
         self.health.check()
         status = self.scheduler.status()
         for identity in list(self.scheduler.replicas):
             if not send_to(self._api, identity, status):
                 self.health.drop_replica(identity, "is gone")
+
+
+def _named(sent: ToWorker) -> str:
+    match sent:
+        case Step():
+            return f"step {sent.step}"
+        case Batch():
+            return f"batch {sent.number}"
+    return f"a message about adapter {sent.handle}"

@@ -35,6 +35,8 @@ class OpenRequests:
         self.request_log = RequestLog()
         self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
         self._open: Counter[str] = Counter()
+        # Number of open requests by the handle of their adapter; the only count of its users.
+        self.adapter_users: Counter[int] = Counter()
 
     @property
     def running(self) -> int:
@@ -66,9 +68,13 @@ class OpenRequests:
         """Put a new request into the queue."""
         self.replicas.register(sequence.replica).sequences[sequence.handle] = sequence
         again = f", {sequence.emitted} of them generated before" if sequence.emitted else ""
-        self.record(sequence, f"queued with {len(sequence.tokens)} tokens{again}; {len(self.waiting)} wait before it")
+        adapted = f", for the {sequence.adapter}" if sequence.adapter is not None else ""
+        story = f"queued with {len(sequence.tokens)} tokens{again}{adapted}; {len(self.waiting)} wait before it"
+        self.record(sequence, story)
         self.waiting.add(sequence)
         self.opened(sequence.scheduling.tenant)
+        if sequence.adapter is not None:
+            self.adapter_users[sequence.adapter.handle] += 1
         self.deadlines.watch(sequence)
         self.streams.add(sequence)
 
@@ -147,3 +153,5 @@ class OpenRequests:
         self.deadlines.forget(sequence)
         self.waiting.charge(sequence, sequence.emitted)
         self.closed(sequence.scheduling.tenant)
+        if sequence.adapter is not None:
+            self.adapter_users[sequence.adapter.handle] -= 1

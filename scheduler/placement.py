@@ -105,9 +105,15 @@ def place(requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
         return True
     quarantine = requests.quarantine
     isolated = quarantine.is_isolated(sequence)
+    error = adapter_problem(sequence, workers)
+    if error is not None:
+        requests.refuse_queued(sequence, error)
+        return True
     replica = requests.replicas.number_of(sequence)
     for worker in order(workers, sequence):
         if quarantine.any_isolated(worker.rows.sequences) or (isolated and worker.rows.running):
+            continue
+        if sequence.adapter is not None and worker.adapters.problem(sequence.adapter):
             continue
         if worker.place(sequence, replica, limit, spare=worker.rows.running):
             _record_placement(requests, worker, sequence, isolated)
@@ -115,11 +121,20 @@ def place(requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
     return False
 
 
+def adapter_problem(sequence: Sequence, workers: Iterable[Worker]) -> RequestError | None:
+    """Why no worker can run a sequence with its adapter, or None."""
+    if sequence.adapter is None:
+        return None
+    problems = [worker.adapters.problem(sequence.adapter) for worker in doing(GENERATE, workers)]
+    return RequestError(ErrorCode.FAILED, problems[0]) if problems and all(problems) else None
+
+
 def _record_placement(requests: OpenRequests, worker: Worker, sequence: Sequence, isolated: bool) -> None:
     sequence.admitted = True
     cached = int(worker.rows.num_computed_tokens[sequence.row])
     requests.waiting.charge(sequence, len(sequence.tokens) - cached)
     alone = ", alone: two workers crashed with it" if isolated else ""
+    alone += "; it waits until its adapter is read" if worker.rows.awaits_adapter[sequence.row] else ""
     requests.record(
         sequence,
         f"admitted to worker {worker.hello.index} (epoch {worker.hello.epoch}), row {sequence.row}; "

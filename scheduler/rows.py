@@ -34,6 +34,8 @@ class RowTable:
         self.limit = np.zeros(max_rows, np.int32)
         # Tokens from this index on wait for an image that the worker encodes.
         self.upto = np.full(max_rows, ALL_TOKENS, np.int32)
+        # Whether the row waits until the worker has read its adapter.
+        self.awaits_adapter = np.zeros(max_rows, bool)
         # Number of the step that the row joined with; 0 before it.
         self.joined = np.zeros(max_rows, np.int64)
         self.order = np.zeros(max_rows, np.int64)
@@ -71,10 +73,10 @@ class RowTable:
     def runnable(self) -> NDArray[np.int32]:
         """Rows with tokens left to compute, ascending.
 
-        A row whose last allowed token is in flight has none, nor has one that waits for an image.
+        A row whose last allowed token is in flight has none, nor has one that waits for an image or an adapter.
         """
         unfinished = (self.num_computed_tokens < self.num_tokens) & (self.num_tokens < self.limit)
-        unfinished &= self.num_computed_tokens < self.upto
+        unfinished &= (self.num_computed_tokens < self.upto) & ~self.awaits_adapter
         return np.flatnonzero(self.in_use & unfinished).astype(np.int32)
 
     def sequence(self, row: int) -> Sequence:
@@ -96,6 +98,7 @@ class RowTable:
         self.ahead[row] = 0
         self.limit[row] = limit
         self.upto[row] = ALL_TOKENS
+        self.awaits_adapter[row] = False
         self.joined[row] = 0
         self.order[row] = sequence.order
         self.num_blocks[row] = len(sequence.blocks)

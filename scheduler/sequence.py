@@ -18,6 +18,7 @@ from interfaces import (
     TextContext,
     TokenBuffer,
 )
+from scheduler.adapter import Adapter
 from scheduler.prefix_cache import extend_hashes
 
 
@@ -56,6 +57,8 @@ class Sequence:
     next_report: int = 0
     # First token whose hidden state the client waits for, if it wants them.
     next_hidden: int = 0
+    # None: the base model.
+    adapter: Adapter | None = None
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int, clock: Callable[[], float] = time.monotonic) -> Sequence:
@@ -121,6 +124,14 @@ class Sequence:
         """Digests of all full blocks of the tokens known now."""
         hashes = self.hashes.setdefault(block_size, [])
         if len(self.tokens) // block_size > len(hashes):
-            salt = self.context.cache_salt + ("\0deterministic" if self.scheduling.deterministic else "")
-            extend_hashes(hashes, self.tokens.all, block_size, salt, self.images)
+            extend_hashes(hashes, self.tokens.all, block_size, self._salt(), self.images)
         return hashes
+
+    def _salt(self) -> str:
+        """Everything beside tokens and images that shapes hidden states, then the client's own salt.
+
+        The first part has no NUL, so no client's salt can make it up.
+        """
+        deterministic = "deterministic" if self.scheduling.deterministic else ""
+        adapter = f"lora:{self.adapter.digest}" if self.adapter is not None else ""
+        return f"{deterministic}{adapter}\0{self.context.cache_salt}"

@@ -17,6 +17,7 @@ from scheduler.prefill_budget import PrefillBudget
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
 from scheduler.step_deadline import StepDeadline
+from scheduler.worker_adapters import WorkerAdapters
 
 # Tokens in each piece of a deterministic prompt, rounded up to whole blocks.
 FIXED_TOKENS = 64
@@ -43,6 +44,7 @@ class Worker:
         # Whether it computes texts in one pass.
         self.pools = any(task != GENERATE for task in hello.tasks)
         self.images = ImageRows(self.rows, hello.images, clock)
+        self.adapters = WorkerAdapters(hello.adapter_memory, self.rows, clock)
         self.dropped: list[int] = []
         self.joined: list[Sequence] = []
         self.new_blocks: list[tuple[int, int, int]] = []
@@ -58,11 +60,13 @@ class Worker:
         return -(-FIXED_TOKENS // self.block_size) * self.block_size
 
     def place(self, sequence: Sequence, replica: int, limit: int, spare: int) -> bool:
-        """Give a waiting sequence a row and the blocks of all its tokens. False if there is no room.
+        """Give a waiting sequence a row, the blocks of all its tokens, and its adapter. False if there is no room.
 
         `spare` blocks are kept for the growth of the sequences that run already.
         """
         if self.rows.full:
+            return False
+        if sequence.adapter is not None and not self.adapters.has_room(sequence.adapter):
             return False
         needed = -(-(len(sequence.tokens) + 1) // self.block_size)
         shared = self._match(sequence)
@@ -78,6 +82,7 @@ class Worker:
         sequence.tokens.set_window(cached, len(sequence.tokens), len(sequence.tokens))
         row = self.rows.take(sequence, replica, limit, cached)
         self.images.placed(sequence, cached)
+        self.adapters.placed(sequence)
         self.joined.append(sequence)
         self.new_blocks += [(row, index, block) for index, block in enumerate(sequence.blocks)]
         return True
@@ -175,6 +180,7 @@ class Worker:
         self.in_flight.grant_grace()
         self.batches.grant_grace()
         self.images.grant_grace()
+        self.adapters.grant_grace()
 
     def describe(self) -> str:
         """The worker and what it computes, for the log."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 # sun_path of a Unix socket holds 108 bytes with its terminator (unix(7)).
 _LONGEST_SOCKET_PATH = 107
+# Name of the folder of adapters that came over HTTP.
+UPLOADS = "uploaded_adapters"
 
 
 _LOCAL_WORKER = b"worker:"
@@ -61,6 +63,16 @@ class RunDirectory:
     def image_key_file(self) -> Path:
         """The secret with which API processes make the hashes of images."""
         return self.path / "image.key"
+
+    @property
+    def adapters_file(self) -> Path:
+        """The adapters that were loaded; the scheduler writes it, and reads it when it was restarted."""
+        return self.path / "adapters.json"
+
+    @property
+    def uploaded_adapters(self) -> Path:
+        """The folder of adapters that came over HTTP; API processes write them, and the scheduler removes them."""
+        return self.path / UPLOADS
 
     @property
     def deaths_file(self) -> Path:

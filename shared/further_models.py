@@ -25,6 +25,7 @@ def _settings(settings: Settings, name: str, model: str) -> Settings:
         model=model,
         served_model_name=name,
         also="",
+        lora="",
         task="auto",
         quantization="none",
         max_model_len=None,

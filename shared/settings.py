@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared.adapter_paths import named_paths
 from shared.fetch_hosts import FetchHosts
 from shared.logs import FORMATS
+from shared.setting_forms import are_devices, are_models, are_origins, entries, is_tcp
 
 
 class SettingsError(ValueError):
@@ -149,6 +151,24 @@ class Settings:
         "chooses; they have the defaults of task, quantization, lengths, parsers and processors, which are the first "
         "model's",
     )
+    lora: str = _setting(
+        "model",
+        "",
+        "adapters to start with: NAME=FOLDER, with commas or the flag once for each; a request's `model` chooses "
+        "(docs/adapters.md)",
+    )
+    lora_dirs: str = _setting(
+        "access",
+        "",
+        "folders below which operators may load adapters into the running server, with commas or the flag once for "
+        "each; none: no adapter is loaded by its path",
+    )
+    lora_memory: str = _setting(
+        "capacity",
+        "auto",
+        "memory of each worker for adapters; others leave it when one is wanted and no request uses them; auto: a "
+        "sixteenth of what is free, on a GPU a quarter of what the KV cache leaves",
+    )
     tool_parser: str = _setting(
         "model",
         "auto",
@@ -259,20 +279,22 @@ class Settings:
         least = self.max_image_tokens
         _check(least is None or least >= 16, "max_image_tokens", least, "at least 16")
         _check(
-            all(re.fullmatch(r"(\w+=)?[\w.]+:\w+", entry) for entry in _entries(self.logit_processors)),
+            all(re.fullmatch(r"(\w+=)?[\w.]+:\w+", entry) for entry in entries(self.logit_processors)),
             "logit_processors",
             self.logit_processors,
             "a list of MODULE:CLASS or NAME=MODULE:CLASS",
         )
-        _check(_are_models(self.also, self.public_model_name), "also", self.also, _FURTHER_MODELS)
+        parse_memory(self.lora_memory, "lora_memory")
+        _check_adapters(self)
+        _check(are_models(self.also, self.public_model_name), "also", self.also, _FURTHER_MODELS)
         _check_hosts(self.fetch_hosts)
         origins = "auto, none, *, or a list of SCHEME://HOST or SCHEME://HOST:PORT without a path"
-        _check(_are_origins(self.cors_origins), "cors_origins", self.cors_origins, origins)
+        _check(are_origins(self.cors_origins), "cors_origins", self.cors_origins, origins)
         has_keys = self.api_key or self.api_key_file
         _check(bool(has_keys) or not self.private_metrics, "private_metrics", True, "used with api_key or api_key_file")
         endpoint = self.worker_endpoint
-        _check(not endpoint or _is_tcp(endpoint), "worker_endpoint", endpoint, "tcp://ADDRESS:PORT")
-        _check(_are_devices(self.devices), "devices", self.devices, "auto, or a list of cpu and cuda:N")
+        _check(not endpoint or is_tcp(endpoint), "worker_endpoint", endpoint, "tcp://ADDRESS:PORT")
+        _check(are_devices(self.devices), "devices", self.devices, "auto, or a list of cpu and cuda:N")
 
     @property
     def public_model_name(self) -> str:
@@ -286,9 +308,14 @@ class Settings:
         return {name.strip(): model.strip() for name, _, model in pairs}
 
     @property
+    def adapter_paths(self) -> dict[str, str]:
+        """Folders of the adapters that the server starts with, by name."""
+        return named_paths(self.lora)
+
+    @property
     def processor_paths(self) -> dict[str, str]:
         """Import paths of the allowed logits processors, by the name that clients use."""
-        pairs = (entry.rpartition("=") for entry in _entries(self.logit_processors))
+        pairs = (entry.rpartition("=") for entry in entries(self.logit_processors))
         return {name or path: path for name, _, path in pairs}
 
     @property
@@ -330,28 +357,13 @@ def types_of(name: str) -> tuple[type, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
-def _are_models(text: str, first: str) -> bool:
-    entries = [entry for entry in text.split(",") if entry]
-    names = [entry.partition("=")[0].strip() for entry in entries]
-    return len({first, *names}) == 1 + len(names) and all(re.fullmatch(r" *[\w./-]+ *=.*\S.*", e) for e in entries)
-
-
-def _entries(text: str) -> list[str]:
-    return [entry for entry in text.replace(" ", "").split(",") if entry]
-
-
-def _is_tcp(text: str) -> bool:
-    return re.fullmatch(r"tcp://(\*|[\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", text, re.ASCII) is not None
-
-
-def _are_origins(text: str) -> bool:
-    """Whether these are origins as browsers send them; `null` is the origin of pages without an address."""
-    origin = r"null|[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+"
-    return text in ("auto", "none", "*") or all(re.fullmatch(origin, part.strip()) for part in text.split(","))
-
-
-def _are_devices(text: str) -> bool:
-    return text == "auto" or all(re.fullmatch(r"cpu|cuda:[0-9]+", device) for device in text.split(","))
+def _check_adapters(settings: Settings) -> None:
+    try:
+        names = settings.adapter_paths
+    except ValueError as error:
+        raise SettingsError(f"lora must be {error}") from None
+    taken = {settings.public_model_name, *settings.further_models} & names.keys()
+    _check(not taken, "lora", ", ".join(sorted(taken)), "names that no model has")
 
 
 def _check_hosts(text: str) -> None:

@@ -27,10 +27,11 @@ class AdapterState:
 class AdapterStatus:
     """An adapter that the scheduler has.
 
-    `digest` names its content, `size` is its memory in bytes on a worker, `requests` counts the open ones that use it,
-    and `workers` those that hold it in memory now.
+    `handle` tells it from others of the same name. `digest` names its content, `size` is its memory in bytes on a
+    worker, `requests` counts the open ones that use it, and `workers` those that hold it in memory now.
     """
 
+    handle: int
     name: str
     path: str
     digest: str
@@ -110,14 +111,13 @@ class AdapterOrder:
     answer.
 
     `replace`: an adapter of this name makes room for the new one; without it the name must be free. A `pinned` one
-    stays in the workers' memory. `size` is a first estimate of that memory in bytes.
+    stays in the workers' memory.
     """
 
     number: int
     request: LoRARequest
     pinned: bool = False
     replace: bool = False
-    size: int = 0
 
 
 @message(29)

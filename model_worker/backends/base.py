@@ -77,6 +77,7 @@ class Backend(ABC):
     def load_adapter(self, handle: int, path: str) -> AdapterFacts:
         """Read the adapter in the folder `path`, and keep it for passes under `handle`, which is at least 1.
 
+        It takes the place of one that had the handle, which no pass uses.
         Runs in a thread of its own, beside passes. Raises FileNotFoundError where there is no adapter, and ValueError
         or OSError, with the reason and the remedy, for one that cannot be used; nothing of it is kept then.
         """

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import Step, StepResult
+from model_worker.adapter_loads import AdapterLoads
 from model_worker.backends.base import Backend
 from model_worker.batch import ForwardBatch
 from model_worker.execution.flight import InFlight, Pending
@@ -66,6 +67,8 @@ class RunningRows:
         self.images = rows.images = images
         # Encodes the images of rows beside the steps; None: a step that joins a row does.
         self.encoding: EncodeQueue | None = None
+        # Reads adapters beside the steps; None: the model takes none.
+        self.adapters: AdapterLoads | None = None
         self.gives_hidden_states = gives_hidden_states
         # Rows that share no forward pass.
         self.isolated: set[int] = set()

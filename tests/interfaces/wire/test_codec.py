@@ -191,7 +191,7 @@ reports = st.none() | st.builds(
     values=column(np.float32),
 )
 worker_status = st.builds(WorkerStatus, text, i31, i31, i31, i31, i31, i31, i31, st.floats(0, 1e6))
-adapters = st.lists(st.builds(AdapterStatus, text, text, text, i31, i31, st.booleans(), i31, i31, i31), max_size=2)
+adapters = st.lists(st.builds(AdapterStatus, i31, text, text, text, i31, i31, st.booleans(), i31, i31, i31), max_size=2)
 adapter_orders = st.builds(LoRARequest, st.sampled_from(LoRAOperation), text, st.none() | text)
 adapter_statuses = st.sampled_from(LoRAStatus)
 statuses = st.builds(
@@ -248,7 +248,7 @@ messages = st.one_of(
     st.builds(OrderAnswer, i31, i31, text, i31),
     st.builds(SessionOrder, i31, i31, text, text, text, st.booleans(), st.floats(0, 1e6), column(np.int32), i31),
     st.builds(SessionAnswer, i31, i31, text, column(np.int32), i31),
-    st.builds(AdapterOrder, i31, adapter_orders, st.booleans(), st.booleans(), i31),
+    st.builds(AdapterOrder, i31, adapter_orders, st.booleans(), st.booleans()),
     st.builds(AdapterAnswer, i31, i31, adapter_statuses, text, i31, adapters),
     st.builds(LoadAdapter, i31, i31, i31, text, text),
     st.builds(DropAdapter, i31, i31, i31),

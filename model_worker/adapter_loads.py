@@ -1,0 +1,147 @@
+"""Reads adapters in a thread of its own, while steps go on, and frees them.
+
+Inside of a step an adapter would make all rows wait for its files. One is read at a time, in the order of the
+scheduler's messages. All methods but the thread's own are for the thread that runs the steps; results go from one to
+the other through a queue, and a socket wakes the receiver. Knows handles, paths and digests. Does not know what an
+adapter consists of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections import deque
+from queue import SimpleQueue
+from threading import Thread
+from typing import NamedTuple
+
+import torch
+
+from interfaces import AdapterFailed, AdapterLoaded, DropAdapter, LoadAdapter
+from model_worker.backends.base import AdapterFacts, Backend
+from shared.resources import free_memory
+
+log = logging.getLogger(__name__)
+
+# Share of free memory for adapters. A GPU's free memory is what the KV cache has left.
+_CPU_SHARE = 1 / 16
+_CUDA_SHARE = 1 / 4
+
+
+def default_adapter_memory(device: torch.device) -> int:
+    """Return the bytes for adapters when the user names none. Call it after the KV cache is made."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+    return int(free_memory() * _CPU_SHARE)
+
+
+class _Done(NamedTuple):
+    order: LoadAdapter
+    facts: AdapterFacts | None
+    error: Exception | None
+
+
+class AdapterLoads:
+    """The adapters of a backend, which may take `memory` bytes together."""
+
+    def __init__(self, backend: Backend, epoch: int, index: int, memory: int) -> None:
+        """`epoch` and `index` are the worker's."""
+        self._backend = backend
+        self._epoch = epoch
+        self._index = index
+        self.memory = memory
+        self._orders: SimpleQueue[LoadAdapter] = SimpleQueue()
+        self._done: deque[_Done] = deque()
+        # Wanted by the scheduler of this incarnation, read or not.
+        self._wanted: dict[int, LoadAdapter] = {}
+        self._loaded: set[int] = set()
+        self._incarnation: int | None = None
+        self._thread: Thread | None = None
+        self._receiver, self._sender = socket.socketpair()
+        for end in (self._receiver, self._sender):
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        """Becomes readable when `take` has something."""
+        return self._receiver.fileno()
+
+    def obey(self, message: LoadAdapter | DropAdapter) -> None:
+        """Begin to load an adapter, or free one. No pass is in flight."""
+        if message.incarnation != self._incarnation:
+            # A new scheduler knows nothing of the adapters of the old one.
+            self._incarnation = message.incarnation
+            for handle in list(self._wanted):
+                self._drop(handle)
+        if isinstance(message, DropAdapter):
+            self._drop(message.handle)
+            return
+        self._wanted[message.handle] = message
+        if self._thread is None:
+            self._thread = Thread(target=self._read_all, name="adapters", daemon=True)
+            self._thread.start()
+        self._orders.put(message)
+
+    def take(self) -> list[AdapterLoaded | AdapterFailed]:
+        """The answers to orders that were carried out since the last call."""
+        with contextlib.suppress(BlockingIOError):
+            self._receiver.recv(4096)
+        answers = []
+        while self._done:
+            done = self._done.popleft()
+            if self._wanted.get(done.order.handle) is done.order:
+                answers.append(self._answer(done))
+            elif done.facts is not None and done.order.handle not in self._wanted:
+                # Otherwise a later order for the same handle replaces it.
+                self._backend.drop_adapter(done.order.handle)
+        return answers
+
+    def _answer(self, done: _Done) -> AdapterLoaded | AdapterFailed:
+        order = done.order
+        facts = done.facts
+        whose = order.incarnation, self._epoch, self._index, order.handle
+        if facts is None:
+            del self._wanted[order.handle]
+            return AdapterFailed(*whose, "", _reason(done), isinstance(done.error, FileNotFoundError))
+        problem = ""
+        if order.digest and facts.digest != order.digest:
+            problem = f"the files in {order.path} have another content than before"
+        elif facts.size > self.memory:
+            problem = f"it takes {facts.size} bytes, and adapters may take {self.memory}: raise lora_memory"
+        if problem:
+            del self._wanted[order.handle]
+            self._backend.drop_adapter(order.handle)
+            return AdapterFailed(*whose, facts.digest, problem)
+        self._loaded.add(order.handle)
+        return AdapterLoaded(*whose, facts.digest, facts.rank, facts.size)
+
+    def _drop(self, handle: int) -> None:
+        """Free an adapter, or forget one that is not read yet: `take` frees that."""
+        if self._wanted.pop(handle, None) is not None and handle in self._loaded:
+            self._loaded.remove(handle)
+            self._backend.drop_adapter(handle)
+
+    def _read_all(self) -> None:
+        # The cores are for steps.
+        torch.set_num_threads(1)
+        while True:
+            order = self._orders.get()
+            facts = None
+            error: Exception | None = None
+            if self._wanted.get(order.handle) is order:
+                try:
+                    facts = self._backend.load_adapter(order.handle, order.path)
+                except Exception as caught:  # the adapter fails, and not the worker
+                    error = caught
+            self._done.append(_Done(order, facts, error))
+            with contextlib.suppress(BlockingIOError):
+                self._sender.send(b"\0")
+
+
+def _reason(done: _Done) -> str:
+    """Why an adapter could not be read, in words."""
+    error = done.error
+    if isinstance(error, ValueError | OSError | NotImplementedError | MemoryError):
+        return str(error) or type(error).__name__
+    log.error("adapter %s could not be read by an error of ours", done.order.path, exc_info=error)
+    return f"the model worker's log has the reason ({type(error).__name__})"

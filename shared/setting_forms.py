@@ -1,0 +1,32 @@
+"""The forms that texts of settings may have: lists of models, devices and origins, and endpoints.
+
+Knows texts. Does not know settings, nor whether what a text names is there.
+"""
+
+from __future__ import annotations
+
+import re
+
+
+def are_models(text: str, first: str) -> bool:
+    entries = [entry for entry in text.split(",") if entry]
+    names = [entry.partition("=")[0].strip() for entry in entries]
+    return len({first, *names}) == 1 + len(names) and all(re.fullmatch(r" *[\w./-]+ *=.*\S.*", e) for e in entries)
+
+
+def entries(text: str) -> list[str]:
+    return [entry for entry in text.replace(" ", "").split(",") if entry]
+
+
+def is_tcp(text: str) -> bool:
+    return re.fullmatch(r"tcp://(\*|[\w.-]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}", text, re.ASCII) is not None
+
+
+def are_origins(text: str) -> bool:
+    """Whether these are origins as browsers send them; `null` is the origin of pages without an address."""
+    origin = r"null|[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+"
+    return text in ("auto", "none", "*") or all(re.fullmatch(origin, part.strip()) for part in text.split(","))
+
+
+def are_devices(text: str) -> bool:
+    return text == "auto" or all(re.fullmatch(r"cpu|cuda:[0-9]+", device) for device in text.split(","))
