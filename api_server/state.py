@@ -29,7 +29,7 @@ from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK, PooledModel
 from api_server.text.sealed_text import Seal
 from api_server.text.text_batches import BatchTokenizer
 from api_server.text.tokenizer import Tokenizer
-from interfaces import NO_IMAGES
+from interfaces import NO_IMAGES, AdapterState, AdapterStatus
 from shared import process_table
 from shared.access_keys import AccessKeys
 from shared.addresses import only_loopback
@@ -64,6 +64,8 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     # The supervisor's file of silent processes; None without a supervisor.
     processes_file: Path | None = None
+    # The folder for adapters that come over HTTP; None without a supervisor.
+    uploaded_adapters: Path | None = None
     # Makes the hashes of images; the same in all API processes of a server, and no client knows it.
     image_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     bodies: Bodies = field(default_factory=Bodies)
@@ -103,11 +105,25 @@ class ServerState:
             able = (state for state in self.models if pools in (None, state.pooled_model is not None))
             return next(able, self)
         for state in self.models:
-            if name in (state.model_name, state.settings.model):
+            if name in (state.model_name, state.settings.model) or state.adapter_of(name) is not None:
                 return state
         if isinstance(name, str):
             self.check_model(name)
         return self
+
+    @property
+    def adapters(self) -> dict[str, AdapterStatus]:
+        """The adapters of this model that take requests, by name."""
+        status = self.engine.status
+        everyone = [] if status is None else status.adapters
+        return {adapter.name: adapter for adapter in everyone if adapter.state == AdapterState.READY}
+
+    def adapter_of(self, model: object) -> str | None:
+        """The adapter that a request's `model` names, as NAME or as MODEL:NAME; None if it names none."""
+        if not isinstance(model, str) or model in (*_ANY_MODEL, self.model_name, self.settings.model):
+            return None
+        names = [model, *(model.removeprefix(f"{own}:") for own in (self.model_name, self.settings.model))]
+        return next((name for name in names if name in self.adapters), None)
 
     @property
     def health(self) -> Health:
@@ -202,9 +218,9 @@ class ServerState:
 
     def check_model(self, name: str) -> None:
         """Raises RequestFailed(MODEL_NOT_FOUND) unless `name` means the served model."""
-        if name in _ANY_MODEL or name in (self.model_name, self.settings.model):
+        if name in _ANY_MODEL or name in (self.model_name, self.settings.model) or self.adapter_of(name) is not None:
             return
-        names = ", ".join(repr(state.model_name) for state in self.models)
+        names = ", ".join(repr(name) for state in self.models for name in (state.model_name, *state.adapters))
         raise RequestFailed(
             ErrorKind.MODEL_NOT_FOUND,
             f"the model {name[:100]!r} does not exist; this server has {names}",

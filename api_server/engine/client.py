@@ -22,7 +22,7 @@ from api_server.engine.health import STALL_SECONDS, Health, judge, steps
 from api_server.engine.model_facts import ModelFacts
 from api_server.engine.open_request import OpenRequest
 from api_server.engine.pooling import PooledSubmission, wrong_task
-from api_server.engine.questions import Questions
+from api_server.engine.questions import Answer, Questions
 from api_server.engine.submission import Inbox, Submission
 from interfaces import (
     GENERATE,
@@ -32,16 +32,12 @@ from interfaces import (
     ErrorCode,
     Goodbye,
     Hello,
-    Order,
-    OrderAnswer,
     PooledValues,
     PoolingContext,
     RequestError,
     Results,
     SchedulingOptions,
     Segments,
-    SessionAnswer,
-    SessionOrder,
     Status,
     TextContext,
     Unknown,
@@ -91,7 +87,7 @@ class EngineClient:
         self._moved = -math.inf
         self._was_ready = False
         self._hello: asyncio.TimerHandle | None = None
-        self._questions = Questions(self._send)
+        self.questions = Questions(self._send)
 
     def start(self) -> None:
         """Connects; the first Status arrives once the scheduler has seen the Hello."""
@@ -191,19 +187,6 @@ class EngineClient:
         handles = [s.handle for s in submissions if self._forget(s)]
         if handles:
             self._send(message(np.array(handles, np.int32)))
-
-    async def order(self, action: int, request_ids: Sequence[str] = ()) -> OrderAnswer:
-        """Sends an operator's order (`Action`). Its updates for this replica are handled before its answer.
-
-        TimeoutError when the scheduler does not answer.
-        """
-        answer: OrderAnswer = await self._questions.ask(lambda number: Order(number, action, list(request_ids)))
-        return answer
-
-    async def session(self, action: int, session: str, **fields: Any) -> SessionAnswer:
-        """Sends an action on a session (`SessionAction`). TimeoutError when the scheduler does not answer."""
-        answer: SessionAnswer = await self._questions.ask(lambda n: SessionOrder(n, action, session, **fields))
-        return answer
 
     @property
     def moves(self) -> bool:
@@ -305,7 +288,7 @@ class EngineClient:
         self._loop.call_soon(self._receive)
 
     def _handle(self, message: Any) -> None:
-        if not isinstance(message, Results | Vectors | Unknown | Status | OrderAnswer | SessionAnswer):
+        if not isinstance(message, Results | Vectors | Unknown | Status | Answer):
             log.error("dropped a %s: the scheduler does not send it to API processes", type(message).__name__)
             return
         if not self._is_current(message.incarnation):
@@ -317,8 +300,8 @@ class EngineClient:
             self._take_vectors(message)
         elif isinstance(message, Unknown):
             self._submit_unknown(message)
-        elif isinstance(message, OrderAnswer | SessionAnswer):
-            self._questions.answered(message)
+        elif isinstance(message, Answer):
+            self.questions.answered(message)
         else:
             if self.status is not None and steps(message) > steps(self.status):
                 self._moved = self._heard
@@ -333,6 +316,7 @@ class EngineClient:
             return False
         if self._incarnation is not None:
             self._past.add(self._incarnation)
+            self.questions.give_up("the scheduler restarted before it answered: ask again")
             self._submit_again(list(self._open.values()), "the scheduler restarted", blamed=False)
         self._incarnation = incarnation
         self._last_results = -1

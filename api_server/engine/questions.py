@@ -1,14 +1,26 @@
-"""Questions to the scheduler with one answer each: operators' orders and actions on sessions."""
+"""Questions to the scheduler with one answer each: operators' orders, orders about adapters, actions on sessions."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from interfaces import OrderAnswer, SessionAnswer
+from interfaces import (
+    AdapterAnswer,
+    AdapterOrder,
+    LoRARequest,
+    Order,
+    OrderAnswer,
+    SessionAnswer,
+    SessionOrder,
+)
 
 SECONDS_TO_ANSWER = 10.0
+# A large adapter from a slow disk takes a while, and those before it are loaded first.
+SECONDS_TO_LOAD = 300.0
+
+Answer = OrderAnswer | SessionAnswer | AdapterAnswer
 
 
 class Questions:
@@ -19,7 +31,27 @@ class Questions:
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
 
-    async def ask(self, message: Callable[[int], Any]) -> Any:
+    async def order(self, action: int, request_ids: Sequence[str] = ()) -> OrderAnswer:
+        """Sends an operator's order (`Action`). Its updates for this replica are handled before its answer.
+
+        TimeoutError when the scheduler does not answer.
+        """
+        answer: OrderAnswer = await self._ask(lambda number: Order(number, action, list(request_ids)))
+        return answer
+
+    async def session(self, action: int, session: str, **fields: Any) -> SessionAnswer:
+        """Sends an action on a session (`SessionAction`). TimeoutError when the scheduler does not answer."""
+        answer: SessionAnswer = await self._ask(lambda number: SessionOrder(number, action, session, **fields))
+        return answer
+
+    async def adapter(self, request: LoRARequest, pinned: bool = False, replace: bool = False) -> AdapterAnswer:
+        """Sends an operator's order about an adapter. TimeoutError when the scheduler does not answer."""
+        answer: AdapterAnswer = await self._ask(
+            lambda number: AdapterOrder(number, request, pinned, replace), SECONDS_TO_LOAD
+        )
+        return answer
+
+    async def _ask(self, message: Callable[[int], Any], seconds: float = SECONDS_TO_ANSWER) -> Any:
         """Sends the message made for a fresh number and returns its answer. TimeoutError when none comes."""
         self._last += 1
         number = self._last
@@ -28,12 +60,18 @@ class Questions:
         try:
             if not self._send(message(number)):
                 raise TimeoutError("the scheduler does not read its messages")
-            async with asyncio.timeout(SECONDS_TO_ANSWER):
+            async with asyncio.timeout(seconds):
                 return await answer
         finally:
             del self._open[number]
 
-    def answered(self, message: OrderAnswer | SessionAnswer) -> None:
+    def give_up(self, why: str) -> None:
+        """Fails the open questions: nothing will answer them."""
+        for waiting in self._open.values():
+            if not waiting.done():
+                waiting.set_exception(TimeoutError(why))
+
+    def answered(self, message: Answer) -> None:
         waiting = self._open.get(message.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)

@@ -20,6 +20,7 @@ from api_server.state import ServerState
 from api_server.text.tokenizer import Prompt, Tokenizer
 from interfaces import (
     DUMMY_REQUEST_ID,
+    AdapterStatus,
     Constraint,
     ConstraintKind,
     ImageMetadata,
@@ -43,6 +44,7 @@ class Prepared:
     # The compiled grammar; it begins after the tokens `grammar_begins_after`.
     grammar: str | None = None
     grammar_begins_after: list[int] = field(default_factory=list)
+    adapter: AdapterStatus | None = None
 
     @property
     def only_scores(self) -> bool:
@@ -70,6 +72,8 @@ class Prepared:
             log_probabilities_echo=self.request.echo and self.request.logprobs > 0,
             grammar=self.grammar,
             target_endpoint=self.request.target_endpoint,
+            adapter="" if self.adapter is None else self.adapter.name,
+            adapter_digest="" if self.adapter is None else self.adapter.digest,
         )
         context.set_thinking_region(None, self.grammar_begins_after)
         return context
@@ -101,12 +105,25 @@ async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -
     vocab_size = server.engine.vocab_size
     formats = server.formats
     found = [await prepare_one(server.tokenizer, formats.opened(each), limit, vocab_size) for each in batch]
+    found = [replace(item, adapter=_adapter(server, item.request)) for item in found]
     item_limits.check_total(sum(item.request.n * len(item.prompt.tokens) for item in found), "n")
     compile_constraint = server.constraints.compile
     return [
         await constrained(await _formed(formats, item, compile_constraint), server.tokenizer, compile_constraint)
         for item in found
     ]
+
+
+def _adapter(server: ServerState, request: TextGenerationRequest) -> AdapterStatus | None:
+    """The adapter that a request names. Raises RequestFailed(MODEL_NOT_FOUND)."""
+    if request.lora_name is None:
+        return None
+    adapter = server.adapters.get(request.lora_name)
+    if adapter is None:
+        names = ", ".join(map(repr, server.adapters)) or "none"
+        text = f"the adapter {request.lora_name[:100]!r} does not exist; this server has {names}"
+        raise RequestFailed(ErrorKind.MODEL_NOT_FOUND, text, field="lora_name")
+    return adapter
 
 
 async def _formed(formats: AnswerFormats, item: Prepared, compile_constraint: Compile) -> Prepared:

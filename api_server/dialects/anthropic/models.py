@@ -33,7 +33,7 @@ class ModelPage(BaseModel):
 
 async def list_models(call: Call) -> Response:
     """Lists the models, or those after or before one of them."""
-    found = [_model(state) for state in call.server.models]
+    found = [_model(state, name) for state in call.server.models for name in (state.model_name, *state.adapters)]
     names = [model["id"] for model in found]
     query = QueryParams(call.scope["query_string"])
     after = query.get("after_id", "")
@@ -44,16 +44,16 @@ async def list_models(call: Call) -> Response:
 
 
 async def show_model(call: Call) -> Response:
-    call.server.check_model(call.path_params["model"])
-    return _json(_model(call.server), call)
+    asked = call.path_params["model"]
+    call.server.check_model(asked)
+    return _json(_model(call.server, call.server.adapter_of(asked) or call.server.model_name), call)
 
 
-def _model(server: ServerState) -> dict[str, Any]:
+def _model(server: ServerState, name: str) -> dict[str, Any]:
     created = datetime.fromtimestamp(server.created, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     # The length of the context is unknown until the first worker is there.
     length = server.max_model_len
     lengths = {} if length is None else {"max_input_tokens": length, "max_tokens": length}
-    name = server.model_name
     return {
         "type": "model",
         "id": name,

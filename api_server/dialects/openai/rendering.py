@@ -46,8 +46,9 @@ class Envelope:
         }
 
 
-def envelope(server: ServerState, prefix: str) -> Envelope:
-    return Envelope(prefix, server.model_name, server.fingerprint)
+def envelope(server: ServerState, prefix: str, adapter: str | None = None) -> Envelope:
+    """What stands around all parts of one answer, of the model or of one of its adapters."""
+    return Envelope(prefix, adapter or server.model_name, server.fingerprint)
 
 
 def finish_reason(finish: Finish | None, calls: bool = False) -> str:

@@ -94,6 +94,16 @@ def read(call: Call, model: type[B], refused: Refusals = MappingProxyType({})) -
     return parsed
 
 
+def adapter_of(call: Call, given: TextBody) -> str | None:
+    """The adapter that a body names. Raises RequestFailed for a name that no adapter has."""
+    by_path = given.lora_path if isinstance(given, ExtendedBody) else None
+    if not by_path:
+        return call.server.adapter_of(given.model)
+    if by_path not in call.server.adapters:
+        raise invalid(f"lora_path must name a loaded adapter, got {by_path!r:.100}; see /v1/models", "lora_path")
+    return by_path
+
+
 async def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     """The conversation as one internal request."""
     use = await call.apart(lambda: _tool_use(given))
@@ -209,6 +219,7 @@ def _common(call: Call, given: TextBody, max_tokens: int | None, logprobs: int |
     return {
         "request_id": call.request_id,
         "model_name": call.server.model_name,
+        "lora_name": adapter_of(call, given),
         "sampling": sampling,
         "token_details": logprobs is not None,
         "n": given.n or 1,

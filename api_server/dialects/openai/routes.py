@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Any
 
 import orjson
@@ -60,7 +61,7 @@ def routes() -> list[BaseRoute]:
 
 async def chat_completions(call: Call) -> Response:
     body = await call.apart(lambda: requests.read(call, ChatBody))
-    envelope = rendering.envelope(call.server, "chatcmpl")
+    envelope = rendering.envelope(call.server, "chatcmpl", requests.adapter_of(call, body))
     generation = await generate(call.server, await requests.chat_request(call, body))
     writer = _writer(call, body, body.top_logprobs or 0) if body.logprobs else None
     if body.stream:
@@ -75,7 +76,7 @@ async def chat_completions(call: Call) -> Response:
 
 async def completions(call: Call) -> Response:
     body = await call.apart(lambda: requests.read(call, CompletionBody))
-    envelope = rendering.envelope(call.server, "cmpl")
+    envelope = rendering.envelope(call.server, "cmpl", requests.adapter_of(call, body))
     generation = await generate(call.server, await call.apart(lambda: requests.completion_requests(call, body)))
     echoes = await _echoes(call.server, body, generation)
     writer = None if body.logprobs is None else _writer(call, body, body.logprobs)
@@ -94,12 +95,16 @@ def _writer(call: Call, body: ExtendedBody, most: int) -> LogprobWriter:
 
 
 async def list_models(call: Call) -> Response:
-    return _json({"object": "list", "data": [_model(state) for state in call.server.models]})
+    models = [_model(state) for state in call.server.models]
+    adapters = [_adapter(state, name) for state in call.server.models for name in state.adapters]
+    return _json({"object": "list", "data": [*models, *adapters]})
 
 
 async def show_model(call: Call) -> Response:
-    call.server.check_model(call.path_params["model"])
-    return _json(_model(call.server))
+    name = call.path_params["model"]
+    call.server.check_model(name)
+    adapter = call.server.adapter_of(name)
+    return _json(_model(call.server) if adapter is None else _adapter(call.server, adapter))
 
 
 async def _echoes(server: ServerState, body: CompletionBody, generation: Generation) -> list[Echo]:
@@ -120,9 +125,16 @@ def _model(server: ServerState) -> dict[str, Any]:
         "created": server.created,
         "owned_by": "tokenyard",
         "root": server.model_name,
+        "parent": None,
         "max_model_len": server.max_model_len,
         "task": server.task,
     }
+
+
+def _adapter(server: ServerState, name: str) -> dict[str, Any]:
+    """An adapter, as a model with a parent. Its path is an operator's matter: `root` has the last part."""
+    root = PurePath(server.adapters[name].path).name
+    return _model(server) | {"id": name, "root": root, "parent": server.model_name}
 
 
 def _json(value: dict[str, Any]) -> Response:

@@ -82,6 +82,7 @@ class ExtendedBody(TextBody):
     prompt_logprobs: int | None = Field(
         None, ge=0, le=MOST_LOGPROBS, description="Return the prompt's log probabilities, and so many alternatives"
     )
+    lora_path: str | None = Field(None, description="Name of a loaded adapter, which `model` can name, too")
     return_token_ids: bool | None = Field(None, description="Return token ids of prompt and answer")
     return_tokens_as_token_ids: bool | None = Field(
         None, description='Tokens of log probabilities read "token_id:5", so that none reads like another'
@@ -325,6 +326,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     root: str
+    parent: str | None = Field(None, description="Of an adapter: the model that it adapts")
     max_model_len: int | None
     task: str = Field(description="generate, or what the model makes of texts: embed, rerank, classify...")
 

@@ -118,7 +118,7 @@ async def continue_generation(call: Call) -> Response:
 
 async def _order(call: Call, action: int, rids: Sequence[str] = ()) -> OrderAnswer:
     try:
-        answers = [await state.engine.order(action, rids) for state in call.server.models]
+        answers = [await state.engine.questions.order(action, rids) for state in call.server.models]
         return next((answer for answer in answers if answer.refused), answers[0])
     except TimeoutError as error:
         reason = str(error) or "the scheduler does not answer"

@@ -29,6 +29,7 @@ SPREAD: tuple[tuple[str, Any], ...] = (
     ("extra_key", ""),
     ("return_hidden_states", False),
     ("custom_logit_processor", ""),
+    ("lora_path", None),
 )
 
 
@@ -47,6 +48,7 @@ class Item:
     extra_key: str
     return_hidden_states: bool
     custom_logit_processor: str
+    lora_path: str | None
     token_ids_logprob: list[int]
     # The images as the client gave them, each with its path in the body.
     image_data: list[tuple[str, Any]] = field(default_factory=list)

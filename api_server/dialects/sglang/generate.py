@@ -138,6 +138,10 @@ def _check(body: GenerateRequest, batch: Batch, call: Call) -> None:
     for item in batch.items:
         if isinstance(item.prompt, np.ndarray):
             _check_width(item.prompt, call)
+        if item.lora_path and item.lora_path not in call.server.adapters:
+            known = ", ".join(call.server.adapters) or "none"
+            text = f"Got LoRA adapter that has never been loaded: {item.lora_path[:100]!r}. Loaded adapters: {known}."
+            raise invalid(text, "lora_path")
         problem = processor_problem(item.custom_logit_processor, call.server.settings.processor_paths)
         if problem is None and item.return_logprob:
             problem = logprob_problem(item, vocab_size)
@@ -190,6 +194,7 @@ def _internal(item: Item, call: Call, body: GenerateRequest) -> TextGenerationRe
             token_details=item.return_logprob,
             cache_salt=f"{item.extra_key}\0{item.cache_salt}" if item.extra_key else item.cache_salt,
             max_thinking_tokens=body.max_thinking_tokens,
+            lora_name=item.lora_path or None,
             request_path=call.path,
             received=call.received,
         )

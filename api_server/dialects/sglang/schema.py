@@ -127,7 +127,9 @@ class GenerateRequest(BaseModel):
     )
     video_data: Any = Field(None, description="Not built yet")
     audio_data: Any = Field(None, description="Not built yet")
-    lora_path: str | list[str | None] | None = Field(None, description="Not built yet")
+    lora_path: str | list[str | None] | None = Field(
+        None, description="Name of a loaded adapter; in a list null is the model itself"
+    )
     custom_logit_processor: str | list[str | None] | None = Field(
         None, description="Name of a logits processor that the server was started with (--logit-processors)"
     )

@@ -130,7 +130,7 @@ async def _send(call: Call, action: int, session: str, **fields: Any) -> Session
 
 async def _ask(call: Call, action: int, session: str, **fields: Any) -> SessionAnswer:
     try:
-        return await call.server.engine.session(action, session, **fields)
+        return await call.server.engine.questions.session(action, session, **fields)
     except TimeoutError as error:
         reason = str(error) or "the scheduler does not answer"
         raise RequestFailed(ErrorKind.UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS) from None

@@ -21,7 +21,6 @@ MAX_STOP_STRINGS = 32
 _UNSUPPORTED_FIELDS = (
     "video_data",
     "audio_data",
-    "lora_path",
     "return_sampling_mask",
     "return_flat_raw_top_logprobs",
     "return_flat_raw_output_top_logprobs",

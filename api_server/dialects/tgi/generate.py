@@ -39,7 +39,7 @@ def read(model: type[R], call: Call) -> R:
 def check(body: GenerateRequest, call: Call, streaming: bool) -> None:
     """Checks the values. Raises RequestFailed for the value that upstream would name first."""
     total = call.server.max_model_len or _UNKNOWN_LIMIT
-    limits = Limits(total - 1, total, call.server.settings.max_best_of)
+    limits = Limits(total - 1, total, call.server.settings.max_best_of, call.server.adapters)
     problem = first_problem(body.inputs, body.effective, limits, streaming)
     if problem is not None:
         raise invalid(problem)
@@ -75,6 +75,7 @@ async def internal_request(body: GenerateRequest, call: Call, streaming: bool) -
         constraint=of_tgi(parameters.grammar),
         sampling=_sampling(parameters, tokens_shown),
         n=parameters.best_of or 1,
+        lora_name=parameters.adapter_id or None,
         model_defaults=False,
         keep_stop=True,
         token_details=tokens_shown,

@@ -1,4 +1,4 @@
-"""Values that TGI's router refuses, in its order and with its words, and features that this server does not build.
+"""Values that TGI's router refuses, in its order and with its words.
 
 Values are checked here before the prompt is tokenized; `length_problem` is the one rule that needs the token count.
 Knows no HTTP: a problem is the text after "Input validation error: ".
@@ -6,7 +6,7 @@ Knows no HTTP: a problem is the text after "Input validation error: ".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from api_server.dialects.tgi.schema import GenerateParameters
@@ -17,11 +17,12 @@ MAX_TOP_N_TOKENS = 5
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the prompt and on prompt + answer, in tokens, and on `best_of`."""
+    """Limits on the prompt and on prompt + answer, in tokens, and on `best_of`; names of loaded adapters."""
 
     max_input_tokens: int
     max_total_tokens: int
     max_best_of: int = 1
+    adapters: Collection[str] = ()
 
 
 def first_problem(inputs: str, parameters: GenerateParameters, limits: Limits, streaming: bool) -> str | None:
@@ -46,7 +47,9 @@ def _problems(inputs: str, parameters: GenerateParameters, limits: Limits, strea
     yield from _best_of(parameters, limits.max_best_of, streaming)
     yield from _ranges(parameters)
     yield from _lists(parameters)
-    yield from _unsupported(parameters)
+    if parameters.adapter_id and parameters.adapter_id not in limits.adapters:
+        known = ", ".join(limits.adapters) or "none"
+        yield f"`adapter_id` must name a loaded adapter ({known}). Given: {parameters.adapter_id!r:.100}"
     if not inputs:
         yield "`inputs` cannot be empty"
     truncate = parameters.truncate
@@ -98,8 +101,3 @@ def _lists(parameters: GenerateParameters) -> Iterator[str]:
         yield "`stop` must not contain an empty text, which would end every answer before it starts"
     if parameters.top_n_tokens is not None and parameters.top_n_tokens > MAX_TOP_N_TOKENS:
         yield f"`top_n_tokens` must be >= 0 and <= {MAX_TOP_N_TOKENS}. Given: {parameters.top_n_tokens}"
-
-
-def _unsupported(parameters: GenerateParameters) -> Iterator[str]:
-    if parameters.adapter_id is not None:
-        yield f"`adapter_id` is unsupported by this server; leave it out. Given: {parameters.adapter_id!r:.100}"

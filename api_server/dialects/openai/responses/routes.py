@@ -50,7 +50,7 @@ def routes() -> list[BaseRoute]:
 
 async def responses(call: Call) -> Response:
     body, tools = await call.apart(lambda: _read(call))
-    form = Form(call.request_id, call.server.model_name, body, tools, call.server.seal)
+    form = Form(call.request_id, _model(call, body), body, tools, call.server.seal)
     generation = await generate(call.server, await _request(call, body, tools))
     if body.stream:
         events = Events(form, generation)
@@ -65,6 +65,10 @@ async def input_tokens(call: Call) -> Response:
     prompt = await call.server.tokenizer.prompt(await _request(call, body, tools), None)
     count = {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
     return Response(orjson.dumps(count), media_type="application/json")
+
+
+def _model(call: Call, body: ResponsesBody) -> str:
+    return requests.adapter_of(call, body) or call.server.model_name
 
 
 def _read(call: Call) -> tuple[ResponsesBody, Toolbox]:
