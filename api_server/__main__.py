@@ -118,6 +118,7 @@ class _Model:
             engine,
             self.pooled_model,
             processes_file=server_directory.processes_file,
+            uploaded_adapters=self.run_directory.uploaded_adapters,
             image_key=shared_secret(server_directory.image_key_file),
         )
 

@@ -25,6 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from api_server.dialects import anthropic, generate_route, hosted, models_route, openai, pooling_routes
 from api_server.dialects.openai import embeddings as openai_embeddings
 from api_server.dialects.openai.errors import render_error
+from api_server.dialects.sglang import adapters as sglang_adapters
 from api_server.dialects.sglang import admin as sglang_admin
 from api_server.dialects.sglang import encode as sglang_encode
 from api_server.dialects.sglang import info as sglang_info
@@ -34,6 +35,7 @@ from api_server.dialects.sglang import sessions as sglang_sessions
 from api_server.dialects.sglang import tokenize as sglang_tokenize
 from api_server.dialects.tei import routes as tei
 from api_server.dialects.tgi import routes as tgi
+from api_server.dialects.vllm import adapters as vllm_adapters
 from api_server.engine import health_probe
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.http import descriptors
@@ -69,6 +71,8 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
         *hosted.routes(),
         *sglang_info.routes(),
         *sglang_admin.routes(),
+        *sglang_adapters.routes(),
+        *vllm_adapters.routes(),
         *sglang_tokenize.routes(),
         *sglang_parsing.routes(),
         sglang_loads.route(),

@@ -61,6 +61,8 @@ class AdapterRegistry:
         wanted: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # Adapters that left workers which are gone.
+        self._evictions = 0
         # Why the server cannot start: an adapter of its settings cannot be used. Empty: it can.
         self.fatal = ""
         self._requests = requests
@@ -110,6 +112,11 @@ class AdapterRegistry:
             )
             for one in self._adapters.values()
         ]
+
+    @property
+    def evictions(self) -> int:
+        """Times that an adapter has left a worker because others wanted its room."""
+        return self._evictions + sum(worker.adapters.evictions for worker in self._requests.workers.values())
 
     def take_answers(self) -> list[tuple[bytes, AdapterAnswer]]:
         """The answers to orders since the last call."""
@@ -183,6 +190,7 @@ class AdapterRegistry:
 
     def worker_lost(self, worker: Worker, blamed: bool) -> None:
         """Count the crashes of the adapters that the worker was reading, and wait for it no longer."""
+        self._evictions += worker.adapters.evictions
         for adapter in worker.adapters.loading if blamed else ():
             adapter.crashes += 1
         if not self._loads or not self._loads[0].began:
@@ -275,6 +283,8 @@ class AdapterRegistry:
         adapter.digest = message.digest
         adapter.rank = message.rank
         adapter.size = message.size
+        # It may be larger than its files were.
+        worker.adapters.make_room()
         load.waiting.discard(worker.hello.index)
         if not load.waiting:
             self._complete(load)

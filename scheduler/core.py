@@ -299,7 +299,7 @@ class Scheduler:
             max_running=sum(len(worker.rows.sequences) for worker in workers),
             block_size=min((worker.block_size for worker in workers), default=0),
             vocab_size=placement.vocab_size(workers),
-            counters=dict(self.counters),
+            counters={**self.counters, "adapter_evictions": self.adapters.evictions},
             hidden_size=placement.hidden_size(workers),
             tasks=placement.tasks(everyone),
             vector_width=placement.hidden_size(pooling),

@@ -33,7 +33,9 @@ class OpenRequests:
         self.deadlines: RequestDeadlines[Sequence] = RequestDeadlines(clock)
         self.quarantine = Quarantine()
         self.request_log = RequestLog()
-        self.counters: Counter[str] = Counter(preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0)
+        self.counters: Counter[str] = Counter(
+            preemptions=0, cancelled=0, aborted=0, failed=0, finished=0, recovered=0, adapter_loads=0
+        )
         self._open: Counter[str] = Counter()
         # Number of open requests by the handle of their adapter; the only count of its users.
         self.adapter_users: Counter[int] = Counter()

@@ -25,8 +25,7 @@ class WorkerAdapters:
 
     def __init__(self, memory: int, table: RowTable, clock: Callable[[], float] = time.monotonic) -> None:
         self.memory = memory
-        # Adapters that were loaded to be used again after they had left, and those that left for others.
-        self.reloads = 0
+        # Adapters that left for others.
         self.evictions = 0
         self._table = table
         self._clock = clock
@@ -69,32 +68,32 @@ class WorkerAdapters:
         """Begin to load an adapter. Others leave if they must; `has_room` has said that this is enough."""
         if adapter.handle in self._held:
             return
-        users = self._users()
-        for handle, held in list(self._held.items()):
-            if self.used + adapter.size <= self.memory:
-                break
-            if self._may_leave(held, users):
-                self.evictions += 1
-                self._remove(handle)
+        self.make_room(adapter.size)
         if not self._loading:
             self._last_answer = self._clock()
         self._held[adapter.handle] = adapter
         self._loading[adapter.handle] = adapter
         self._unsent.append((adapter, True))
 
-    def placed(self, sequence: Sequence) -> bool:
-        """Give a sequence with a row its adapter. Returns whether it was loaded for it; the row waits then."""
+    def make_room(self, size: int = 0) -> None:
+        """Let adapters leave until `size` more bytes fit, as far as they may."""
+        users = self._users()
+        for handle, held in list(self._held.items()):
+            if self.used + size <= self.memory:
+                return
+            if self._may_leave(held, users):
+                self.evictions += 1
+                self._remove(handle)
+
+    def placed(self, sequence: Sequence) -> None:
+        """Give a sequence with a row its adapter. The row waits until that is read."""
         adapter = sequence.adapter
         if adapter is None:
-            return False
-        wanted = adapter.handle not in self._held
-        if wanted:
-            self.reloads += 1
-            self.load(adapter)
+            return
+        self.load(adapter)
         # To the end: it was used last.
         self._held[adapter.handle] = self._held.pop(adapter.handle)
         self._table.awaits_adapter[sequence.row] = adapter.handle in self._loading
-        return wanted
 
     def loaded(self, handle: int) -> list[Sequence]:
         """Let the rows run that wait for this adapter. Returns their sequences."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from api_server.engine.client import STALE_SECONDS
-from interfaces import EPOCHS_OF_A_SUPERVISOR, Status
+from interfaces import EPOCHS_OF_A_SUPERVISOR, AdapterState, Status
 from shared.process_table import ProcessState
 
 _WORKER_LABELS = ["device", "index"]
@@ -25,6 +25,7 @@ def scheduler_facts(status: Status | None, silence: float, draining: bool) -> li
     lasting = [ready, silent, *_worker_counters(status), *_image_counters(status), *_scheduler_counters(status)]
     if not fresh:
         return [*lasting, _worker_ages(status, silence)]
+    lasting += _adapter_gauges(status)
     running = GaugeMetricFamily("tokenyard_requests_running", "Sequences in the batches", value=status.running)
     waiting = GaugeMetricFamily("tokenyard_requests_waiting", "Sequences that wait for room", value=status.waiting)
     block = GaugeMetricFamily("tokenyard_kv_block_size", "Tokens in one KV block", value=status.block_size)
@@ -63,6 +64,19 @@ def _worker_gauges(status: Status) -> Iterator[Metric]:
         blocks.add_metric([*names, "used"], worker.blocks_used)
         blocks.add_metric([*names, "cached"], worker.blocks_cached)
     yield from (running, blocks)
+
+
+def _adapter_gauges(status: Status) -> Iterator[Metric]:
+    """Gauges of the adapters that take requests."""
+    ready = GaugeMetricFamily("tokenyard_adapter_ready", "1 for an adapter that takes requests", labels=["adapter"])
+    users = GaugeMetricFamily("tokenyard_adapter_requests", "Open requests of an adapter", labels=["adapter"])
+    held = GaugeMetricFamily("tokenyard_adapter_workers", "Workers with the adapter in memory", labels=["adapter"])
+    for adapter in status.adapters:
+        if adapter.state == AdapterState.READY:
+            ready.add_metric([adapter.name], 1)
+            users.add_metric([adapter.name], adapter.requests)
+            held.add_metric([adapter.name], adapter.workers)
+    yield from (ready, users, held)
 
 
 def _worker_counters(status: Status) -> Iterator[Metric]:

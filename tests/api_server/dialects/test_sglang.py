@@ -338,8 +338,9 @@ REQUEST_ERRORS: list[tuple[dict[str, Any], str]] = [
         ("image_data", "aGk="),
         ("video_data", ["x"]),
         ("audio_data", "x"),
-        ("lora_path", "x"),
     ]),
+    ({"text": "a", "lora_path": "x"}, "Got LoRA adapter that has never been loaded: 'x'. Loaded adapters: none."),
+    ({"text": ["a", "b"], "lora_path": [None]}, "The length of lora_path should be equal to the batch size."),
 ]  # fmt: skip
 
 

@@ -241,7 +241,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"grammar": {"type": "json", "value": {"type": "odd"}}}, "grammar cannot be enforced: Invalid type: odd"),
     ({"grammar": {"type": "regex", "value": {}}}, "`grammar` must be {type: json"),
     ({"grammar": {"type": "lark", "value": "a"}}, "`grammar` must be {type: json"),
-    ({"adapter_id": "a"}, "`adapter_id` is unsupported"),
+    ({"adapter_id": "a"}, "`adapter_id` must name a loaded adapter (none). Given: 'a'"),
 ]
 
 
