@@ -12,6 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from api_server.engine.submission import Inbox, Submission
 from interfaces import (
     GENERATE,
     REGISTRATION_SIZE,
+    AdapterAnswer,
     Cancel,
     Detach,
     ErrorCode,
@@ -301,6 +303,9 @@ class EngineClient:
         elif isinstance(message, Unknown):
             self._submit_unknown(message)
         elif isinstance(message, Answer):
+            if isinstance(message, AdapterAnswer) and self.status is not None:
+                # The next request may name the adapter, before the next Status.
+                self.status = replace(self.status, adapters=message.adapters)
             self.questions.answered(message)
         else:
             if self.status is not None and steps(message) > steps(self.status):

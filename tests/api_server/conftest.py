@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ from api_server.text.tokenizer import Tokenizer
 from interfaces.context.pooling import PoolingContext
 from interfaces.messages import (
     Action,
+    AdapterAnswer,
+    AdapterOrder,
+    AdapterState,
+    AdapterStatus,
     Cancel,
     Detach,
     Finish,
@@ -49,6 +53,7 @@ from interfaces.messages import (
 )
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
+from interfaces.request.lora import LoRAOperation, LoRAStatus
 from interfaces.request.sampling import SamplingParams
 from interfaces.result.pooled_values import PooledValues
 from interfaces.result.results import RequestError
@@ -164,6 +169,13 @@ class SchedulerDouble:
     pooled: Callable[[PoolingContext], PooledValues] = sums_of
     """The values of a one-shot request; they are sent in two halves."""
     images: int = 0
+    adapters: list[AdapterStatus] = field(default_factory=list)
+    adapter_orders: list[AdapterOrder] = field(default_factory=list)
+    fail_adapter: tuple[LoRAStatus, str] | None = None
+    """The answer to every order about adapters."""
+    ignore_adapter_orders: bool = False
+    adapter_users: int = 0
+    """Open requests of an adapter that is unloaded; it is gone when they are 0."""
     incarnation: int = field(default_factory=lambda: secrets.randbits(31))
     submits: list[Submit] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
@@ -246,6 +258,8 @@ class SchedulerDouble:
             vector_width=2,
             labels=self.labels,
             images=self.images,
+            adapters=self.adapters,
+            takes_adapters=True,
         )
 
     def _take(self, router: zmq.Socket[bytes], replica: bytes, message: Any) -> None:
@@ -266,6 +280,8 @@ class SchedulerDouble:
                 self.running.pop((replica, handle), None)
         elif isinstance(message, Order):
             self._obey(router, replica, message)
+        elif isinstance(message, AdapterOrder):
+            self._obey_adapter(router, replica, message)
         elif isinstance(message, SessionOrder):
             send_to(router, replica, self.sessions.obey(message, self.incarnation))
         elif isinstance(message, Submit):
@@ -290,6 +306,39 @@ class SchedulerDouble:
             send_to(router, key[0], self._update([key[1]], [-1], [Finish.CANCELLED]))
             del self.running[key]
         send_to(router, replica, OrderAnswer(self.incarnation, order.number, self.refuse_order, len(chosen)))
+
+    def add_adapter(self, name: str, path: str, pinned: bool = False) -> None:
+        handle = len(self.adapter_orders) + len(self.adapters) + 1
+        status = AdapterStatus(handle, name, path, f"digest of {path}", 8, 100, pinned, AdapterState.READY, 0, 1)
+        self.adapters = [*(one for one in self.adapters if one.name != name), status]
+
+    def _obey_adapter(self, router: zmq.Socket[bytes], replica: bytes, order: AdapterOrder) -> None:
+        self.adapter_orders.append(order)
+        if self.ignore_adapter_orders:
+            return
+        name = order.request.lora_name
+        known = any(one.name == name and one.state == AdapterState.READY for one in self.adapters)
+        status = LoRAStatus.SUCCESS
+        text = ""
+        if self.fail_adapter is not None:
+            status, text = self.fail_adapter
+        elif order.request.operation is LoRAOperation.LOAD and known and not order.replace:
+            status = LoRAStatus.LOAD_NAME_EXISTS
+        elif order.request.operation is LoRAOperation.LOAD:
+            self.add_adapter(name, order.request.lora_path or "", order.pinned)
+        elif not known:
+            status = LoRAStatus.UNLOAD_NAME_NONEXISTENT
+        else:
+            self._unload(name)
+        answer = AdapterAnswer(self.incarnation, order.number, status, text, self.adapter_users, self.adapters)
+        send_to(router, replica, answer)
+
+    def _unload(self, name: str) -> None:
+        leaving = next(one for one in self.adapters if one.name == name)
+        others = [one for one in self.adapters if one is not leaving]
+        if self.adapter_users:
+            others.append(replace(leaving, state=AdapterState.LEAVING, requests=self.adapter_users))
+        self.adapters = others
 
     def _update(self, handles: list[int], tokens: list[int], finished: list[int]) -> Results:
         return Results(

@@ -55,7 +55,7 @@ class LoRAUpdateOutput(BaseModel):
 
 
 def routes() -> list[Route]:
-    errors = {400: LoRAUpdateOutput, 403: ErrorResponse, 503: ErrorResponse}
+    errors: dict[int, type[BaseModel]] = {400: LoRAUpdateOutput, 403: ErrorResponse, 503: ErrorResponse}
     load = Document(
         "Load an adapter",
         TAG,
