@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 # Tokens of an image without --max-image-tokens, on a CPU and on a GPU.
 _IMAGE_TOKENS_ON_CPU = 1280
 _IMAGE_TOKENS_ON_GPU = 4096
+# Tokens of a video without --max-video-tokens, as a multiple of those of an image.
+_VIDEO_FACTOR = 4
 
 # Names that clients send when they accept any model (huggingface_hub sends tgi or dummy).
 _ANY_MODEL = ("", "default", "tgi", "dummy")
@@ -145,7 +147,8 @@ class ServerState:
     def images(self) -> Images:
         """The images of requests. Made for a model that sees."""
         most = self.settings.max_image_tokens or self._image_tokens()
-        client = MediaClient({"model": self.settings.model, "most_tokens": most})
+        most_of_video = self.settings.max_video_tokens or most * _VIDEO_FACTOR
+        client = MediaClient({"model": self.settings.model, "most_tokens": most, "most_video_tokens": most_of_video})
         most_bytes = parse_memory(self.settings.media_cache, "media_cache") or 0
         return Images(client, self.engine.segments, most_bytes, self.image_key, self._observe_image)
 

@@ -67,7 +67,7 @@ request.chat: ImageContentPart MessageContent TextContentPart TextGenerationRequ
     TextGenerationRequestMessage TextGenerationRequestTool TextGenerationResponseFormat VideoContentPart
 request.constraint: Constraint ConstraintKind
 request.lora: LORA_REQUEST_ENDPOINT LORA_RESPONSE_ENDPOINT LoRAOperation LoRARequest LoRAResponse LoRAStatus LoRAType
-request.requests: EmbeddingsGenerationRequest ImageWishes PixelGenerationRequest TextGenerationRequest
+request.requests: EmbeddingsGenerationRequest ImageWishes PixelGenerationRequest TextGenerationRequest VideoWishes
 request.sampling: LogprobMode MOST_LOGPROB_IDS MOST_TOP_LOGPROBS SEED_LIMIT SamplingParams
     SamplingParamsGenerationConfigDefaults SamplingParamsInput combine
 result.outputs: EmbeddingsGenerationOutput EmbeddingsOutput TextGenerationOutput

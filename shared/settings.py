@@ -197,17 +197,22 @@ class Settings:
         "tokens to guess ahead of a sequence that runs by itself on a CPU, from its own text; right guesses save "
         "passes, wrong ones cost up to as much; 3 or 7 suit the kernels; 0: none",
     )
-    limit_images: int = _setting("capacity", 32, "images that one request may have; 0: none")
+    limit_images: int = _setting("capacity", 32, "images, and videos, that one request may have; 0: none")
     max_image_tokens: int | None = _setting(
         "capacity",
         None,
         "tokens that one image may take, where the model can be shown a smaller one; default: 1280 on a CPU, 4096 on "
         "a GPU",
     )
+    max_video_tokens: int | None = _setting(
+        "capacity",
+        None,
+        "tokens that one video may take: frames become smaller, or fewer; default: four times max_image_tokens",
+    )
     media_cache: str = _setting(
         "capacity",
         "256MiB",
-        "memory of each API process for images that it has read, which clients send again with each turn",
+        "memory of each API process for images and videos that it has read, which clients send again with each turn",
     )
     prefix_cache: bool = _setting("behaviour", True, "reuse the KV blocks of prompts that start alike")
     hidden_states: bool = _setting(
@@ -276,8 +281,9 @@ class Settings:
         _check(self.media_cache != "auto", "media_cache", self.media_cache, "a size such as 256MiB or 1GB")
         parse_memory(self.media_cache, "media_cache")
         _check(0 <= self.limit_images <= 1024, "limit_images", self.limit_images, "0 to 1024")
-        least = self.max_image_tokens
-        _check(least is None or least >= 16, "max_image_tokens", least, "at least 16")
+        for name in ("max_image_tokens", "max_video_tokens"):
+            least = getattr(self, name)
+            _check(least is None or least >= 16, name, least, "at least 16")
         _check(
             all(re.fullmatch(r"(\w+=)?[\w.]+:\w+", entry) for entry in entries(self.logit_processors)),
             "logit_processors",

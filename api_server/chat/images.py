@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from pydantic import Field
-
 from api_server.chat.documents import places
+from api_server.chat.media_parts import LoadedImage
 from api_server.chat.url_fetch import UrlFetcher
 from api_server.engine import scheduling
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from interfaces import ImageContentPart, ImageWishes, TextGenerationRequestMessage
+from interfaces import ImageWishes
 from shared.settings import Settings
 
 # Most bytes of one image.
@@ -33,8 +32,9 @@ MOST_PIXELS = 1 << 26
 
 # Roles whose turns may show images; items without a role are results of tools. Other turns say in words that there was
 # one.
-_SHOWING = (None, "user", "tool", "function")
+SHOWING = (None, "user", "tool", "function")
 _ACCEPT = "image/png, image/jpeg, image/webp, image/gif, image/*;q=0.5"
+_ACCEPT_VIDEOS = "video/mp4, video/webm, video/*;q=0.8, image/gif;q=0.5, image/webp;q=0.5"
 # Longer base64 is decoded in a thread.
 _LONG = 1 << 18
 
@@ -62,13 +62,6 @@ class ImageSource:
     detail: str = "auto"
 
 
-class LoadedImage(ImageContentPart):
-    """An image part whose bytes have been loaded."""
-
-    data: bytes = Field(repr=False)
-    options: ImageWishes
-
-
 # Returns the image of a part at a path, or None for another kind of part. Raises RequestFailed.
 Reader = Callable[[Mapping[str, Any], str], ImageSource | None]
 
@@ -85,7 +78,7 @@ async def load(
     found = [
         place
         for i, turn in enumerate(turns)
-        if isinstance(turn, Mapping) and turn.get("role") in _SHOWING
+        if isinstance(turn, Mapping) and turn.get("role") in SHOWING
         for place in places(turn, f"{path}[{i}]", reader)
     ]
     loaded = await load_sources(server, [source for *_, source in found], path, bounds)
@@ -100,27 +93,21 @@ async def load_sources(
     most = server.settings.limit_images
     if len(sources) > most:
         raise invalid(f"{path} has {len(sources)} images; at most {most} are possible in one request: send fewer", path)
+    loaded = await bytes_of(server, sources, Budget("image", MOST_BYTES, MOST_BYTES_TOGETHER, path))
+    options = [ImageWishes(source.field, source.detail, **(bounds or {})) for source in sources]
+    return [LoadedImage(data=data, options=each) for data, each in zip(loaded, options, strict=True)]
+
+
+async def bytes_of(server: Server, sources: Sequence[ImageSource], budget: Budget) -> list[bytes]:
+    """The bytes of images or videos, fetched all at once. Raises RequestFailed."""
     if not sources:
         return []
-    left = _Left(MOST_BYTES_TOGETHER, path)
     try:
         async with scheduling.spending(), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_bytes(server.url_fetcher, source, left)) for source in sources]
+            tasks = [group.create_task(_bytes(server.url_fetcher, source, budget)) for source in sources]
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
-    options = [ImageWishes(source.field, source.detail, **(bounds or {})) for source in sources]
-    return [LoadedImage(data=task.result(), options=each) for task, each in zip(tasks, options, strict=True)]
-
-
-def of_messages(messages: Sequence[TextGenerationRequestMessage]) -> dict[str, Any]:
-    """The arguments of a TextGenerationRequest for the images in its messages, in order."""
-    parts = [part for message in messages if isinstance(message.content, list) for part in message.content]
-    return of_images([part for part in parts if isinstance(part, LoadedImage)])
-
-
-def of_images(images: Sequence[LoadedImage]) -> dict[str, Any]:
-    """The arguments of a TextGenerationRequest for images."""
-    return {"images": [image.data for image in images], "image_wishes": [image.options for image in images]}
+    return [task.result() for task in tasks]
 
 
 def openai_part(part: Mapping[str, Any], path: str) -> ImageSource | None:
@@ -178,40 +165,53 @@ def _detail(given: Any, path: str) -> str:
     return str(given)
 
 
-class _Left:
-    """The bytes that the images of one request may still have."""
+class Budget:
+    """The bytes that the images or the videos of one request may still have."""
 
-    def __init__(self, most: int, path: str) -> None:
-        self._most = self._left = most
+    def __init__(self, kind: str, most: int, most_together: int, path: str) -> None:
+        """`kind` is "image" or "video"."""
+        self.kind = kind
+        self.most = most
+        self._most_together = self._left = most_together
         self._path = path
+
+    @property
+    def name(self) -> str:
+        """The kind with its article."""
+        return f"an {self.kind}" if self.kind == "image" else f"a {self.kind}"
 
     def take(self, size: int, field: str) -> None:
         """Takes the bytes of an image. Raises RequestFailed(INVALID)."""
-        if size > MOST_BYTES:
-            raise invalid(f"{field} is an image of {size} bytes; at most {MOST_BYTES} are possible: shrink it", field)
+        if size > self.most:
+            raise invalid(f"{field} is {self.name} of {size} bytes; at most {self.most} are possible: shrink it", field)
         self._left -= size
         if self._left < 0:
             raise invalid(
-                f"{self._path} has images of more than {self._most} bytes together: send fewer or smaller ones",
+                f"{self._path} has {self.kind}s of more than {self._most_together} bytes together: send fewer or "
+                "smaller ones",
                 self._path,
             )
 
 
-async def _bytes(fetcher: UrlFetcher | None, source: ImageSource, left: _Left) -> bytes:
+async def _bytes(fetcher: UrlFetcher | None, source: ImageSource, budget: Budget) -> bytes:
     field = source.field
     if source.form == "base64":
-        left.take(len(source.value) // 4 * 3, field)
+        budget.take(len(source.value) // 4 * 3, field)
         if len(source.value) < _LONG:
             return _decoded(source.value, field)
         return await asyncio.to_thread(_decoded, source.value, field)
     if fetcher is None:
-        message = f"{field}: this server fetches no URLs: send the image itself (its operator may set --fetch-hosts)"
+        message = (
+            f"{field}: this server fetches no URLs: send the {budget.kind} itself (its operator may set --fetch-hosts)"
+        )
         raise RequestFailed(ErrorKind.UNSUPPORTED, message, field=field)
-    fetched = await fetcher.fetch(source.value, field, MOST_BYTES, _ACCEPT)
+    accept = _ACCEPT if budget.kind == "image" else _ACCEPT_VIDEOS
+    fetched = await fetcher.fetch(source.value, field, budget.most, accept)
     declared = fetched.content_type.partition(";")[0].strip().lower()
-    if declared and not declared.startswith("image/") and not declared.endswith("/octet-stream"):
-        raise invalid(f"{field} leads to content of type {declared[:100]!r}, which is no image", field)
-    left.take(len(fetched.body), field)
+    kinds = tuple(f"{kind}/" for kind in (budget.kind, "image"))
+    if declared and not declared.startswith(kinds) and not declared.endswith("/octet-stream"):
+        raise invalid(f"{field} leads to content of type {declared[:100]!r}, which is no {budget.kind}", field)
+    budget.take(len(fetched.body), field)
     return fetched.body
 
 

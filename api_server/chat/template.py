@@ -15,7 +15,13 @@ import orjson
 
 from api_server.chat.control_tokens import ControlTokens, parts
 from api_server.errors import ErrorKind, RequestFailed, invalid
-from interfaces import ImageContentPart, TextContentPart, TextGenerationRequest, TextGenerationRequestMessage
+from interfaces import (
+    ImageContentPart,
+    TextContentPart,
+    TextGenerationRequest,
+    TextGenerationRequestMessage,
+    VideoContentPart,
+)
 
 # Parameters of apply_chat_template itself: as template variables they would change the server's behaviour.
 _RESERVED = frozenset(
@@ -40,6 +46,7 @@ _RESERVED = frozenset(
 
 # Stands for an image in a message that a template takes as one text. Unicode's noncharacter, which no text has.
 _IMAGE_SIGN = "\U0001fffe"
+_VIDEO_SIGN = "\U0001ffff"
 # A text that no template writes by itself.
 _PROBE = "xyzzy-47"
 
@@ -54,13 +61,26 @@ class ImageForm:
     takes_parts: bool = False
     # Content may be a text.
     takes_texts: bool = True
+    # As `mark` and `takes_parts`, for videos.
+    video_mark: str = ""
+    takes_videos: bool = False
 
 
-def image_form(tokenizer: Any, placeholder: str, mark: str) -> ImageForm:
-    """The forms that the tokenizer's template takes, found by rendering a message in each."""
-    parts = _probed(tokenizer, [{"type": "image"}, {"type": "text", "text": _PROBE}])
-    takes_parts = parts.count(placeholder) == 1 and _PROBE in parts and "'type'" not in parts
-    return ImageForm(mark, takes_parts, _PROBE in _probed(tokenizer, _PROBE) or not takes_parts)
+def image_form(tokenizer: Any, image: tuple[str, str], video: tuple[str, str] = ("", "")) -> ImageForm:
+    """The forms that the tokenizer's template takes, found by rendering a message in each.
+
+    An image and a video are given by their placeholder and its mark.
+    """
+    takes_parts = _takes(tokenizer, "image", image[0])
+    takes_texts = _PROBE in _probed(tokenizer, _PROBE) or not takes_parts
+    takes_videos = takes_parts and bool(video[0]) and _takes(tokenizer, "video", video[0])
+    return ImageForm(image[1], takes_parts, takes_texts, video[1], takes_videos)
+
+
+def _takes(tokenizer: Any, kind: str, placeholder: str) -> bool:
+    """Whether the template writes the placeholder of a part of this kind."""
+    found = _probed(tokenizer, [{"type": kind}, {"type": "text", "text": _PROBE}])
+    return found.count(placeholder) == 1 and _PROBE in found and "'type'" not in found
 
 
 def _probed(tokenizer: Any, content: Any) -> str:
@@ -121,7 +141,7 @@ def render(
             **options,
         )
         if images is not None:
-            text = text.replace(_IMAGE_SIGN, images.mark)
+            text = text.replace(_IMAGE_SIGN, images.mark).replace(_VIDEO_SIGN, images.video_mark)
         return parts(text, sign)
 
     try:
@@ -186,14 +206,25 @@ def _append(turn: dict[str, Any], text: str) -> None:
 def _content(message: TextGenerationRequestMessage, images: ImageForm | None) -> Any:
     """A message's content as the template takes it. ValueError for a part that it cannot have."""
     count = message.count(ImageContentPart)
-    if images is None or not (count or images.takes_parts):
+    videos = message.count(VideoContentPart)
+    if images is None or not (count or videos or images.takes_parts):
         return message.text
-    if images.takes_parts and (count or not images.takes_texts):
+    if images.takes_parts and (count or videos or not images.takes_texts):
         if isinstance(message.content, str):
             return [{"type": "text", "text": message.content}]
-        return [part.model_dump(include={"type", "text"}) for part in message.content]
-    texts = [part.text for part in message.content if isinstance(part, TextContentPart)] if count else [message.text]
-    return "\n".join([_IMAGE_SIGN] * count + texts)
+        return [_part(part, images) for part in message.content]
+    if not count and not videos:
+        return message.text
+    texts = [part.text for part in message.content if isinstance(part, TextContentPart)]
+    return "\n".join([_IMAGE_SIGN] * count + [_VIDEO_SIGN] * videos + texts)
+
+
+def _part(part: Any, images: ImageForm) -> dict[str, str]:
+    """A part as the template takes it. One that takes no videos gets a text for a video."""
+    if isinstance(part, VideoContentPart) and not images.takes_videos:
+        return {"type": "text", "text": _VIDEO_SIGN}
+    found: dict[str, str] = part.model_dump(include={"type", "text"})
+    return found
 
 
 def _turn(message: TextGenerationRequestMessage, index: int, template: str, images: ImageForm | None) -> dict[str, Any]:

@@ -89,10 +89,11 @@ class Prepared:
                 pixel_values=placed.image.pixel_values,
                 image_hash=placed.image.image_hash,
                 extras=placed.image.extras,
+                is_video=placed.image.is_video,
             )
             for placed in self.prompt.images
         ]
-        return TextAndVisionContext, {"vision_token_ids": [self.prompt.vision_token_id], "images": images}
+        return TextAndVisionContext, {"vision_token_ids": list(self.prompt.vision_token_ids), "images": images}
 
 
 async def prepare(server: ServerState, batch: Sequence[TextGenerationRequest]) -> list[Prepared]:

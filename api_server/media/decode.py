@@ -31,24 +31,24 @@ class ImageRefused(ValueError):
 
 def size_of(data: bytes) -> tuple[int, int]:
     """Width and height from the file's header. Raises ImageRefused."""
-    with _opened(data) as image:
+    with opened(data) as image:
         return image.size
 
 
 def decoded(data: bytes) -> Image.Image:
     """The picture, upright and in RGB; the first one of an animation. Raises ImageRefused."""
-    with _opened(data) as image:
+    with opened(data) as image:
         try:
             image.load()
-            return _flat(_upright(image))
+            return flat(_upright(image))
         except MemoryError:
             raise
         except Exception as error:  # decoders meet arbitrary bytes and raise whatever comes
-            raise ImageRefused(f"is damaged or cut off ({_reason(error)}): send the whole file") from None
+            raise ImageRefused(f"is damaged or cut off ({reason(error)}): send the whole file") from None
 
 
-def _opened(data: bytes) -> Image.Image:
-    """The image with its header read, and no pixel."""
+def opened(data: bytes) -> Image.Image:
+    """The image with its header read, and no pixel. Raises ImageRefused."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -58,7 +58,7 @@ def _opened(data: bytes) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:  # as above
-        raise ImageRefused(f"is damaged ({_reason(error)}): send the whole file") from None
+        raise ImageRefused(f"is damaged ({reason(error)}): send the whole file") from None
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise ImageRefused(f"has {width} x {height} pixels; at most {MOST_PIXELS} are possible: send a smaller one")
@@ -75,7 +75,7 @@ def _upright(image: Image.Image) -> Image.Image:
     return image if turned is None else turned
 
 
-def _flat(image: Image.Image) -> Image.Image:
+def flat(image: Image.Image) -> Image.Image:
     """The image in RGB. What is transparent becomes white, and 16 bits become 8."""
     if image.mode in _DEEP:
         image = _of_8_bits(image)
@@ -93,5 +93,6 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((deep // _STEPS_TO_8_BITS).astype(np.uint8))
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """The first line of a decoder's complaint."""
     return (str(error) or type(error).__name__).splitlines()[0][:100]

@@ -1,4 +1,4 @@
-"""The images of requests as arrays, each processed once while it is in the cache.
+"""The images and videos of requests as arrays, each processed once while it is in the cache.
 
 Clients send a conversation's images again with each turn, so that a hit costs only the hash of its bytes. Equal images
 that arrive together share one computation, and hits never wait behind it. Knows the cache and the owner of its arrays;
@@ -12,13 +12,14 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import Any
 
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.media.client import MediaClient, ProcessLost
 from api_server.media.protocol import Answer, unpacked
-from interfaces import ImageWishes, Segments, Shareable, SharedMemoryArray
+from interfaces import ImageWishes, Segments, Shareable, SharedMemoryArray, VideoWishes
 
 # Most images that are being processed or wait for it.
 MOST_WAITING = 256
@@ -43,17 +44,29 @@ class Vision:
     behind_images: str
     behind_prompt: str
     fingerprint: str
+    video_placeholder: str = ""
+    video_mark: str = ""
+    video_token_id: int = -1
+    video_token: str = ""
+    no_videos: str = ""
 
 
 @dataclass(eq=False)
 class ProcessedImage:
-    """One image as the model takes it. Its arrays live as long as this object, or longer while a request holds them."""
+    """One image or video as the model takes it.
+
+    Its arrays live as long as this object, or longer while a request holds them.
+    """
 
     arrays: dict[str, Shareable]
     # The text that stands for the image in a prompt.
     run: str
     # Names the content to the prefix cache, in 63 bits.
     image_hash: int
+    # Whether it stands at the placeholder of a video.
+    is_clip: bool = False
+    # Whether the model takes it as a video, and not as an image of many tiles.
+    is_video: bool = False
 
     @property
     def pixel_values(self) -> Shareable:
@@ -108,15 +121,34 @@ class Images:
         new = [i for i, key in enumerate(keys) if key not in self._kept]
         if len(new) > _CANNOT_BE_TOO_LARGE:
             await self._check_sizes([images[i] for i in new], [given[i] for i in new])
-        found = [self._find(*each) for each in zip(keys, images, given, strict=True)]
+        jobs = [_image_job(image, options) for image, options in zip(images, given, strict=True)]
+        return await self._all(keys, jobs, [each.field for each in given], "image")
+
+    async def processed_videos(
+        self, videos: Sequence[bytes | list[bytes]], options: Sequence[VideoWishes]
+    ) -> list[ProcessedImage]:
+        """Processes the videos of a request. Raises RequestFailed that names the video by its field."""
+        vision = await self.vision()
+        if not vision.video_placeholder:
+            raise RequestFailed(ErrorKind.UNSUPPORTED, f"this model takes no videos on this server: {vision.no_videos}")
+        given = [*options] or [VideoWishes(f"videos[{i}]") for i in range(len(videos))]
+        jobs = [_video_job(video, wishes) for video, wishes in zip(videos, given, strict=True)]
+        keys = await asyncio.to_thread(
+            lambda: [self._hash_video(*each, vision) for each in zip(videos, given, strict=True)]
+        )
+        return await self._all(keys, jobs, [each.field for each in given], "video")
+
+    async def _all(
+        self, keys: Sequence[bytes], jobs: Sequence[dict[str, Any]], fields: Sequence[str], kind: str
+    ) -> list[ProcessedImage]:
+        found = [self._find(key, job) for key, job in zip(keys, jobs, strict=True)]
         try:
             return [image if isinstance(image, ProcessedImage) else await asyncio.shield(image) for image in found]
         except _Refused as refused:
-            refused_at = next(i for i, image in enumerate(found) if _has_failed(image, refused))
-            where = given[refused_at].field
-            raise invalid(f"{where}: the image {refused}", where) from None
+            where = next(fields[i] for i, image in enumerate(found) if _has_failed(image, refused))
+            raise invalid(f"{where}: the {kind} {refused}", where) from None
 
-    def _find(self, key: bytes, image: bytes, options: ImageWishes) -> ProcessedImage | asyncio.Task[ProcessedImage]:
+    def _find(self, key: bytes, job: dict[str, Any]) -> ProcessedImage | asyncio.Task[ProcessedImage]:
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
@@ -124,13 +156,14 @@ class Images:
             return kept
         coming = self._coming.get(key)
         if coming is None:
-            if len(self._coming) >= MOST_WAITING or self._coming_bytes + len(image) > MOST_WAITING_BYTES:
+            size = len(job["image"]) + sum(map(len, job["video"]))
+            if len(self._coming) >= MOST_WAITING or self._coming_bytes + size > MOST_WAITING_BYTES:
                 message = f"{len(self._coming)} images wait to be read; retry later"
                 raise RequestFailed(ErrorKind.OVERLOADED, message, retry_after=RETRY_AFTER_SECONDS)
             # A task of its own: when the client goes away, others may wait for the same image.
-            coming = self._coming[key] = asyncio.create_task(self._process(key, image, options))
-            self._coming_bytes += len(image)
-            coming.add_done_callback(lambda task: self._done(key, task, len(image)))
+            coming = self._coming[key] = asyncio.create_task(self._process(key, job))
+            self._coming_bytes += size
+            coming.add_done_callback(lambda task: self._done(key, task, size))
         return coming
 
     def _done(self, key: bytes, task: asyncio.Task[ProcessedImage], size: int) -> None:
@@ -144,23 +177,17 @@ class Images:
         while self._kept_bytes > self.most_bytes and self._kept:
             self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
-    async def _process(self, key: bytes, image: bytes, options: ImageWishes) -> ProcessedImage:
+    async def _process(self, key: bytes, job: dict[str, Any]) -> ProcessedImage:
         began = time.monotonic()
-        pixels = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
-        job: dict[str, object] = {
-            "measure": [],
-            "image": image,
-            "detail": options.detail,
-            "pixels": {name: value for name, value in pixels.items() if value is not None},
-        }
         found = await self._ask(job)
         self.observe(time.monotonic() - began)
         arrays = {name: unpacked(array) for name, array in found["arrays"].items()}
-        made = ProcessedImage(arrays, found["run"], int.from_bytes(key[:8], "little") >> 1)
+        image_hash = int.from_bytes(key[:8], "little") >> 1
+        made = ProcessedImage(arrays, found["run"], image_hash, bool(job["video"]), bool(found.get("is_video")))
         self._release_after(made)
         return made
 
-    async def _ask(self, job: dict[str, object]) -> Answer:
+    async def _ask(self, job: dict[str, Any]) -> Answer:
         """Asks the media process, once more if it has died. Raises _Refused and RequestFailed."""
         for _ in range(_ATTEMPTS):
             names = [self.segments.reserve() for _ in range(_NAMES)] if self.segments is not None else []
@@ -187,7 +214,7 @@ class Images:
     async def _check_sizes(self, images: Sequence[bytes], options: Sequence[ImageWishes]) -> None:
         """Refuses a request whose images have too many pixels together, by their headers."""
         try:
-            await self._ask({"measure": list(images), "image": b"", "detail": "", "pixels": {}})
+            await self._ask(_job(measure=list(images)))
         except _Refused as refused:
             where = options[refused.index].field
             raise invalid(f"{where}: the image {refused}", where) from None
@@ -197,6 +224,37 @@ class Images:
         digest = blake2b(image, key=self.key, digest_size=16, person=b"tokenyard")
         digest.update(blake2b(settings.encode(), digest_size=16).digest())
         return digest.digest()
+
+    def _hash_video(self, video: bytes | list[bytes], options: VideoWishes, vision: Vision) -> bytes:
+        files = [video] if isinstance(video, bytes) else video
+        digest = blake2b(key=self.key, digest_size=16, person=b"tokenyard video")
+        for file in files:
+            digest.update(blake2b(file, key=self.key, digest_size=16).digest())
+        wishes = replace(options, field=vision.fingerprint)
+        digest.update(f"{isinstance(video, bytes)}\0{wishes}".encode())
+        return digest.digest()
+
+
+def _image_job(image: bytes, options: ImageWishes) -> dict[str, Any]:
+    return _job(image=image, detail=options.detail, pixels=_bounds(options))
+
+
+def _video_job(video: bytes | list[bytes], options: VideoWishes) -> dict[str, Any]:
+    is_frames = not isinstance(video, bytes)
+    files = [video] if isinstance(video, bytes) else list(video)
+    wishes = {"fps": options.fps or 0.0, "num_frames": options.num_frames or 0}
+    return _job(video=files, is_frames=is_frames, pixels=_bounds(options), **wishes)
+
+
+def _job(**given: Any) -> dict[str, Any]:
+    """A job of the media process (protocol.py), without its number and its segments."""
+    usual = {"measure": [], "image": b"", "detail": "", "pixels": {}}
+    return usual | {"video": [], "is_frames": False, "fps": 0.0, "num_frames": 0} | given
+
+
+def _bounds(options: ImageWishes | VideoWishes) -> dict[str, int]:
+    bounds = {"min_pixels": options.min_pixels, "max_pixels": options.max_pixels}
+    return {name: value for name, value in bounds.items() if value is not None}
 
 
 class _Refused(Exception):

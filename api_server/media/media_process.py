@@ -1,6 +1,6 @@
-"""`python -m api_server.media.media_process`: decodes and processes images beside the API process.
+"""`python -m api_server.media.media_process`: decodes and processes images and videos beside the API process.
 
-Each image is processed in a child of its own, forked from this small process that has loaded the model's image
+Each is processed in a child of its own, forked from this small process that has loaded the model's image
 processor. Limits on processor time and memory apply to the child, and exceeding them kills only the child. Reads
 requests from standard input, and writes answers to standard output (`protocol.py`).
 """
@@ -19,6 +19,9 @@ import msgpack
 
 from api_server.media.decode import MOST_PIXELS_TOGETHER, ImageRefused, decoded, size_of
 from api_server.media.protocol import Answer, Job, Start, packed
+from api_server.media.video_processors import VideoArrays
+from api_server.media.video_sampling import Ask
+from api_server.media.videos import open_video, warm_up
 from shared.hidden_torch import hide_torch
 from shared.limited_children import FAILED, LimitedChildren, Limits
 from shared.liveness import become
@@ -26,7 +29,7 @@ from shared.pipe_messages import message_unpacker
 from shared.resources import usable_cores
 
 if TYPE_CHECKING:
-    from api_server.media.processors import Processor
+    from api_server.media.processors import Arrays, Processor
 
 CPU_SECONDS = 20.0
 # Limit for a child that waits instead of computing.
@@ -70,13 +73,26 @@ def outcome(processor: Processor, job: Job) -> Answer:
     try:
         if job["measure"]:
             return _measured(job["measure"])
-        found = processor.process(decoded(job["image"]), job["detail"], job["pixels"])
+        found = _video(processor, job) if job.get("video") else _image(processor, job)
         names = job["segments"]
-        return {"run": found.run, "arrays": {name: packed(array, names) for name, array in found.arrays.items()}}
+        arrays = {name: packed(array, names) for name, array in found.arrays.items()}
+        return {"run": found.run, "arrays": arrays, "is_video": isinstance(found, VideoArrays) and found.is_video}
     except ImageRefused as refused:
         return {"error": str(refused)}
     except MemoryError:
         return {"error": _TOO_LARGE}
+
+
+def _image(processor: Processor, job: Job) -> Arrays:
+    return processor.process(decoded(job["image"]), job["detail"], job["pixels"])
+
+
+def _video(processor: Processor, job: Job) -> VideoArrays:
+    if processor.videos is None:
+        raise ImageRefused(f"cannot be used: {processor.facts.no_videos}")
+    source = open_video(job["video"], job["is_frames"], job["fps"] or None)
+    wish = Ask(job["num_frames"] or None, job["fps"] or None)
+    return processor.videos.process(source, wish, job["pixels"])
 
 
 def _measured(images: list[bytes]) -> Answer:
@@ -120,11 +136,13 @@ def main() -> None:
     requests = sys.stdin.fileno()
     for start in _first(requests, unpacker):
         try:
-            processor = Processor(start["model"], start["most_tokens"])
+            processor = Processor(start["model"], start["most_tokens"], start["most_video_tokens"])
         except NoProcessor as error:
             send(answers, {"error": str(error)})
             continue
         send(answers, dataclasses.asdict(processor.facts))
+        if processor.videos is not None:
+            warm_up()
         gc.collect()
         gc.freeze()  # a collection in a child would copy every page
         MediaProcess(processor, answers).run(requests, unpacker)

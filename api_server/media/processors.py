@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from api_server.media.decode import ImageRefused
+from api_server.media.video_processors import FORMS, VideoProcessor
 
 # Tokens of an image that is asked for with `detail: low`.
 LOW_DETAIL_TOKENS = 256
@@ -27,6 +31,7 @@ _COUNTS = ("rows", "cols", "num_patches")
 _TEMPORAL = ("Glm4v", "Glm46V")
 # Tokens that chat templates write around an image, and whose models were trained with them.
 _AROUND = (("<|vision_start|>", "<|vision_end|>"), ("<|begin_of_image|>", "<|end_of_image|>"))
+_AROUND_VIDEOS = (("<|vision_start|>", "<|vision_end|>"), ("<|begin_of_video|>", "<|end_of_video|>"))
 
 
 class NoProcessor(ValueError):
@@ -49,6 +54,12 @@ class Facts:
     behind_prompt: str
     # Changes whenever arrays of an image may change.
     fingerprint: str
+    # As above, for videos. "": the model takes none, and `no_videos` says why.
+    video_placeholder: str = ""
+    video_mark: str = ""
+    video_token_id: int = -1
+    video_token: str = ""
+    no_videos: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class Arrays:
 class Processor:
     """Processes one image after the other: one call for several would hold all of them in memory at once."""
 
-    def __init__(self, model: str, most_tokens: int) -> None:
+    def __init__(self, model: str, most_tokens: int, most_video_tokens: int = 0) -> None:
         """Loads the processor. Raises NoProcessor."""
         self._most_tokens = most_tokens
         try:
@@ -73,6 +84,13 @@ class Processor:
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise NoProcessor(f"its image processor cannot be loaded without torchvision: {reason}") from error
         self.facts = _facts(self._processor, f"{model}\0{most_tokens}")
+        self.videos: VideoProcessor | None = None
+        reason = _why_no_videos(self._processor)
+        if reason:
+            self.facts = replace(self.facts, no_videos=reason)
+        else:
+            self.videos = VideoProcessor(self._processor, _video_settings(model), most_video_tokens or most_tokens)
+            self.facts = _with_videos(self.facts, self._processor, self.videos)
 
     def process(self, image: Image.Image, detail: str, pixels: dict[str, int]) -> Arrays:
         """Processes an image in RGB; `pixels` may have min_pixels and max_pixels. Raises ImageRefused."""
@@ -205,8 +223,50 @@ class _Rows:
         return found, runs
 
 
-def _marked(placeholder: str, vocabulary: dict[str, int]) -> str:
-    for before, behind in _AROUND:
+def _why_no_videos(processor: Any) -> str:
+    """Why a model is shown no videos here; "" if it is."""
+    if type(processor).__name__ not in FORMS:
+        return "videos are not supported for this type of model"
+    if type(processor).__name__ == "SmolVLMProcessor" and importlib.util.find_spec("num2words") is None:
+        return "its texts about videos need the package num2words: install tokenyard[video]"
+    return ""
+
+
+def _video_settings(model: str) -> dict[str, Any]:
+    """Settings for videos in the files of a model, of which the newer forms come first."""
+    from transformers.utils.hub import cached_file
+
+    for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
+        path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+        if path is None:
+            continue
+        found: dict[str, Any] = json.loads(Path(path).read_bytes())
+        if name != "processor_config.json":
+            return found
+        if isinstance(found.get("video_processor"), dict):
+            return dict(found["video_processor"])
+    return {}
+
+
+def _with_videos(facts: Facts, processor: Any, videos: VideoProcessor) -> Facts:
+    placeholder = processor.video_token
+    # Models without a token for the features of videos give those the token of images.
+    token_id = facts.token_id
+    if videos.form.is_video and type(processor).__name__ != "Glm4vProcessor":
+        token_id = int(processor.video_token_id)
+    settings = facts.fingerprint + videos.fingerprint
+    return replace(
+        facts,
+        video_placeholder=placeholder,
+        video_mark=_marked(placeholder, processor.tokenizer.get_vocab(), _AROUND_VIDEOS),
+        video_token_id=token_id,
+        video_token=str(processor.tokenizer.convert_ids_to_tokens(token_id)),
+        fingerprint=hashlib.blake2b(settings.encode(), digest_size=16).hexdigest(),
+    )
+
+
+def _marked(placeholder: str, vocabulary: dict[str, int], around: tuple[tuple[str, str], ...] = _AROUND) -> str:
+    for before, behind in around:
         if before in vocabulary and behind in vocabulary:
             return f"{before}{placeholder}{behind}"
     return placeholder

@@ -18,18 +18,25 @@ class Start(TypedDict):
     """What the media process loads."""
 
     model: str
+    # Most tokens of an image, and of a video.
     most_tokens: int
+    most_video_tokens: int
 
 
 class Job(TypedDict):
-    """One image to be processed, or the headers of several to be read.
+    """One image or video to be processed, or the headers of several images to be read.
 
-    `segments` are names that arrays may be written under. `pixels` may have min_pixels and max_pixels.
+    `segments` are names that arrays may be written under. `pixels` may have min_pixels and max_pixels. `video` is a
+    video file or, with `is_frames`, images that are its frames; of 0 `fps` and `num_frames` the model decides.
     """
 
     number: int
     measure: list[bytes]
     image: bytes
+    video: list[bytes]
+    is_frames: bool
+    fps: float
+    num_frames: int
     detail: str
     pixels: dict[str, int]
     segments: list[str]
@@ -44,6 +51,7 @@ class Answer(TypedDict, total=False):
     # Pixels of each image of `measure`.
     counts: list[int]
     run: str
+    is_video: bool
     arrays: dict[str, list[Any]]
 
 

@@ -49,8 +49,8 @@ class Prompt:
     # Parts of the text that were tokenized one by one, if there are several (control_tokens.py).
     parts: tuple[str, ...] = ()
     images: tuple[PlacedImage, ...] = ()
-    # The token of the positions that an image's features take.
-    vision_token_id: int | None = None
+    # The tokens of the positions that features of images and videos take.
+    vision_token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,25 +230,29 @@ class Tokenizer:
             try:
                 vision = await images.vision()
             except RequestFailed:
-                if request.images:
+                if request.images or request.videos:
                     raise
                 return None  # a text needs no image processor
             processed = await images.processed(request.images, request.image_wishes) if request.images else []
+            processed += await images.processed_videos(request.videos, request.video_wishes) if request.videos else []
             return Pictures(vision, processed, field)
-        if request.images:
-            raise RequestFailed(ErrorKind.UNSUPPORTED, "this model takes no images, only text", field=field)
+        if request.images or request.videos:
+            what = "images" if request.images else "videos"
+            raise RequestFailed(ErrorKind.UNSUPPORTED, f"this model takes no {what}, only text", field=field)
         return None
 
     def _ids_prompt(self, given: Sequence[int], request: TextGenerationRequest, pictures: Pictures | None) -> Prompt:
         ids = self._checked(given)
         if pictures is None:
             return Prompt(None, _truncated(ids, request))
+        pictures = pictures.arranged_ids(ids, self.token_of)
         return self._with_images(None, pictures.expanded_ids(ids, self.token_of, self.ids_of), (), request, pictures)
 
     def _image_form(self, vision: Vision) -> template.ImageForm:
         known = self._image_forms.get(vision.mark)
         if known is None:
-            known = template.image_form(self._tokenizer, vision.placeholder, vision.mark)
+            video = (vision.video_placeholder, vision.video_mark)
+            known = template.image_form(self._tokenizer, (vision.placeholder, vision.mark), video)
             self._image_forms[vision.mark] = known
         return known
 
@@ -268,7 +272,7 @@ class Tokenizer:
                 "to, and a prompt with images cannot be cut: send a shorter one",
                 "truncate",
             )
-        return Prompt(text, _truncated(ids, request), parts, placed, pictures.vision.token_id if placed else None)
+        return Prompt(text, _truncated(ids, request), parts, placed, pictures.token_ids if placed else ())
 
     def _encode_prompt(
         self, request: TextGenerationRequest, max_tokens: int | None, pictures: Pictures | None = None
@@ -290,6 +294,7 @@ class Tokenizer:
         else:
             refuse_long(len(text), "prompt")
         if pictures is not None:
+            pictures = pictures.arranged(parts)
             parts = pictures.expanded(parts)
             text = "".join(parts)
             add_special_tokens = add_special_tokens and not (pictures.images and pictures.vision.behind_images)

@@ -1,4 +1,4 @@
-"""An image of a prompt."""
+"""An image or a video of a prompt."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from interfaces.wire.shared_memory import Segments, Shareable, mapped
 
 @dataclass(kw_only=True, eq=False)
 class ImageMetadata(EqualByValue):
-    """An image and the prompt positions [start_idx, end_idx) that stand for it.
+    """An image, or a video, and the prompt positions [start_idx, end_idx) that stand for it.
 
     `pixel_values` are float32, or bfloat16 bits as uint16, as the model's image processor gives them for one image.
     `extras` holds what else it gives, such as `image_grid_thw`, under the names that the model takes. On the way to a
     worker all arrays may stand in shared memory; `pixels` and `side_arrays` read them in either case. `image_hash`
     names the content for the caches. The first and the last token of the span stand for a part of the image; between
-    them there may be tokens that separate its tiles.
+    them there may be tokens that separate its tiles, or the frames of a video. `is_video`: the model takes it as a
+    video, and `pixel_values` are its `pixel_values_videos`.
     """
 
     start_idx: int
@@ -28,6 +29,7 @@ class ImageMetadata(EqualByValue):
     pixel_values: Shareable
     image_hash: int | None = None
     extras: dict[str, Shareable] = field(default_factory=dict)
+    is_video: bool = False
 
     def __post_init__(self) -> None:
         if self.start_idx < 0:

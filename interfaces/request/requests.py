@@ -33,6 +33,7 @@ __all__ = [
     "Request",
     "RequestType",
     "TextGenerationRequest",
+    "VideoWishes",
 ]
 
 
@@ -45,6 +46,21 @@ class ImageWishes:
     # "low", "high", "auto" or "original".
     detail: str = "auto"
     # Bounds of the pixels that the model sees, where it takes images of any size.
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+
+
+@dataclass(frozen=True)
+class VideoWishes:
+    """The wishes of a client for one video of a request."""
+
+    # The name of the video in errors: the client's own path to it.
+    field: str = "videos"
+    # Frames for each second: those that the model is shown, or those that a list of frames has. None: the model's own.
+    fps: float | None = None
+    # Number of frames that the model is shown, of a video file.
+    num_frames: int | None = None
+    # Bounds of the pixels that the model sees, where it takes videos of any size.
     min_pixels: int | None = None
     max_pixels: int | None = None
 
@@ -93,9 +109,12 @@ class TextGenerationRequest(Request):
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
     _: KW_ONLY
-    videos: list[bytes] = field(default_factory=list)
+    # Encoded videos, as `images`. A list: encoded images that are the frames of one video.
+    videos: list[bytes | list[bytes]] = field(default_factory=list)
     # One for each image; empty: none has any.
     image_wishes: list[ImageWishes] = field(default_factory=list)
+    # One for each video; empty: none has any.
+    video_wishes: list[VideoWishes] = field(default_factory=list)
     # Address of the engine that must serve it; None: any.
     target_endpoint: str | None = None
 
@@ -229,10 +248,10 @@ class TextGenerationRequest(Request):
                 put(self, "sampling", replace(self.sampling, stop=_joined(self.sampling.stop, more)))
 
     def _check_media(self) -> None:
-        if isinstance(self.prompt, str) and self.prompt and self.videos:
-            raise ValueError("a text prompt has no place for videos: use messages, or token ids")
         if self.image_wishes and len(self.image_wishes) != len(self.images):
             raise ValueError(f"image_wishes has {len(self.image_wishes)} items for {len(self.images)} images")
+        if self.video_wishes and len(self.video_wishes) != len(self.videos):
+            raise ValueError(f"video_wishes has {len(self.video_wishes)} items for {len(self.videos)} videos")
         if not self.messages:
             return
         for what, given, parts in (

@@ -1,6 +1,6 @@
-"""Encodes images: pixel values in, the vectors that stand for the image's tokens out.
+"""Encodes images and videos: pixel values in, the vectors that stand for the image's tokens out.
 
-Knows how a composite model of transformers encodes one image. Does not know rows, nor when an image is encoded.
+Knows how a composite model of transformers encodes one image or video. Does not know rows, nor when one is encoded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from interfaces import ImageMetadata
 from model_worker.vision.family import Family
+from model_worker.vision.positions import SECONDS
 
 # [n, (1 + levels) x hidden]: the embedding of each image token, then what the first layers add (DeepStack).
 Features = NDArray[np.float32]
@@ -26,6 +27,8 @@ Features = NDArray[np.float32]
 # Bytes of features that are kept for images that come again.
 CPU_CACHE_BYTES = 256 << 20
 CUDA_CACHE_BYTES = 1 << 30
+# Extras that count for positions only.
+_POSITIONAL = (SECONDS,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +46,22 @@ class Encoder:
     # Patches of the encoder on each side of a token; 1 where positions do not count the grid.
     merge_size: int = 1
 
+    # Positions of a video's time for each of its seconds; 0: they count its frames.
+    tokens_per_second: float = 0.0
+
     @cached_property
     def _known(self) -> set[str]:
         """Names of the arguments that the composite and its inner model take for an image."""
-        takers = (self.composite, self.composite.model)
-        return {name for taker in takers for name in inspect.signature(taker.get_image_features).parameters}
+        return self._parameters("get_image_features")
+
+    @cached_property
+    def _known_of_videos(self) -> set[str]:
+        """Names of the arguments for a video; empty if the model takes none."""
+        return self._parameters("get_video_features")
+
+    def _parameters(self, method: str) -> set[str]:
+        takers = [getattr(taker, method, None) for taker in (self.composite, self.composite.model)]
+        return {name for taker in takers if taker is not None for name in inspect.signature(taker).parameters}
 
     @property
     def cache_bytes(self) -> int:
@@ -55,20 +69,26 @@ class Encoder:
         return CUDA_CACHE_BYTES if self.device.type == "cuda" else CPU_CACHE_BYTES
 
     def encode(self, image: ImageMetadata) -> Features:
-        """Return the features of one image. ValueError says what is wrong with its arrays."""
-        arrays = {"pixel_values": self._pixels(image)}
-        arrays |= {name: torch.from_numpy(np.array(array)).to(self.device) for name, array in image.side_arrays.items()}
-        if unknown := sorted(arrays.keys() - self._known):
-            raise ValueError(f"extras of an image must be arguments of the model's encoder, got {', '.join(unknown)}")
+        """Return the features of one image or video. ValueError says what is wrong with its arrays."""
+        what = "a video" if image.is_video else "an image"
+        known = self._known_of_videos if image.is_video else self._known
+        if image.is_video and not known:
+            raise ValueError("a video was sent to a model that takes images only")
+        arrays = {"pixel_values_videos" if image.is_video else "pixel_values": self._pixels(image)}
+        extras = {name: array for name, array in image.side_arrays.items() if name not in _POSITIONAL}
+        arrays |= {name: torch.from_numpy(np.array(array)).to(self.device) for name, array in extras.items()}
+        if unknown := sorted(arrays.keys() - known):
+            raise ValueError(f"extras of {what} must be arguments of the model's encoder, got {', '.join(unknown)}")
         try:
             with torch.inference_mode():
-                output: Any = self.composite.get_image_features(**arrays)
+                encode = self.composite.get_video_features if image.is_video else self.composite.get_image_features
+                output: Any = encode(**arrays)
                 features = self._joined(output)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-            raise ValueError(f"an image cannot be encoded ({shapes}): {error}") from error
+            raise ValueError(f"{what} cannot be encoded ({shapes}): {error}") from error
         if not np.isfinite(features).all():
-            raise ValueError("the features of an image are not finite numbers")
+            raise ValueError(f"the features of {what} are not finite numbers")
         return features
 
     def _pixels(self, image: ImageMetadata) -> Tensor:
@@ -130,4 +150,13 @@ def make_encoder(composite: PreTrainedModel, family: Family, dtype: torch.dtype,
     width = embedding.weight.shape[-1]
     vision = getattr(config, "vision_config", None)
     merge = getattr(vision, "spatial_merge_size", 1) if family.grid_positions else 1
-    return Encoder(composite, family, dtype, device, int(width), 0 if pad is None else int(pad), int(merge))
+    return Encoder(
+        composite,
+        family,
+        dtype,
+        device,
+        hidden_size=int(width),
+        pad_token_id=0 if pad is None else int(pad),
+        merge_size=int(merge),
+        tokens_per_second=float(getattr(vision, "tokens_per_second", None) or 0) if family.grid_positions else 0.0,
+    )

@@ -72,7 +72,9 @@ class ImageRows:
         self._rows[join.row] = row
         try:
             if self.encoder.family.grid_positions:
-                row.positions = grid_positions(join.images, self.encoder.merge_size)
+                row.positions = grid_positions(
+                    join.images, row.places, self.encoder.merge_size, self.encoder.tokens_per_second
+                )
             if self.encode_later is not None:
                 self.encode_later(row, join.start)
                 return

@@ -70,6 +70,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "control_tokens": st.booleans(),
     "limit_images": st.integers(0, 1024),
     "max_image_tokens": st.integers(16, 10**6),
+    "max_video_tokens": st.integers(16, 10**6),
     "media_cache": st.integers(1, 4000).map(lambda n: f"{n}MiB"),
     "vision": st.booleans(),
     "log_level": st.sampled_from(LOG_LEVELS),

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from api_server.body import item_limits, unknown_fields, validation
 from api_server.body.unknown_fields import ALWAYS, Refusals, unless
 from api_server.chat import documents, images
+from api_server.chat.media_parts import of_messages
 from api_server.chat.thinking import template_options
 from api_server.chat.tools import listed, tool_use
 from api_server.constraints.given import response_format
@@ -122,7 +123,7 @@ def _request(call: Call, given: Conversation, said: Messages) -> TextGenerationR
         model_name=call.server.model_name,
         lora_name=call.server.adapter_of(given.model),
         messages=[*system, *messages],
-        **images.of_messages(messages),
+        **of_messages(messages),
         tools=use.tools,
         forced_tools=use.forced,
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,

@@ -14,7 +14,8 @@ import orjson
 
 from api_server.body import item_limits, unknown_fields, validation
 from api_server.body.unknown_fields import ALWAYS, Refusals, unless
-from api_server.chat import documents, images
+from api_server.chat import documents, images, videos
+from api_server.chat.media_parts import of_messages
 from api_server.chat.messages import chat_messages
 from api_server.chat.thinking import template_options
 from api_server.chat.tools import ToolUse, tool_use
@@ -110,6 +111,8 @@ async def chat_request(call: Call, given: ChatBody) -> TextGenerationRequest:
     bounds = images.pixel_bounds(given.mm_processor_kwargs, "mm_processor_kwargs")
     await documents.load(call.server.url_fetcher, given.messages, "messages", documents.file_part)
     await images.load(call.server, given.messages, "messages", images.openai_part, bounds)
+    options = videos.io_options(given.media_io_kwargs, "media_io_kwargs")
+    await videos.load(call.server, given.messages, "messages", options, bounds)
     return await call.apart(lambda: _chat_request(call, given, use))
 
 
@@ -137,7 +140,7 @@ def _chat_request(call: Call, given: ChatBody, use: ToolUse) -> TextGenerationRe
     return TextGenerationRequest(
         **_extended(call, given, _common(call, given, _max_tokens(given), wanted)),
         messages=messages,
-        **images.of_messages(messages),
+        **of_messages(messages),
         tools=use.tools,
         forced_tools=use.forced,
         parallel_tool_calls=given.parallel_tool_calls is not False,
@@ -186,7 +189,7 @@ def responses_request(
     return TextGenerationRequest(
         **common,
         messages=messages,
-        **images.of_messages(messages),
+        **of_messages(messages),
         tools=use.tools,
         forced_tools=use.forced,
         parallel_tool_calls=given.parallel_tool_calls is not False,

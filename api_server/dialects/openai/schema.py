@@ -120,7 +120,7 @@ class Message(BaseModel):
 
 class ChatBody(ExtendedBody):
     messages: Annotated[Turns, Field(min_length=1)] = Field(
-        description="The conversation: role and content (a text, or parts of type text, file and image_url)"
+        description="The conversation: role and content (a text, or parts of type text, file, image_url and video_url)"
     )
     max_completion_tokens: int | None = Field(None, description="Newer name of max_tokens")
     logprobs: bool | None = Field(None, description="Return the log probability of each token of the answer")
@@ -148,6 +148,9 @@ class ChatBody(ExtendedBody):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template")
     mm_processor_kwargs: dict[str, Any] | None = Field(
         None, description="min_pixels and max_pixels of each image, where the model takes images of any size"
+    )
+    media_io_kwargs: dict[str, Any] | None = Field(
+        None, description="video: fps or num_frames of each video that does not say it itself"
     )
     add_generation_prompt: bool | None = Field(None, description="Open the assistant's turn (default true)")
     continue_final_message: bool | None = Field(None, description="Continue the last message instead of a new turn")

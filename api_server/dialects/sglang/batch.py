@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from api_server.chat.images import LoadedImage
+from api_server.chat.media_parts import LoadedImage, LoadedVideo
 from api_server.dialects.sglang.schema import GenerateRequest, SamplingParameters
 
 NO_INPUT = "Either text, input_ids or input_embeds should be provided."
@@ -50,9 +50,11 @@ class Item:
     custom_logit_processor: str
     lora_path: str | None
     token_ids_logprob: list[int]
-    # The images as the client gave them, each with its path in the body.
+    # The images and videos as the client gave them, each with its path in the body.
     image_data: list[tuple[str, Any]] = field(default_factory=list)
+    video_data: list[tuple[str, Any]] = field(default_factory=list)
     images: list[LoadedImage] = field(default_factory=list)
+    videos: list[LoadedVideo] = field(default_factory=list)
 
     @property
     def n(self) -> int:
@@ -74,7 +76,8 @@ def expand(body: GenerateRequest, fresh_rid: str) -> Batch:
     columns = [_spread(name, getattr(body, name), default, size, is_batch) for name, default in SPREAD]
     rids = _rids(body, fresh_rid, size, is_batch)
     columns.append(_named_tokens(body.token_ids_logprob or [], size))
-    columns.append(_images(body.image_data, size, is_batch))
+    columns.append(_media("image_data", body.image_data, size, is_batch))
+    columns.append(_media("video_data", body.video_data, size, is_batch))
     items = [Item(*values) for values in zip(rids, prompts, *columns, strict=True)]
     counts = {item.n for item in items}
     if len(counts) > 1:
@@ -134,9 +137,8 @@ def _named_tokens(given: Sequence[int | list[int] | None], size: int) -> list[li
     return [each if isinstance(each, list) else [] for each in given]
 
 
-def _images(given: Any, size: int, is_batch: bool) -> list[list[tuple[str, Any]]]:
-    """The images of each prompt, with their paths: one image for all prompts, one for each, or a list for each."""
-    name = "image_data"
+def _media(name: str, given: Any, size: int, is_batch: bool) -> list[list[tuple[str, Any]]]:
+    """The images or videos of each prompt, with their paths: one for all prompts, one for each, or a list for each."""
     if given is None or given == []:
         return [[] for _ in range(size)]
     if not isinstance(given, list):

@@ -15,11 +15,11 @@ from starlette.responses import Response
 from api_server.answers.choice import Choice
 from api_server.body import unknown_fields
 from api_server.body.validation import Mismatch, parse
-from api_server.chat import images
+from api_server.chat.media_parts import arguments
 from api_server.constraints.given import of_sampling_params
 from api_server.dialects.sglang.batch import Batch, Item, expand
 from api_server.dialects.sglang.errors import ERROR_STATUSES, error_frame
-from api_server.dialects.sglang.image_data import with_images
+from api_server.dialects.sglang.media_data import with_media
 from api_server.dialects.sglang.rendering import Naming, result
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest, GenerateResponse, SamplingParameters
 from api_server.dialects.sglang.sessions import remember, resumed
@@ -61,7 +61,7 @@ async def generate_native(call: Call, stream: bool = False) -> Response:
     body, batch = await call.apart(lambda: _checked(call))
     with ExitStack() as cleanup:
         cleanup.enter_context(_claimed(body, batch))
-        batch = await with_images(call, body, await resumed(call, body, batch))
+        batch = await with_media(call, body, await resumed(call, body, batch))
         requests = await call.apart(partial(_all_internal, batch, call, body))
         generation = await generate(call.server, requests)
         naming = Naming.of(batch, generation.choices, call.server.tokenizer.piece)
@@ -181,7 +181,7 @@ def _internal(item: Item, call: Call, body: GenerateRequest) -> TextGenerationRe
             request_id=RequestID(item.rid),
             prompt=item.prompt if isinstance(item.prompt, str | list) else [0] * len(item.prompt),
             prompt_embeddings=None if isinstance(item.prompt, str | list) else item.prompt,
-            **images.of_images(item.images),
+            **arguments(item.images, item.videos),
             hidden_states=item.return_hidden_states,
             sampling=_with_logprobs(_sampling(item), item) if item.return_logprob else _sampling(item),
             constraint=of_sampling_params(given),

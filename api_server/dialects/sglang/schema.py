@@ -125,7 +125,11 @@ class GenerateRequest(BaseModel):
         "with url and detail; a list of them. With a list of prompts: one for all, a list with one each, or a list of "
         "lists",
     )
-    video_data: Any = Field(None, description="Not built yet")
+    video_data: Any = Field(
+        None,
+        description="Videos of the prompt, in the forms of image_data: a URL, a data URI, base64, or an object with "
+        "url (or frames, a list of images) and fps or num_frames",
+    )
     audio_data: Any = Field(None, description="Not built yet")
     lora_path: str | list[str | None] | None = Field(
         None, description="Name of a loaded adapter; in a list null is the model itself"

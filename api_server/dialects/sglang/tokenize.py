@@ -10,7 +10,8 @@ from starlette.routing import Route
 
 from api_server.body.item_limits import MAX_TEXT, Tools, Turns, check_count, check_parts
 from api_server.body.validation import Mismatch, parse
-from api_server.chat import documents, images
+from api_server.chat import documents, images, videos
+from api_server.chat.media_parts import of_messages
 from api_server.chat.messages import chat_messages
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Integers
@@ -114,6 +115,7 @@ async def tokenize(call: Call) -> Response:
     refuse_long(sum(len(prompt or "") for prompt in prompts), "prompt")
     await documents.load(call.server.url_fetcher, body.messages or (), "messages", documents.file_part)
     await images.load(call.server, body.messages or (), "messages", images.openai_part)
+    await videos.load(call.server, body.messages or (), "messages")
     messages = await call.apart(lambda: chat_messages(body.messages or ()))
     ids = [await _ids(prompt, messages, body, call) for prompt in prompts]
     listed = isinstance(body.prompt, list)
@@ -151,7 +153,7 @@ async def _ids(
             request_id=RequestID(call.request_id),
             prompt=prompt,
             messages=messages,
-            **images.of_messages(messages),
+            **of_messages(messages),
             tools=body.tools,
             chat_template_options=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,

@@ -9,7 +9,7 @@ from typing import TypeVar
 from api_server.body import unknown_fields
 from api_server.body.validation import Mismatch, parse
 from api_server.chat import images
-from api_server.chat.images import LoadedImage
+from api_server.chat.media_parts import LoadedImage, arguments
 from api_server.constraints.given import of_tgi
 from api_server.dialects.tgi.errors import BodyMismatch
 from api_server.dialects.tgi.schema import Body, GenerateParameters, GenerateRequest
@@ -70,7 +70,7 @@ async def internal_request(body: GenerateRequest, call: Call, streaming: bool) -
     return TextGenerationRequest(
         request_id=RequestID(call.request_id),
         prompt=prompt,
-        **images.of_images(loaded),
+        **arguments(loaded),
         truncate_prompt_to=parameters.truncate,
         constraint=of_tgi(parameters.grammar),
         sampling=_sampling(parameters, tokens_shown),

@@ -6,7 +6,7 @@ import orjson
 from starlette.responses import Response
 from starlette.routing import Route
 
-from api_server.chat import images
+from api_server.chat.media_parts import arguments
 from api_server.dialects.tgi import chat_tokenize
 from api_server.dialects.tgi.errors import ERROR_STATUSES, error_frame
 from api_server.dialects.tgi.generate import check, internal_request, prompt_and_images, read
@@ -113,7 +113,7 @@ async def _spans(inputs: str, call: Call) -> list[TokenSpan]:
     text, loaded = await prompt_and_images(inputs, call)
     if not loaded:
         return await tokenizer.spans(inputs)
-    request = TextGenerationRequest(RequestID(call.request_id), prompt=text, **images.of_images(loaded))
+    request = TextGenerationRequest(RequestID(call.request_id), prompt=text, **arguments(loaded))
     prompt = await tokenizer.prompt(request, None)
     return await tokenizer.spans(prompt.text or "", parts=prompt.parts)
 

@@ -19,6 +19,7 @@ from interfaces import (
     TextGenerationRequest,
     TextGenerationRequestMessage,
     TextGenerationResponseFormat,
+    VideoWishes,
 )
 
 PICTURE = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, {"type": "image"}]}
@@ -49,7 +50,10 @@ def test_anything_else_is_no_message(wrong: Any) -> None:
     [
         ({"prompt": "x", "messages": [PICTURE]}, "prompt and messages exclude each other"),
         ({"prompt": [1], "messages": [PICTURE]}, "prompt and messages exclude each other"),
-        ({"prompt": "x", "videos": [b"v"]}, "a text prompt has no place for videos"),
+        (
+            {"prompt": "x", "videos": [b"v"], "video_wishes": [VideoWishes(), VideoWishes()]},
+            "video_wishes has 2 items for 1 videos",
+        ),
         (
             {"prompt": "x", "images": [b"i"], "image_wishes": [ImageWishes(), ImageWishes()]},
             "image_wishes has 2 items for 1 images",

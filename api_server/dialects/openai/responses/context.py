@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from api_server.chat import images
+from api_server.chat.media_parts import of_messages
 from api_server.dialects.openai.responses.schema import ResponsesBody
 from api_server.errors import ErrorKind, RequestFailed, unsupported
 from api_server.state import ServerState
@@ -32,7 +32,7 @@ async def _truncated(server: ServerState, request: TextGenerationRequest) -> Tex
 
     def without(index: int) -> TextGenerationRequest:
         kept = [*request.messages[:head], *request.messages[candidates[index] :]]
-        return replace(request, messages=kept, **images.of_messages(kept))
+        return replace(request, messages=kept, **of_messages(kept))
 
     first = 0
     last = len(candidates) - 1
