@@ -25,7 +25,7 @@ from api_server.media import video_sampling
 from api_server.media.decode import ImageRefused
 from api_server.media.processors import Processor
 from api_server.media.video_processors import FORMS, VideoArrays, VideoProcessor
-from api_server.media.video_sampling import Ask
+from api_server.media.video_sampling import Ask, Rule
 from api_server.media.videos import Clip, open_video
 from tests.api_server.media import clips, models
 
@@ -37,7 +37,7 @@ CLASSES = {
     "internvl": "InternVLVideoProcessor",
     "llava_onevision": "LlavaOnevisionVideoProcessor",
 }
-RULES = {
+RULES: dict[str, tuple[Rule, dict[str, Any]]] = {
     "qwen2_vl": (video_sampling.qwen2, {"fps": 2.0, "temporal_patch_size": 2}),
     "qwen3_vl": (video_sampling.qwen3, {"fps": 2.0}),
     "glm4v": (video_sampling.glm4v, {"fps": 2.0}),
