@@ -178,6 +178,7 @@ def build(
         attention=runner.attention_name,
         hidden_size=loaded.hidden_size,
         backend=runner.description,
+        row_invariant=runner.backend.row_invariant,
         images=NO_IMAGES if loaded.encoder is None else int(loaded.encoder.family.sight),
         adapter_memory=0 if shared.adapters is None else shared.adapters.memory,
     )

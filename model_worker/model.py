@@ -84,6 +84,7 @@ class LoadedModel:
     attention_name: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
     block_size: int = BLOCK_SIZE  # tokens of a KV block, as the backend likes them
     encoder: Encoder | None = None  # of images; None for a model that takes none
+    row_invariant: bool = False  # whether in the stack a token's bits depend on nothing else in its pass
 
     @property
     def embedding(self) -> nn.Module:

@@ -128,7 +128,7 @@ def _chunks(worker: Worker, rows: NDArray[np.int32], budget: int) -> NDArray[np.
 
 
 def _piece(worker: Worker, row: int) -> int:
-    """Tokens that a deterministic row computes next: a fixed piece of its prompt, or one token of its answer."""
+    """Tokens that a row which runs alone computes next: a fixed piece of its prompt, or one token of its answer."""
     computed = int(worker.rows.num_computed_tokens[row])
     prompt = int(worker.rows.fixed[row])
     return min(worker.fixed_tokens - computed % worker.fixed_tokens, prompt - computed) if computed < prompt else 1
@@ -146,6 +146,6 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         hidden_from=sequence.next_hidden if sequence.context.hidden_states else None,
         embeddings=sequence.context.prompt_embeddings,
         grammar=RowGrammar.of(sequence.context),
-        isolated=sequence.scheduling.deterministic,
+        isolated=worker.runs_alone(sequence),
         adapter=sequence.adapter.handle if sequence.adapter is not None else 0,
     )

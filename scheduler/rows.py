@@ -46,7 +46,7 @@ class RowTable:
         self.reports = np.zeros(max_rows, bool)
         # Number of tokens whose step still has something to report about the prompt; 0 if there is nothing.
         self.report_end = np.zeros(max_rows, np.int32)
-        # Prompt length of deterministic rows, which are always computed in the same pieces; 0 for all others.
+        # Prompt length of rows that run alone, which are always computed in the same pieces; 0 for all others.
         self.fixed = np.zeros(max_rows, np.int32)
         self.stop_ids = np.full((max_rows, 4), _NO_TOKEN, np.int32)
         # Right guesses of steps in flight that may come beyond `num_tokens`.
@@ -86,8 +86,11 @@ class RowTable:
             raise ValueError(f"row {row} is free")
         return sequence
 
-    def take(self, sequence: Sequence, replica: int, limit: int, cached: int) -> int:
-        """Give `sequence` the lowest free row; `cached` of its tokens need no computing."""
+    def take(self, sequence: Sequence, replica: int, limit: int, cached: int, alone: bool = False) -> int:
+        """Give `sequence` the lowest free row; `cached` of its tokens need no computing.
+
+        `alone`: it shares no forward pass, and its prompt is computed in fixed pieces.
+        """
         row = heapq.heappop(self._free)
         sequence.row = row
         self.sequences[row] = sequence
@@ -106,7 +109,7 @@ class RowTable:
         self.replica[row] = replica
         self.reports[row] = sequence.sampling.reports or sequence.context.hidden_states
         self._reporting += int(self.reports[row])
-        self.fixed[row] = sequence.prompt_len if sequence.scheduling.deterministic else 0
+        self.fixed[row] = sequence.prompt_len if alone else 0
         self.report_end[row] = sequence.prompt_len - 1 if sequence.reports_prompt else 0
         if sequence.context.hidden_states:
             self.report_end[row] = len(sequence.tokens)

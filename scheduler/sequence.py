@@ -40,8 +40,8 @@ class Sequence:
     # -1 while the sequence waits.
     row: int = -1
     blocks: list[int] = field(default_factory=list)
-    # By block size, which workers on different devices need not share.
-    hashes: dict[int, list[bytes]] = field(default_factory=dict)
+    # By block size, which workers on different devices need not share, and whether the sequence runs alone there.
+    hashes: dict[tuple[int, bool], list[bytes]] = field(default_factory=dict)
     # Prompt tokens found in the prefix cache, and microseconds until the first placement. Both are published with the
     # first token; `queued_us` is -1 before the placement and after it was published.
     cached_tokens: int = 0
@@ -120,18 +120,18 @@ class Sequence:
         """A copy of the tokens in the workers' form. Later growth does not touch it."""
         return self.tokens.all.astype(np.int32)
 
-    def prefix_hashes(self, block_size: int) -> list[bytes]:
-        """Digests of all full blocks of the tokens known now."""
-        hashes = self.hashes.setdefault(block_size, [])
+    def prefix_hashes(self, block_size: int, alone: bool = False) -> list[bytes]:
+        """Digests of all full blocks of the tokens known now. What was computed `alone` has digests of its own."""
+        hashes = self.hashes.setdefault((block_size, alone), [])
         if len(self.tokens) // block_size > len(hashes):
-            extend_hashes(hashes, self.tokens.all, block_size, self._salt(), self.images)
+            extend_hashes(hashes, self.tokens.all, block_size, self._salt(alone), self.images)
         return hashes
 
-    def _salt(self) -> str:
+    def _salt(self, alone: bool) -> str:
         """Everything beside tokens and images that shapes hidden states, then the client's own salt.
 
         The first part has no NUL, so no client's salt can make it up.
         """
-        deterministic = "deterministic" if self.scheduling.deterministic else ""
+        apart = "alone" if alone else ""
         adapter = f"lora:{self.adapter.digest}" if self.adapter is not None else ""
-        return f"{deterministic}{adapter}\0{self.context.cache_salt}"
+        return f"{apart}{adapter}\0{self.context.cache_salt}"

@@ -19,7 +19,7 @@ from scheduler.sequence import Sequence
 from scheduler.step_deadline import StepDeadline
 from scheduler.worker_adapters import WorkerAdapters
 
-# Tokens in each piece of a deterministic prompt, rounded up to whole blocks.
+# Tokens in each piece of the prompt of a row that runs alone, rounded up to whole blocks.
 FIXED_TOKENS = 64
 
 
@@ -56,8 +56,12 @@ class Worker:
 
     @property
     def fixed_tokens(self) -> int:
-        """Length of the pieces of a deterministic prompt."""
+        """Length of the pieces of the prompt of a row that runs alone."""
         return -(-FIXED_TOKENS // self.block_size) * self.block_size
+
+    def runs_alone(self, sequence: Sequence) -> bool:
+        """Whether a sequence shares no forward pass here, so that its bits depend on no other."""
+        return sequence.scheduling.deterministic and not self.hello.row_invariant
 
     def place(self, sequence: Sequence, replica: int, limit: int, spare: int) -> bool:
         """Give a waiting sequence a row, the blocks of all its tokens, and its adapter. False if there is no room.
@@ -80,7 +84,7 @@ class Worker:
             sequence.cached_tokens = sequence.context.cached_prefix_length = cached
             sequence.queued_us = int((self._clock() - sequence.arrived) * 1e6)
         sequence.tokens.set_window(cached, len(sequence.tokens), len(sequence.tokens))
-        row = self.rows.take(sequence, replica, limit, cached)
+        row = self.rows.take(sequence, replica, limit, cached, self.runs_alone(sequence))
         self.images.placed(sequence, cached)
         self.adapters.placed(sequence)
         self.joined.append(sequence)
@@ -231,15 +235,18 @@ class Worker:
         """Cached blocks that hold the beginning of `sequence`."""
         if not self.prefix_cache or not self.images.shares_prefix(sequence):
             return []
-        found = self.pool.match(sequence.prefix_hashes(self.block_size)[: sequence.reusable // self.block_size])
+        found = self.pool.match(self._hashes(sequence)[: sequence.reusable // self.block_size])
         return found[: self._shareable(sequence, len(found) * self.block_size) // self.block_size]
+
+    def _hashes(self, sequence: Sequence) -> list[bytes]:
+        return sequence.prefix_hashes(self.block_size, self.runs_alone(sequence))
 
     def _shareable(self, sequence: Sequence, tokens: int) -> int:
         """Number of the first `tokens` that others may use.
 
-        For a deterministic sequence these are whole pieces of the prompt: later tokens are computed one by one.
+        For a sequence that runs alone these are whole pieces of the prompt: later tokens are computed one by one.
         """
-        if not sequence.scheduling.deterministic:
+        if not self.runs_alone(sequence):
             return tokens
         return min(tokens, sequence.prompt_len) // self.fixed_tokens * self.fixed_tokens
 
@@ -249,7 +256,7 @@ class Worker:
         if not self.prefix_cache or not self.images.shares_prefix(sequence):
             return
         full = self._shareable(sequence, tokens) // self.block_size
-        for block, digest in zip(sequence.blocks[:full], sequence.prefix_hashes(self.block_size), strict=False):
+        for block, digest in zip(sequence.blocks[:full], self._hashes(sequence), strict=False):
             self.pool.register(block, digest)
 
     def _forget_unsent(self, row: int, sequence: Sequence) -> None:

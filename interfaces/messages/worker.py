@@ -41,7 +41,8 @@ class WorkerHello:
     and `labels` names those of a classifier. `images` is NO_IMAGES, CUT_IMAGES (a step may compute a part of an image),
     WHOLE_IMAGES, or WHOLE_PROMPTS (all tokens of a prompt with images see each other). It has `encoded` images in
     `encode_ms` milliseconds, and found the features of `image_hits` others. Its adapters may take `adapter_memory`
-    bytes; 0: it takes none.
+    bytes; 0: it takes none. `row_invariant`: a row gets the same bits whatever else is in its pass, and however its
+    prompt is cut.
     """
 
     device: str
@@ -67,6 +68,7 @@ class WorkerHello:
     image_hits: int = 0
     encode_ms: int = 0
     adapter_memory: int = 0
+    row_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,11 @@ class Backend(ABC):
         return argmax(logits[:, : self.vocab_size]), logits[torch.from_numpy(wanted)]
 
     @property
+    def row_invariant(self) -> bool:
+        """Whether a row gets the same bits whatever else is in its pass, and however its prompt is cut."""
+        return False
+
+    @property
     def gives_hidden_states(self) -> bool:
         return False
 

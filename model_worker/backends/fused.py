@@ -46,6 +46,12 @@ class FusedBackend(Backend):
             return self._stack.greedy(batch, self._cache, wanted)
 
     @property
+    def row_invariant(self) -> bool:
+        """A pass with more than the stack takes runs on the modules, with all of its rows."""
+        encoder = self._loaded.encoder
+        return self._loaded.row_invariant and (encoder is None or encoder.family.plain)
+
+    @property
     def gives_hidden_states(self) -> bool:
         return True
 

@@ -75,7 +75,7 @@ def prepare(
         return _on_cuda(loaded, tokens, expected)
     if loaded.stack is not None:
         if not verify.stack_differs(loaded, tokens, expected):
-            return loaded
+            return replace(loaded, row_invariant=verify.rows_are_invariant(loaded, tokens))
         log.warning(
             "%s is not served by the fused stack but by transformers' modules, since the stack gives other logits",
             architecture,

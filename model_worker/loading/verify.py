@@ -105,6 +105,39 @@ def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool
     return not _median_error(got, want) < TOLERANCE[loaded.dtype]
 
 
+def rows_are_invariant(loaded: LoadedModel, tokens: Tensor) -> bool:
+    """Whether a token gets the same logits, bit for bit, whatever else is in its pass and however its prompt is cut."""
+    backend = ModelRunner(loaded, num_blocks=8, block_size=STACK_BLOCK_SIZE, attention="cpu").backend
+    sequences = tokens.numpy()
+
+    def forward(tables: np.ndarray, *chunks: tuple[int, int, int]) -> Tensor:
+        """Compute for each chunk (sequence, first, end) these tokens; the earlier ones are in the cache."""
+        packed = np.concatenate([sequences[one, first:end] for one, first, end in chunks])
+        lens = np.array([end - first for _, first, end in chunks])
+        ends = np.array([end for _, _, end in chunks])
+        tables = tables[[one for one, _, _ in chunks]]
+        every = np.arange(len(packed))
+        return backend.logits(ForwardBatch.build(packed, lens, ends, tables, STACK_BLOCK_SIZE, every))
+
+    cut = PROBE_TOKENS // 2
+    whole = forward(BLOCK_TABLES, (0, 0, PROBE_TOKENS), (1, 0, PROBE_TOKENS)).clone()
+    others = BLOCK_TABLES[::-1]
+    first, second = whole.split(PROBE_TOKENS)
+    many = forward(others, (0, 0, cut))
+    one_beside = forward(others, (1, 0, cut), (0, cut, cut + 1))
+    alone = forward(others, (0, cut + 1, cut + 2))
+    few = forward(others, (0, cut + 2, PROBE_TOKENS), (1, cut, cut + 1))
+    return all(
+        torch.equal(got, wanted)
+        for got, wanted in (
+            (many, first[:cut]),
+            (one_beside, torch.cat([second[:cut], first[cut : cut + 1]])),
+            (alone, first[cut + 1 : cut + 2]),
+            (few, torch.cat([first[cut + 2 :], second[cut : cut + 1]])),
+        )
+    )
+
+
 def _median_error(got: Tensor, want: Tensor) -> float:
     """Return the median over rows of |got - want| / |want|."""
     got = got.float()

@@ -53,7 +53,8 @@ def _reduced(
 ) -> LogprobReports:
     count = len(tokens)
     exact = logits.double()
-    exact = exact - torch.logsumexp(exact, -1, keepdim=True)
+    # Each row by itself: torch adds up a single row in another order than several.
+    exact = exact - torch.stack([torch.logsumexp(row, -1, keepdim=True) for row in exact])
     own = exact.gather(1, torch.from_numpy(tokens.astype(np.int64)).to(exact.device)[:, None])[:, 0]
     asked = exact[:, torch.from_numpy(wanted.ids).to(exact.device)].cpu().numpy()
     rows, ids, values = _most_probable(exact, wanted.top)

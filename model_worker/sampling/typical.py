@@ -19,7 +19,9 @@ def only_typical(logits: torch.Tensor, typical_p: NDArray[np.float64]) -> torch.
     """
     logprobs = torch.log_softmax(logits.double(), -1)
     probabilities = logprobs.exp()
-    entropy = -torch.where(probabilities > 0, probabilities * logprobs, 0.0).sum(-1, keepdim=True)
+    shares = torch.where(probabilities > 0, probabilities * logprobs, 0.0)
+    # Each row by itself: torch adds up a single row in another order than several.
+    entropy = -torch.stack([row.sum(-1, keepdim=True) for row in shares])
     distance = (-logprobs - entropy).abs()
     ordered, index = torch.sort(distance, dim=-1)
     reached = probabilities.gather(1, index).cumsum(-1)

@@ -31,6 +31,13 @@ class Family(NamedTuple):
     # Whether positions count the grid of an image in three directions (M-RoPE).
     grid_positions: bool = False
     sight: Sight = Sight.CAUSAL
+    # Whether images add something behind the first layers (DeepStack).
+    deepstack: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether all that images bring into a pass are vectors and positions."""
+        return self.sight == Sight.CAUSAL and not self.deepstack
 
 
 _FAMILIES = {
@@ -48,8 +55,8 @@ _FAMILIES = {
     "paligemma": Family(sight=Sight.PROMPT),
     "qwen2_5_vl": Family(grid_positions=True),
     "qwen2_vl": Family(grid_positions=True),
-    "qwen3_vl": Family(grid_positions=True),
-    "qwen3_vl_moe": Family(grid_positions=True),
+    "qwen3_vl": Family(grid_positions=True, deepstack=True),
+    "qwen3_vl_moe": Family(grid_positions=True, deepstack=True),
     "smolvlm": Family(),
 }
 

@@ -107,7 +107,7 @@ class InProcessServer:
             shared = _device_step(loaded, shape, index, masks[index] if masks else None)
             self.backends[index] = shared.backend
             self.engines[index] = Engine(shared, executors_for(shared, shape.device_overlap, shape.most_guesses))
-            self.scheduler.worker_hello(_hello(loaded, shape, index))
+            self.scheduler.worker_hello(_hello(loaded, shape, index, shared.backend.row_invariant))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> int:
         """`fields` are further ones of the context."""
@@ -182,7 +182,7 @@ def _device_step(loaded: LoadedModel, shape: Shape, index: int, masks: Masks | N
     return DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, 0), masks)
 
 
-def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:
+def _hello(loaded: LoadedModel, shape: Shape, index: int, row_invariant: bool) -> WorkerHello:
     embedding: Any = loaded.model.get_input_embeddings()
     return WorkerHello(
         device="cpu",
@@ -198,4 +198,5 @@ def _hello(loaded: LoadedModel, shape: Shape, index: int) -> WorkerHello:
         dtype="float32",
         attention=shape.backend,
         hidden_size=int(embedding.weight.shape[1]),
+        row_invariant=row_invariant,
     )

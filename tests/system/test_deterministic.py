@@ -60,28 +60,31 @@ def told(loaded: Any, shape: Shape, asked: Asked, crowd: Asked) -> tuple[Told, I
     return [(answers[handles[i]].tokens, answers[handles[i]].logprobs) for i in range(len(asked))], server
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_nothing_that_runs_beside_it_matters(tmp_path: Path, architecture: str) -> None:
+# The fused stack takes blocks of 16 tokens and more.
+@pytest.mark.parametrize(("architecture", "block_size"), [("llama", 4), ("llama", 16), ("gpt2", 4)])
+def test_nothing_that_runs_beside_it_matters(tmp_path: Path, architecture: str, block_size: int) -> None:
     path = tiny_model(architecture, tmp_path, vocab_size=VOCAB, max_position_embeddings=512)
     loaded = load(path, dtype="bfloat16")
     seed = random.randrange(2**31)
     rng = random.Random(seed)
     asked, crowd = drawn(rng, 6), drawn(rng, 14) + growing(rng, 6)
+    room = replace(ROOM, block_size=block_size, num_blocks=1600 // block_size)
     alone: Told = []
     for each in asked:
-        found, _ = told(loaded, ROOM, [each], [])
+        found, _ = told(loaded, room, [each], [])
         alone += found
     shapes = [
-        ROOM,
-        replace(ROOM, prefix_cache=False, overlap=False),
-        replace(ROOM, num_blocks=70, max_batch_tokens=100),
-        replace(ROOM, max_batch_tokens=16, workers=2),
-        replace(ROOM, num_blocks=80, block_size=8, max_batch_tokens=40),
+        room,
+        replace(room, prefix_cache=False, overlap=False),
+        replace(room, num_blocks=280 // block_size, max_batch_tokens=100),
+        replace(room, max_batch_tokens=16, workers=2),
+        replace(room, num_blocks=320 // block_size, block_size=2 * block_size, max_batch_tokens=40),
     ]
     preemptions = 0
     for shape in shapes:
         together, server = told(loaded, shape, asked, crowd)
         preemptions += server.scheduler.counters["preemptions"]
+        assert server.backends[0].row_invariant == (block_size == 16)
         for (tokens, logprobs), (wanted, expected) in zip(together, alone, strict=True):
             assert tokens == wanted, f"seed {seed}, {shape}"
             assert np.array_equal(logprobs, expected), f"seed {seed}, {shape}"
