@@ -1,23 +1,28 @@
 """Sessions: token sequences of earlier requests that later ones continue, kept for a time and within bounds.
 
 Sessions live in the scheduler because API processes hold nothing between requests, and any of them may get the next
-turn. A restarted scheduler has no sessions. Knows tokens and names. K and V of equal beginnings are the prefix cache's.
+turn. A restarted scheduler has no sessions. Knows tokens, names, and files of images, which it does not open. K and V
+of equal beginnings are the prefix cache's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import SessionAction, SessionAnswer, SessionOrder
+from interfaces import SessionAction, SessionAnswer, SessionMedium, SessionOrder
 
 MAX_SESSIONS = 1024
 # In all turns of one session together. Beyond, its oldest turns are forgotten.
 MAX_TOKENS = 1 << 18
+# Bytes of images and videos in all turns of one session, and in all sessions. Beyond, the oldest turns are forgotten,
+# and the sessions that were not used for the longest time are closed.
+MAX_MEDIA_BYTES = 64 << 20
+MAX_MEDIA_BYTES_TOGETHER = 512 << 20
 # An unused session is closed after this time, unless it was opened with another.
 IDLE_SECONDS = 3600.0
 
@@ -31,6 +36,7 @@ class Turn:
     parent: str
     tokens: NDArray[np.int32]
     prompt_len: int
+    media: Sequence[SessionMedium] = ()
 
 
 @dataclass
@@ -42,14 +48,25 @@ class Session:
     turns: dict[str, Turn] = field(default_factory=dict)
 
     def keep(self, name: str, turn: Turn) -> None:
-        """Keep a turn, and forget the oldest ones if there are too many tokens."""
+        """Keep a turn, and forget the oldest ones if there are too many tokens, or bytes of images."""
         self.turns.pop(name, None)
-        self.turns[name] = turn
+        self.turns[name] = replace(turn, media=[self._known(medium) for medium in turn.media])
         size = sum(len(each.tokens) for each in self.turns.values())
         for oldest in list(self.turns):
-            if size <= MAX_TOKENS:
+            if size <= MAX_TOKENS and self.media_bytes <= MAX_MEDIA_BYTES:
                 break
             size -= len(self.turns.pop(oldest).tokens)
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of images and videos, each counted once."""
+        media = {id(medium): medium for turn in self.turns.values() for medium in turn.media}
+        return sum(len(file) for medium in media.values() for file in medium.files)
+
+    def _known(self, medium: SessionMedium) -> SessionMedium:
+        """The same image, from another turn if there is one: turns have those of the turns that they continue."""
+        known = (each for turn in self.turns.values() for each in turn.media if each == medium)
+        return next(known, medium)
 
     def drop_after(self, name: str) -> None:
         """Forget the turns that continued `name`, and those after them."""
@@ -84,7 +101,8 @@ class Sessions:
             case _:
                 refused = f"there is no action {order.action} for sessions"
         tokens, prompt_len = (turn.tokens, turn.prompt_len) if turn else (_NO_TOKENS, 0)
-        return SessionAnswer(incarnation, order.number, refused, tokens, prompt_len)
+        media = list(turn.media) if turn else []
+        return SessionAnswer(incarnation, order.number, refused, tokens, prompt_len, media)
 
     def forget_idle(self) -> None:
         """Close the sessions whose time is over."""
@@ -124,8 +142,21 @@ class Sessions:
         session = self._touched(order.session)
         if session is None:
             return _unknown(order.session)
-        session.keep(order.request, Turn(order.parent, order.tokens.copy(), order.prompt_len))
+        session.keep(order.request, Turn(order.parent, order.tokens.copy(), order.prompt_len, order.media))
+        if order.media:
+            self._free_media()
         return ""
+
+    def _free_media(self) -> None:
+        """Close the sessions that were not used for the longest time while all have too many bytes of images."""
+        sizes = {name: session.media_bytes for name, session in self._open.items()}
+        together = sum(sizes.values())
+        for name in sorted(sizes, key=lambda name: self._open[name].used):
+            if together <= MAX_MEDIA_BYTES_TOGETHER:
+                return
+            if sizes[name]:
+                together -= sizes[name]
+                del self._open[name]
 
     def _touched(self, name: str) -> Session | None:
         session = self._open.get(name)

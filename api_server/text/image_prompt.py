@@ -63,7 +63,8 @@ class Pictures:
         """The same images in the order of their placeholders among token ids, or as they are if there are runs."""
         kinds = {token_of(name): iter(images) for name, images in self._by_placeholder().items()}
         if self._has_runs(ids):
-            if len(kinds) > 1 and len({self._token_id(image) for image in self.images}) == 1:
+            looks = {(image.is_clip, self._token_id(image)) for image in self.images}
+            if len(looks) > 1 and len(self.token_ids) == 1:
                 message = (
                     f"{self.field} has runs of images and of videos, which cannot be told apart: send placeholders"
                 )
@@ -88,6 +89,18 @@ class Pictures:
             pieces += [ids[start:place], np.array(ids_of(image.run), np.int32)]
             start = place + 1
         return np.concatenate([*pieces, ids[start:]])
+
+    def among(self, ids: NDArray[np.int32]) -> list[bool]:
+        """Whether token ids have the run of each image; they begin with all. Raises RequestFailed if one is cut."""
+        left = {token: int((ids == token).sum()) for token in self.token_ids}
+        found = []
+        for image in self.images:
+            token = self._token_id(image)
+            found.append(left[token] > 0)
+            left[token] -= self._length(image) if left[token] else 0
+        if any(left.values()):
+            raise invalid(f"{self.field} cuts the tokens of an image: choose another offset", self.field)
+        return found
 
     def _has_runs(self, ids: NDArray[np.int32]) -> bool:
         """Whether token ids have as many tokens for features as the images give."""

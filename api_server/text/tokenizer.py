@@ -114,7 +114,7 @@ class Tokenizer:
         """
         if request.prompt is None and not request.messages:
             raise invalid("exactly one of prompt and messages must be given", "prompt")
-        pictures = await self._pictures(request)
+        pictures = await self.pictures(request)
         if isinstance(request.prompt, Sequence) and not isinstance(request.prompt, str):
             return self._ids_prompt(request.prompt, request, pictures)
         return await self.in_thread(lambda: self._encode_prompt(request, max_tokens, pictures))
@@ -222,7 +222,7 @@ class Tokenizer:
         finally:
             self._jobs -= 1
 
-    async def _pictures(self, request: TextGenerationRequest) -> Pictures | None:
+    async def pictures(self, request: TextGenerationRequest) -> Pictures | None:
         """The images of a request. None for a model without eyes. Raises RequestFailed."""
         field = "messages" if request.messages else "prompt"
         images = self.images()

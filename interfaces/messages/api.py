@@ -297,10 +297,26 @@ class SessionAction:
     REMEMBER = 3
 
 
+@dataclass(frozen=True, slots=True)
+class SessionMedium:
+    """An image or a video of a session, as a client sent it: one file, or with `is_frames` images of its frames.
+
+    `options` are the client's wishes for it, as JSON.
+    """
+
+    files: list[bytes]
+    is_video: bool
+    is_frames: bool
+    options: str
+
+
 @message(9)
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """An action on a session. `number` is the replica's name for it, and comes back in the answer."""
+    """An action on a session. `number` is the replica's name for it, and comes back in the answer.
+
+    `media` are the images and the videos among the tokens, each kind in its order.
+    """
 
     number: int
     action: int
@@ -311,19 +327,21 @@ class SessionOrder:
     timeout: float = 0.0
     tokens: I32 = field(default_factory=lambda: np.empty(0, np.int32))
     prompt_len: int = 0
+    media: list[SessionMedium] = field(default_factory=list)
 
 
 @message(10)
 @dataclass(frozen=True, slots=True)
 class SessionAnswer:
     """Answers a session order: it was done, unless `refused` has a reason. `tokens` are those recalled, the prompt
-    first."""
+    first, and `media` what they stand for."""
 
     incarnation: int
     number: int
     refused: str
     tokens: I32
     prompt_len: int
+    media: list[SessionMedium] = field(default_factory=list)
 
 
 @message(12)

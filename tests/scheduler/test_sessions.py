@@ -6,8 +6,10 @@ import random
 from typing import Any
 
 import numpy as np
+import pytest
 
-from interfaces import SessionAction, SessionAnswer, SessionOrder, decode, encode
+import scheduler.sessions
+from interfaces import SessionAction, SessionAnswer, SessionMedium, SessionOrder, decode, encode
 from scheduler.sessions import IDLE_SECONDS, MAX_SESSIONS, MAX_TOKENS, Sessions
 from tests.scheduler.clock import Clock
 
@@ -93,3 +95,40 @@ def test_what_is_kept_is_bounded() -> None:
     for i in range(MAX_SESSIONS - 1):
         assert ask(sessions, SessionAction.OPEN, f"s{i}").refused == ""
     assert "close some" in ask(sessions, SessionAction.OPEN, "one more").refused
+
+
+def picture(name: int, size: int = 1000) -> SessionMedium:
+    return SessionMedium([bytes([name]) * size], False, False, "{}")
+
+
+def test_images_are_kept_once_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler.sessions, "MAX_MEDIA_BYTES", 2500)
+    monkeypatch.setattr(scheduler.sessions, "MAX_MEDIA_BYTES_TOGETHER", 4000)
+    clock = Clock()
+    sessions = Sessions(clock)
+
+    def keep(session: str, name: str, *pictures: int) -> None:
+        clock.advance(1)
+        fields: dict[str, Any] = {"tokens": np.ones(1, np.int32), "media": [picture(each) for each in pictures]}
+        assert ask(sessions, SessionAction.REMEMBER, session, request=name, **fields).refused == ""
+
+    def kept(session: str, name: str) -> list[SessionMedium] | None:
+        answer = ask(sessions, SessionAction.RECALL, session, request=name)
+        return None if answer.refused else answer.media
+
+    for name in ("a", "b", "c"):
+        ask(sessions, SessionAction.OPEN, name)
+    keep("c", "0")
+    keep("a", "1", 1)
+    keep("a", "2", 1, 2)
+    assert kept("a", "1") == [picture(1)]
+    assert kept("a", "2") == [picture(1), picture(2)], "three images, of which two are one"
+    keep("a", "3", 3)
+    assert [kept("a", name) for name in "123"] == [None, None, [picture(3)]]
+    keep("b", "1", 4, 5)
+    assert kept("a", "3") == [picture(3)]
+    keep("b", "2", 5, 6)
+    assert kept("b", "2") == [picture(5), picture(6)]
+    keep("c", "1", 7, 8)
+    assert kept("a", "3") is None, "the session that was not used for the longest time is closed"
+    assert kept("c", "1") == [picture(7), picture(8)]

@@ -61,7 +61,7 @@ async def generate_native(call: Call, stream: bool = False) -> Response:
     body, batch = await call.apart(lambda: _checked(call))
     with ExitStack() as cleanup:
         cleanup.enter_context(_claimed(body, batch))
-        batch = await with_media(call, body, await resumed(call, body, batch))
+        batch = await resumed(call, body, await with_media(call, batch))
         requests = await call.apart(partial(_all_internal, batch, call, body))
         generation = await generate(call.server, requests)
         naming = Naming.of(batch, generation.choices, call.server.tokenizer.piece)

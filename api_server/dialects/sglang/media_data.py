@@ -13,7 +13,6 @@ from api_server.chat import videos
 from api_server.chat.images import DETAILS, ImageSource, load_sources, url_source
 from api_server.chat.videos import VideoSource
 from api_server.dialects.sglang.batch import Batch, Item
-from api_server.dialects.sglang.schema import GenerateRequest
 from api_server.errors import invalid, unsupported
 from api_server.web.endpoint import Call
 
@@ -21,7 +20,7 @@ from api_server.web.endpoint import Call
 _SCHEMES = ("http://", "https://", "data:")
 
 
-async def with_media(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
+async def with_media(call: Call, batch: Batch) -> Batch:
     """The batch with its images and videos loaded, each path once. Raises RequestFailed."""
     images = {path: item for each in batch.items for path, item in each.image_data}
     clips = {path: item for each in batch.items for path, item in each.video_data}
@@ -30,7 +29,7 @@ async def with_media(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
     most = call.server.settings.limit_images
     for name, what, given in (("image_data", "images", images), ("video_data", "videos", clips)):
         if given:
-            _check(call, body, batch, name)
+            _check(call, batch, name)
             check_count(len(given), what, name, most)
     image_sources = [_image(item, path) for path, item in images.items()]
     video_sources = [_video(item, path) for path, item in clips.items()]
@@ -48,11 +47,9 @@ async def with_media(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
     return replace(batch, items=[seeing(item) for item in batch.items])
 
 
-def _check(call: Call, body: GenerateRequest, batch: Batch, name: str) -> None:
+def _check(call: Call, batch: Batch, name: str) -> None:
     if not call.server.sees:
         raise unsupported(name, "a value")
-    if body.session_params is not None:
-        raise invalid(f"{name} and session_params exclude each other: a session keeps no images", name)
     if any(isinstance(each.prompt, np.ndarray) for each in batch.items):
         raise invalid(f"{name} and input_embeds exclude each other: give text or input_ids", name)
 

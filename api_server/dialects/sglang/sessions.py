@@ -6,24 +6,34 @@ The scheduler keeps the tokens of each turn; here they become the beginning of t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.answers.choice import Choice
 from api_server.body.validation import Mismatch, parse
+from api_server.chat.media_parts import LoadedImage, LoadedVideo, arguments
 from api_server.dialects.sglang.batch import Batch, Item
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.web.endpoint import Call, Document, endpoint
-from interfaces import RequestID, SessionAction, SessionAnswer, TextGenerationRequest
+from interfaces import (
+    ImageWishes,
+    RequestID,
+    SessionAction,
+    SessionAnswer,
+    SessionMedium,
+    TextGenerationRequest,
+    VideoWishes,
+)
 
 LONGEST_SECONDS = 86400.0
 
@@ -96,7 +106,14 @@ async def resumed(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
     if params.offset:
         known = known[: params.offset]
     added = await _ids(call, item, None if params.rid is None else False)
-    return replace(batch, items=[replace(item, prompt=[*known.tolist(), *added])])
+    images, videos = await _media(call, known, answer.media)
+    seen = replace(
+        item,
+        prompt=[*known.tolist(), *added],
+        images=[*images, *item.images],
+        videos=[*videos, *item.videos],
+    )
+    return replace(batch, items=[seen])
 
 
 async def remember(call: Call, body: GenerateRequest, item: Item, choice: Choice) -> None:
@@ -105,20 +122,63 @@ async def remember(call: Call, body: GenerateRequest, item: Item, choice: Choice
     if params is None or choice.finish is None or choice.finish.kind == "cancelled":
         return
     tokens = np.array([*choice.prompt_token_ids.tolist(), *choice.token_ids], np.int32)
-    fields: Mapping[str, Any] = {"tokens": tokens, "prompt_len": choice.prompt_tokens, "parent": params.rid or ""}
+    media = [*map(_medium, item.images), *map(_medium, item.videos)]
+    fields: Mapping[str, Any] = {
+        "tokens": tokens,
+        "prompt_len": choice.prompt_tokens,
+        "parent": params.rid or "",
+        "media": media,
+    }
     await _ask(call, SessionAction.REMEMBER, params.id, request=item.rid, **fields)
 
 
 async def _ids(call: Call, item: Item, add_special_tokens: bool | None) -> list[int]:
     """Token ids that the request adds. Special tokens (BOS) come at the beginning of a session only."""
-    if isinstance(item.prompt, list):
+    assert isinstance(item.prompt, str | list)
+    media = arguments(item.images, item.videos)
+    if isinstance(item.prompt, list) and not item.images and not item.videos:
         return item.prompt
     if item.prompt == "":
         return []
-    assert isinstance(item.prompt, str)
-    request = TextGenerationRequest(RequestID(item.rid), prompt=item.prompt, add_special_tokens=add_special_tokens)
+    request = TextGenerationRequest(
+        RequestID(item.rid), prompt=item.prompt, add_special_tokens=add_special_tokens, **media
+    )
     ids: list[int] = (await call.server.tokenizer.prompt(request, call.server.max_model_len)).tokens.tolist()
     return ids
+
+
+def _medium(part: LoadedImage | LoadedVideo) -> SessionMedium:
+    """An image or a video as a session keeps it."""
+    is_frames = not isinstance(part.data, bytes)
+    files = [part.data] if isinstance(part.data, bytes) else part.data
+    wishes = {name: value for name, value in asdict(part.options).items() if name != "field"}
+    return SessionMedium(files, isinstance(part, LoadedVideo), is_frames, orjson.dumps(wishes).decode())
+
+
+async def _media(
+    call: Call, known: NDArray[np.int32], kept: Sequence[SessionMedium]
+) -> tuple[list[LoadedImage], list[LoadedVideo]]:
+    """The images and videos of a session that are among its tokens. Raises RequestFailed when one of them is cut."""
+    field = "session_params"
+    images = []
+    videos = []
+    for medium in kept:
+        wishes: dict[str, Any] = {"field": field, **orjson.loads(medium.options)}
+        if medium.is_video:
+            data = medium.files if medium.is_frames else medium.files[0]
+            videos.append(LoadedVideo(data=data, options=VideoWishes(**wishes)))
+        else:
+            images.append(LoadedImage(data=medium.files[0], options=ImageWishes(**wishes)))
+    if not kept:
+        return images, videos
+    request = TextGenerationRequest(RequestID(field), prompt=[0], **arguments(images, videos))
+    pictures = await call.server.tokenizer.pictures(request)
+    assert pictures is not None
+    shown = replace(pictures, field=field).among(known)
+    return (
+        [image for image, is_shown in zip(images, shown, strict=False) if is_shown],
+        [video for video, is_shown in zip(videos, shown[len(images) :], strict=True) if is_shown],
+    )
 
 
 async def _send(call: Call, action: int, session: str, **fields: Any) -> SessionAnswer:

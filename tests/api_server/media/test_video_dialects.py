@@ -209,3 +209,34 @@ def test_a_video_file(watching: LiveServer) -> None:
     data = clips.file(count=30, fps=10)
     ok(watching, CHAT, chat(video_part(f"data:video/mp4;base64,{base64.b64encode(data).decode()}"), text_part("?")))
     assert context(watching).images[0].side_arrays["video_grid_thw"].tolist() == [[3, 4, 4]]
+
+
+def session_turn(live: LiveServer, text: str, name: str, media: dict[str, Any], **params: Any) -> list[int | None]:
+    """Hashes of the images of the request that continues the session."""
+    body = {"text": text, "rid": name, "session_params": {"id": "s"} | params, "sampling_params": {"max_new_tokens": 3}}
+    ok(live, GENERATE, body | media)
+    found = live.double.submits[-1].context
+    return [image.image_hash for image in found.images] if isinstance(found, TextAndVisionContext) else []
+
+
+def test_a_session_keeps_its_images_and_videos(watching: LiveServer) -> None:
+    ok(watching, "/open_session", {"capacity_of_str_len": 1000, "session_id": "s"})
+    picture = {"image_data": uri(png(), "image/png")}
+    image_place = "<|vision_start|><|image_pad|><|vision_end|>"
+    first = session_turn(watching, PROMPT, "a", {"video_data": uri(GIF)})
+    whole = context(watching).tokens.prompt.tolist()
+    inside = context(watching).images[0].start_idx + 3
+    second = session_turn(watching, " And here?", "b", {}, rid="a")
+    assert second == first
+    assert context(watching).tokens.prompt.tolist()[: len(whole)] == whole
+    assert context(watching).images[0].is_video
+    third = session_turn(watching, f"{image_place} And this?", "c", picture, rid="b")
+    assert len(third) == 2
+    assert third[0] == first[0]
+    assert session_turn(watching, " So?", "d", {}, rid="c", drop_previous_output=True) == third
+    assert session_turn(watching, " So?", "e", {}, rid="c", offset=len(whole)) == first
+    assert session_turn(watching, "Hello", "f", {}, rid="c", offset=2) == []
+    body = {"text": "x", "session_params": {"id": "s", "rid": "c", "offset": inside}}
+    response = post(watching, GENERATE, body)
+    assert response.status_code == 400
+    assert "cuts the tokens of an image: choose another offset" in response.text
