@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from model_worker.adapters.fitting import Adapter
 from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.kv_cache import AttentionParams, KVCache, KVLayout
 from model_worker.vision.encoder import Encoder
@@ -47,6 +48,12 @@ class CompiledStack(Protocol):
 
     def fits(self, block_size: int) -> bool:
         """Whether it can read KV blocks of this many tokens."""
+
+    def add_adapter(self, handle: int, adapter: Adapter) -> int:
+        """Keep an adapter for batches that name it. Returns its bytes."""
+
+    def drop_adapter(self, handle: int) -> None:
+        """Forget an adapter."""
 
     def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the logits of the tokens that the batch wants."""

@@ -19,6 +19,7 @@ from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.embedding_hooks import given_embeddings
 from model_worker.kv_cache import KVCache
 from model_worker.sampling.sampler import argmax
+from shared.resources import free_memory
 
 # Tokens i64[L] of the rows whose logits a batch wants; -1 where a row's largest logit is not finite.
 GreedyTokens = NDArray[np.int64]
@@ -91,6 +92,11 @@ class Backend(ABC):
     def drop_adapter(self, handle: int) -> None:
         """Free an adapter. No pass that uses it is in flight. Nothing happens for an unknown handle."""
         raise NotImplementedError(f"{type(self).__name__} takes no adapters")
+
+
+def most_adapter_bytes() -> int:
+    """Return the most bytes that the tensors of an adapter may take: it is read whole before it is packed."""
+    return free_memory() // 4
 
 
 def levels_of(batch: ForwardBatch, hidden_size: int) -> int:

@@ -7,12 +7,22 @@ on the same cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_worker.backends.base import Backend, GreedyTokens, levels_of, one_pass
+from model_worker.adapters.fitting import read_adapter
+from model_worker.backends.base import (
+    AdapterFacts,
+    Backend,
+    GreedyTokens,
+    levels_of,
+    most_adapter_bytes,
+    one_pass,
+)
+from model_worker.backends.modules import ModulesBackend
 from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.kv_cache import KVCache
 from model_worker.model import CompiledStack, LoadedModel
@@ -21,7 +31,7 @@ from model_worker.model import CompiledStack, LoadedModel
 class FusedBackend(Backend):
     """`stack` must fit the cache's blocks. `modules` compute the other batches on its cache."""
 
-    def __init__(self, loaded: LoadedModel, stack: CompiledStack, cache: KVCache, modules: Backend) -> None:
+    def __init__(self, loaded: LoadedModel, stack: CompiledStack, cache: KVCache, modules: ModulesBackend) -> None:
         self.device = loaded.device
         self.vocab_size = loaded.vocab_size
         self._loaded = loaded
@@ -60,6 +70,21 @@ class FusedBackend(Backend):
             return self._modules.hidden(batch)
         with one_pass(batch, self._cache, self._loaded.embedding):
             return self._stack.hidden(batch, self._cache)
+
+    @property
+    def takes_adapters(self) -> bool:
+        return True
+
+    def load_adapter(self, handle: int, path: str) -> AdapterFacts:
+        adapter = read_adapter(Path(path), self._loaded.model, most_adapter_bytes())
+        size = self._stack.add_adapter(handle, adapter)
+        if self._loaded.encoder is not None:
+            size += self._modules.add_adapter(handle, adapter)
+        return AdapterFacts(adapter.digest, adapter.rank, size)
+
+    def drop_adapter(self, handle: int) -> None:
+        self._stack.drop_adapter(handle)
+        self._modules.drop_adapter(handle)
 
     @property
     def overlaps(self) -> bool:

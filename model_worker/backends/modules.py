@@ -1,20 +1,23 @@
 """Transformers' own modules, whose attention reads the paged KV cache, and their decode steps as recorded graphs.
 
-They also compute what the fused stack cannot, on its cache. Knows how to call a transformers model so that its
-attention finds our cache. Does not know requests, rows or sampling.
+They also compute what the fused stack cannot, on its cache. Adapters are hooks on them. Knows how to call a model of
+transformers so that its attention finds our cache. Does not know requests, rows or sampling.
 """
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from model_worker.adapters.fitting import Adapter, read_adapter
+from model_worker.adapters.hooks import AdapterHooks
 from model_worker.attention import PAGED_ATTENTION, AttentionBackend, PagedForward, paged_forward, reference
 from model_worker.attention.tiled import TiledCache
 from model_worker.attention.tiled import attend as tiled_attend
-from model_worker.backends.base import Backend, levels_of, one_pass
+from model_worker.backends.base import AdapterFacts, Backend, levels_of, most_adapter_bytes, one_pass
 from model_worker.batch import ForwardBatch
 from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
 from model_worker.embedding_hooks import added_behind_layers, taken_inputs
@@ -40,6 +43,7 @@ class ModulesBackend(Backend):
         # For batches with tokens that see later keys.
         self._attend_later = tiled_attend if tiled else reference.attend
         self._graphs: DecodeGraphs | None = None
+        self._adapters = AdapterHooks(loaded.model, loaded.device, loaded.dtype)
         loaded.model.set_attn_implementation(PAGED_ATTENTION)
 
     def record_decode(self, max_rows: int, max_model_len: int, spare_block: int) -> None:
@@ -74,12 +78,28 @@ class ModulesBackend(Backend):
             logits = self._forward(batch)
         return logits, taken[0].reshape(len(logits), -1)
 
+    @property
+    def takes_adapters(self) -> bool:
+        return True
+
+    def load_adapter(self, handle: int, path: str) -> AdapterFacts:
+        adapter = read_adapter(Path(path), self._loaded.model, most_adapter_bytes())
+        return AdapterFacts(adapter.digest, adapter.rank, self.add_adapter(handle, adapter))
+
+    def add_adapter(self, handle: int, adapter: Adapter) -> int:
+        """Keep an adapter that was read. Returns its bytes."""
+        return self._adapters.add(handle, adapter)
+
+    def drop_adapter(self, handle: int) -> None:
+        self._adapters.drop(handle)
+
     def _forward(self, batch: ForwardBatch) -> Tensor:
         attention = self._loaded.attention
         attend = self._attend if batch.seen is None else self._attend_later
         levels = levels_of(batch, self._loaded.hidden_size)
         added = added_behind_layers(batch, levels) if levels else {}
-        with paged_forward(PagedForward(batch, self._paged, attend, attention.layer_of, attention.params)):
+        paged = PagedForward(batch, self._paged, attend, attention.layer_of, attention.params)
+        with paged_forward(paged), self._adapters.rows(batch):
             output = self._loaded.model(
                 input_ids=batch.tokens.unsqueeze(0),
                 position_ids=batch.positions.unsqueeze(-2),

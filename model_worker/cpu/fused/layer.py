@@ -14,13 +14,16 @@ from numba import njit
 from numpy.typing import NDArray
 
 from model_worker.cpu.fused.rotary_and_kv import pieces_of, rotate_and_write_kv
+from model_worker.cpu.gemm.low_rank import LowRank, fill_ranks
 from model_worker.cpu.gemm.products import add_product, gated, halves_of
 from model_worker.cpu.simd.elements import INSIDE, MATH, element
 
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741 - the field's names
 BEFORE_ATTENTION, BEFORE_MLP = range(2)
 
-NORM, QKV, PLACE, OUT, MLP_NORM, INNER, MLP_OUT, PARTS = range(8)
+# The phases named RANKS compute the inner products of adapters; without adapters they have no pieces.
+NORM, QKV_RANKS, QKV, PLACE, OUT_RANKS, OUT, MLP_NORM, INNER_RANKS, INNER, MLP_OUT_RANKS, MLP_OUT, PARTS = range(12)
+RANKS_PARTS = QKV_RANKS, OUT_RANKS, INNER_RANKS, MLP_OUT_RANKS
 
 
 class Weights(NamedTuple):
@@ -52,6 +55,29 @@ class Buffers(NamedTuple):
     inner: NDArray[Any]  # operand [B, >= mlp_width]
 
 
+class Adapters(NamedTuple):
+    """The adapters of a pass, as low_rank.py knows them. Its tables begin with the adapter, and end with lm_head's
+    layer."""
+
+    slots: NDArray[np.int64]  # [T]: index of each token's adapter, -1: none. Or nothing: no token has one
+    inputs: NDArray[np.int64]  # [S, L + 1, 4, INPUT_COLUMNS]: by the operand, in the order of RANKS_PARTS
+    outputs: NDArray[np.int64]  # [S, L + 1, 7, OUTPUT_COLUMNS]
+    blocks: NDArray[np.int64]  # [5]: the most blocks of any adapter by operand, lm_head's at the end
+    ranks: NDArray[np.float32]  # [B, ranks of the most blocks]
+    like: NDArray[Any]  # any array of the element type of A and B
+    embedding_slots: NDArray[np.int64]  # [T], or nothing: no adapter changes embeddings
+    embeddings: NDArray[np.int64]  # [S, EMBEDDING_COLUMNS]
+    head_slots: NDArray[np.int64]  # [L]: of the tokens whose logits are needed, or nothing: none has a head of its own
+    head_ranks: NDArray[np.float32]  # [L, ranks of lm_head]
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def adapters_of(adapters: Any, layer: int, part: int, first: int, count: int, at: int) -> Any:
+    """Return the adapters of a block at one linear layer: its first token, its length, its first row in the buffer."""
+    slots = adapters.slots[first : first + count]
+    return LowRank(slots, adapters.ranks[at : at + count], adapters.outputs[:, layer, part], adapters.like)
+
+
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def normalise(x: Any, row: int, weight: Any, epsilon: Any, out: Any, to: int) -> None:
     """Write the RMS norm of x[row] to out[to]."""
@@ -72,9 +98,10 @@ def _widths(q: Any, cache: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _project(layer: int, taken: Any, operand: Any, out: Any, work: Any, own: Any) -> None:
+def _project(layer: int, block: Any, taken: Any, operand: Any, out: Any, work: Any, own: Any) -> None:
     """Multiply by some halves of panels of Q's, K's and V's weights, which lie anywhere, but are counted as if in a
     row."""
+    first_token, count, at = block
     panels = work.weights.panels
     biases = work.weights.biases
     widths = _widths(work.buffers.q, work.cache)
@@ -87,11 +114,20 @@ def _project(layer: int, taken: Any, operand: Any, out: Any, work: Any, own: Any
         if first < end:
             some = (first, end - first)
             weights = panels[layer, part]
-            add_product(
-                own.core, some, operand, weights, width, out, column, biases, layer, own.weight_format, own.tile
-            )
+            added = adapters_of(work.adapters, layer, part, first_token, count, at)
+            formats = own.weight_format
+            add_product(own.core, some, operand, weights, width, out, column, biases, layer, formats, own.tile, added)
         start = start + halves
         column = column + width
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _fill(adapters: Any, layer: int, number: int, block: Any, taken: Any, operand: Any) -> None:
+    """Compute the inner products of a block's adapters with operand `number`."""
+    first, count, at = block
+    slots = adapters.slots[first : first + count]
+    table = adapters.inputs[:, layer, number]
+    fill_ranks(taken, operand, slots, table, adapters.like, adapters.ranks[at : at + count])
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -99,6 +135,9 @@ def pieces_in(part: int, tokens: int, work: Any) -> Any:
     """Return the number of pieces into which a phase is cut for `tokens` tokens."""
     if part in (NORM, MLP_NORM) or tokens == 0:
         return tokens
+    for operand in range(len(RANKS_PARTS)):
+        if part == RANKS_PARTS[operand]:
+            return tokens * work.adapters.blocks[operand]
     if part == QKV:
         q_width, k_width, v_width = _widths(work.buffers.q, work.cache)
         return halves_of(q_width) + halves_of(k_width) + halves_of(v_width)
@@ -125,36 +164,49 @@ def do_part(
     hidden = buffers.hidden[at : at + count]
     inner = buffers.inner[at : at + count]
     panels = weights.panels
+    adapters = work.adapters
     if part in (NORM, MLP_NORM):
         norm = weights.norms[layer, BEFORE_ATTENTION if part == NORM else BEFORE_MLP]
         for row in range(taken[0], taken[0] + taken[1]):
             normalise(rows, row, norm, weights.epsilon, hidden, row)
+    elif part == QKV_RANKS:
+        _fill(adapters, layer, 0, block, taken, hidden)
     elif part == QKV:
         if fresh:
             own.weight_format.prepare(hidden)
-        _project(layer, taken, hidden, buffers.qkv[at : at + count], work, own)
+        _project(layer, block, taken, hidden, buffers.qkv[at : at + count], work, own)
     elif part == PLACE:
         rotate_and_write_kv(layer, block, taken, work)
+    elif part == OUT_RANKS:
+        _fill(adapters, layer, 1, block, taken, heads[first : first + count])
     elif part == OUT:
         operand = heads[first : first + count]
         out = panels[layer, O]
         biases = weights.biases
         if fresh:
             own.weight_format.prepare(operand)
-        add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.weight_format, tile)
+        added = adapters_of(adapters, layer, O, first, count, at)
+        add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.weight_format, tile, added)
+    elif part == INNER_RANKS:
+        _fill(adapters, layer, 2, block, taken, hidden)
     elif part == INNER:
         gate = panels[layer, GATE]
         up = panels[layer, UP]
         width = weights.mlp_width
         if fresh:
             own.weight_format.prepare(hidden)
-        gated(core, taken, hidden, gate, up, width, inner, own.weight_format, tile, own.other)
+        to_gate = adapters_of(adapters, layer, GATE, first, count, at)
+        to_up = adapters_of(adapters, layer, UP, first, count, at)
+        gated(core, taken, hidden, gate, up, width, inner, own.weight_format, tile, own.other, to_gate, to_up)
+    elif part == MLP_OUT_RANKS:
+        _fill(adapters, layer, 3, block, taken, inner)
     else:
         down = panels[layer, DOWN]
         biases = weights.biases
         if fresh:
             own.weight_format.prepare(inner)
-        add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.weight_format, tile)
+        added = adapters_of(adapters, layer, DOWN, first, count, at)
+        add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.weight_format, tile, added)
 
 
 @njit(nogil=True, cache=True, **INSIDE)

@@ -19,13 +19,19 @@ from numpy.typing import NDArray
 from model_worker.cpu.fused.attention import Attention, Cache, attend, attention_scratch
 from model_worker.cpu.fused.layer import (
     INNER,
+    INNER_RANKS,
     MLP_NORM,
     MLP_OUT,
+    MLP_OUT_RANKS,
     NORM,
     OUT,
+    OUT_RANKS,
     PARTS,
     PLACE,
     QKV,
+    QKV_RANKS,
+    RANKS_PARTS,
+    Adapters,
     Buffers,
     Weights,
     do_part,
@@ -33,6 +39,7 @@ from model_worker.cpu.fused.layer import (
     normalise,
     pieces_in,
 )
+from model_worker.cpu.gemm.low_rank import LowRank, add_embedding, fill_ranks
 from model_worker.cpu.gemm.products import HEAD_PANELS, argmax_product
 from model_worker.cpu.gemm.screened_head import choose, screen
 from model_worker.cpu.gemm.weight_format import HALVES, PANEL
@@ -43,11 +50,14 @@ from model_worker.cpu.threads import OVER, arrived_last, begin, phase_of, take, 
 
 # The kinds of phases, beside the parts of a layer. For many tokens, all parts before or after attention run at once,
 # block by block; the single parts have no pieces then. FINAL_NORM to REDUCE_ARGMAX are the end of a pass.
-PRE_ATTENTION, ATTENTION, POST_ATTENTION, BEGIN, FINAL_NORM, SCREEN, CHOOSE, HEAD, REDUCE_ARGMAX, KINDS = range(
-    PARTS, PARTS + 10
+PRE_ATTENTION, ATTENTION, POST_ATTENTION, BEGIN, FINAL_NORM, HEAD_RANKS, SCREEN, CHOOSE, HEAD, REDUCE_ARGMAX, KINDS = (
+    range(PARTS, PARTS + 11)
 )
 NO_LAYER = 1 + KINDS - FINAL_NORM
-LAYER = NORM, QKV, PLACE, PRE_ATTENTION, ATTENTION, OUT, MLP_NORM, INNER, MLP_OUT, POST_ATTENTION
+LAYER = (
+    *(NORM, QKV_RANKS, QKV, PLACE, PRE_ATTENTION, ATTENTION),
+    *(OUT_RANKS, OUT, MLP_NORM, INNER_RANKS, INNER, MLP_OUT_RANKS, MLP_OUT, POST_ATTENTION),
+)
 # Tokens of a block that one core takes through a layer: few enough that their buffers stay in its second-level cache,
 # enough that weights, which each core then reads for itself, do not hold it up.
 BLOCK_TOKENS = 64
@@ -55,15 +65,17 @@ BLOCK_TOKENS = 64
 GRAIN_ROWS = 4
 # Phases with at most this many tokens run on one core: waking another takes longer.
 FEW_ROWS = 2
+# Pieces of adapters that are as short.
+FEW_BLOCKS = 4
 
 
 class Inputs(NamedTuple):
     """The tokens of a pass. Rows whose last token another pass draws are read when this one begins."""
 
-    tokens: NDArray[np.int64]  # [T], or nothing if x holds the embeddings already
+    tokens: NDArray[np.int64]  # [T]
     rows: NDArray[np.int64]  # [T]: whose last token stands for this one; -1: none
     last_tokens: NDArray[np.int64]  # [rows]
-    table: NDArray[Any]  # [vocabulary, hidden]: embeddings
+    table: NDArray[Any]  # [vocabulary, hidden]: embeddings; or nothing if x holds those of the tokens already
 
 
 class Outputs(NamedTuple):
@@ -100,6 +112,7 @@ class Work(NamedTuple):
     attention: Attention
     buffers: Buffers
     outputs: Outputs
+    adapters: Adapters
 
 
 class Own(NamedTuple):
@@ -115,14 +128,20 @@ class Own(NamedTuple):
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _embed(number: int, inputs: Any, x: Any) -> None:
-    """Write the embedding of one token, widened."""
+def _embed(number: int, work: Any, own: Any) -> None:
+    """Write the embedding of one token, widened, with what its adapter adds."""
+    inputs = work.inputs
+    adapters = work.adapters
     row = inputs.rows[number]
     token = inputs.tokens[number] if row < 0 else max(0, inputs.last_tokens[row])
-    vector = inputs.table[token]
-    to = x[number]
-    for c in range(len(to)):
-        to[c] = widened(vector[c])
+    to = work.x[number]
+    if len(inputs.table):
+        vector = inputs.table[token]
+        for c in range(len(to)):
+            to[c] = widened(vector[c])
+    if len(adapters.embedding_slots) and adapters.embedding_slots[number] >= 0:
+        slot = adapters.embedding_slots[number]
+        add_embedding(slot, adapters.embeddings, adapters.like, token, to, own.tile, own.other)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -154,6 +173,7 @@ def _fill_sizes(sizes: Any, cores: int, work: Any) -> None:
     sizes[ATTENTION, 0] = len(work.attention.units)
     sizes[BEGIN, 0] = tokens
     sizes[FINAL_NORM, 0] = wanted
+    sizes[HEAD_RANKS, 0] = len(work.adapters.head_slots) * work.adapters.blocks[len(RANKS_PARTS)]
     sizes[SCREEN, 0] = outputs.peaks.size // max(wanted, 1)
     sizes[HEAD, 0] = len(outputs.panels) - 1 if wanted else 0
     sizes[CHOOSE, 0] = min(outputs.peaks.size, 1)
@@ -171,6 +191,8 @@ def _is_short(phase: int, layers: int, tokens: int, sizes: Any) -> Any:
     pieces = sizes[kind, 0]
     few = tokens if kind == PLACE else pieces
     by_rows = kind in (BEGIN, NORM, PLACE, MLP_NORM, FINAL_NORM)
+    if kind in RANKS_PARTS or kind == HEAD_RANKS:
+        return pieces <= FEW_BLOCKS
     return pieces == 0 or kind in (CHOOSE, REDUCE_ARGMAX) or (by_rows and few <= FEW_ROWS)
 
 
@@ -197,8 +219,8 @@ def _do(kind: int, layer: int, taken: Any, fresh: bool, pieces: int, work: Any, 
     tokens = x.shape[0]
     if kind < PARTS or kind in (PRE_ATTENTION, POST_ATTENTION):
         blocks = end - first
-        first_part = NORM if kind == PRE_ATTENTION else OUT
-        end_part = OUT if kind == PRE_ATTENTION else PARTS
+        first_part = NORM if kind == PRE_ATTENTION else OUT_RANKS
+        end_part = OUT_RANKS if kind == PRE_ATTENTION else PARTS
         if kind < PARTS:
             blocks = 1
             first_part = kind
@@ -216,11 +238,15 @@ def _do(kind: int, layer: int, taken: Any, fresh: bool, pieces: int, work: Any, 
     elif kind == ATTENTION:
         attend(layer, taken, work.buffers.q, work.cache, work.attention, own.attention, heads)
     elif kind == BEGIN:
-        for token in range(first, end if len(work.inputs.tokens) else first):
-            _embed(token, work.inputs, x)
+        for token in range(first, end):
+            _embed(token, work, own)
     elif kind == FINAL_NORM:
         for row in range(first, end):
             normalise(x, outputs.logit_rows[row], weights.final_norm, weights.epsilon, hidden, row)
+    elif kind == HEAD_RANKS:
+        adapters = work.adapters
+        table = adapters.inputs[:, len(weights.panels), 0]
+        fill_ranks(taken, hidden, adapters.head_slots, table, adapters.like, adapters.head_ranks)
     elif kind == SCREEN:
         screen_format = own.screen_format
         width = outputs.logits.shape[1]
@@ -237,10 +263,13 @@ def _do(kind: int, layer: int, taken: Any, fresh: bool, pieces: int, work: Any, 
         logits = outputs.logits
         tile = own.tile
         weight_format = own.weight_format
+        adapters = work.adapters
+        table = adapters.outputs[:, len(weights.panels), 0]
+        to_head = LowRank(adapters.head_slots, adapters.head_ranks, table, adapters.like)
         if fresh:
             weight_format.prepare(hidden[: len(wanted)])
         argmax_product(
-            taken, numbers, hidden, weights.head, wanted, logits, keys, places, weight_format, tile, own.bits
+            taken, numbers, hidden, weights.head, wanted, logits, keys, places, weight_format, tile, own.bits, to_head
         )
     elif kind == REDUCE_ARGMAX:
         _reduce_argmax(outputs)

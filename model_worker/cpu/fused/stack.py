@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model_worker.adapters.fitting import Adapter
 from model_worker.batch import DeferredTokens, ForwardBatch
+from model_worker.cpu.fused.adapters import PassAdapters, StackAdapters
 from model_worker.cpu.fused.attention import Attention, Cache
 from model_worker.cpu.fused.attention_plan import plan_for, zeros_after
 from model_worker.cpu.fused.layer import Buffers
@@ -78,6 +80,7 @@ class _LaunchedPass(NamedTuple):
     outputs: Outputs
     residual: NDArray[np.float32]  # [T, hidden]
     screen: Screen | None
+    adapters: PassAdapters
 
     def tokens(self) -> NDArray[np.int64]:
         """Help until the pass is over. Returns its tokens [L], -1 for one that is not finite."""
@@ -129,6 +132,7 @@ class FusedStack:
         self._weights = decoder.weights()
         self._widths = decoder.operand_widths()
         self._element = np.uint16 if loaded.dtype == torch.bfloat16 else np.float32
+        self._adapters = StackAdapters(decoder, self._widths, self._element)
         self._screen: Screen | None = None
         self._bf12: Bf12Weights | None = None
         head = decoder.head.linear
@@ -192,6 +196,14 @@ class FusedStack:
         """Whether blocks of this size can be laid out as the kernels read them."""
         return block_size % GROUP == 0
 
+    def add_adapter(self, handle: int, adapter: Adapter) -> int:
+        """Keep an adapter for batches that name it. Returns its bytes. May run beside passes."""
+        return self._adapters.add(handle, adapter)
+
+    def drop_adapter(self, handle: int) -> None:
+        """Forget an adapter."""
+        self._adapters.drop(handle)
+
     def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Write the batch's tokens into the cache and return float32 logits [L, vocab] at `batch.logit_positions`."""
         return self._run(batch, cache, _every(batch))[0]
@@ -246,7 +258,8 @@ class FusedStack:
             self._may_use_bf12 = False
             self._copy(Thread(target=self._make_bf12, name="bf12", daemon=True))
         largest = ArgmaxBuffers(self._cores, len(wanted))
-        screen = self._screen
+        adapters = self._adapters.of_pass(batch, self._cores * BLOCK_TOKENS)
+        screen = None if len(adapters.arrays.head_slots) else self._screen
         greedy = 0 < len(wanted) <= SCREENED_ROWS and int(wanted.max()) < 0
         if not greedy or (screen is not None and not screen.pays()):
             screen = None
@@ -279,9 +292,10 @@ class FusedStack:
             attention=self._attention(batch),
             buffers=buffers,
             outputs=outputs,
+            adapters=adapters.arrays,
         )
         job = thread_pool(self._cores).begin(run_stack, work, weight_format, self._screen_format)
-        return _LaunchedPass(job, outputs, x, screen)
+        return _LaunchedPass(job, outputs, x, screen, adapters)
 
     def _embedded(self, batch: ForwardBatch, deferred: DeferredTokens) -> tuple[Inputs, NDArray[np.float32]]:
         """Return the tokens, and a buffer for their embeddings; filled, where the module must make them."""
@@ -290,7 +304,7 @@ class FusedStack:
             x = np.empty((len(tokens), len(self._weights.final_norm)), np.float32)
             return Inputs(tokens, deferred.unread, deferred.last_tokens, self._table), x
         x = self._embedding(batch.tokens).to(torch.float32).numpy()
-        return Inputs(tokens[:0], deferred.unread, deferred.last_tokens, np.empty((0, 0), self._element)), x
+        return Inputs(tokens, deferred.unread, deferred.last_tokens, np.empty((0, 0), self._element)), x
 
     def _angles_of(self, batch: ForwardBatch) -> Rotary:
         if batch.positions.ndim == 2:

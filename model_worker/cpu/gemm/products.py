@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from model_worker.cpu.gemm.low_rank import add_low_rank
 from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
 from model_worker.cpu.simd.argmax import take_argmax
 from model_worker.cpu.simd.dot_bf16 import PREFETCH_BYTES, SHARING_PIECES, TILE_ROWS
@@ -88,11 +89,13 @@ def add_product(
     layer: int,
     weight_format: Any,
     tile: Any,
+    adapters: Any = None,
 ) -> None:
     """Compute out[:, column : column + width] = operand . weights + biases[layer], or += operand . weights for layer
     -1.
 
-    `taken` are the halves of the weights' panels to multiply: the first, and their number.
+    `taken` are the halves of the weights' panels to multiply: the first, and their number. `adapters` are a `LowRank`
+    of the rows, or None.
     """
     rows = out.shape[0]
     unit = taken[0]
@@ -108,6 +111,8 @@ def add_product(
             first, many = _piece(rows, pieces, piece)
             prefetching = _prefetching(many, whole, operand, weight_format, panel, following, pieces, piece)
             weight_format.multiply(operand, first, many, panel, whole, prefetching, tile)
+            if adapters is not None:
+                add_low_rank(adapters, first, many, unit, whole, tile)
             for r in range(many):
                 to = out[first + r, at : at + lanes]
                 sums = tile[r]
@@ -152,11 +157,12 @@ def argmax_product(
     weight_format: Any,
     tile: Any,
     bits: Any,
+    adapters: Any = None,
 ) -> None:
     """Keep the argmax of each row of operand . weights as `take_argmax` does; wanted rows go to out[wanted[row]] whole.
 
     `taken` are the panels in `numbers` to multiply: the first, and their number. `wanted` int64 [rows] is negative for
-    rows that need nothing but the argmax; `bits` is the tile as int32.
+    rows that need nothing but the argmax; `bits` is the tile as int32; `adapters` as `add_product`.
     """
     rows = len(wanted)
     width = out.shape[1]
@@ -167,6 +173,8 @@ def argmax_product(
         lanes = min(PANEL, width - at)
         for piece in range(pieces_of_rows(rows, weight_format)):
             first, many = head_product(operand, rows, piece, weight_format, panels, number, after, tile)
+            if adapters is not None:
+                add_low_rank(adapters, first, many, HALVES * number, True, tile)
             take_argmax(tile, bits, many, lanes, at, keys, places, first)
             for r in range(many):
                 row = wanted[first + r]
@@ -189,6 +197,8 @@ def gated(
     weight_format: Any,
     tile: Any,
     other: Any,
+    gate_adapters: Any = None,
+    up_adapters: Any = None,
 ) -> None:
     """Compute out = silu(operand . gate) * (operand . up), as the operand of the next product; outputs as
     `add_product`."""
@@ -210,8 +220,12 @@ def gated(
             first, many = _piece(rows, pieces, piece)
             prefetching = _prefetching(many, whole, operand, weight_format, gate_panel, gate_following, pieces, piece)
             weight_format.multiply(operand, first, many, gate_panel, whole, prefetching, tile)
+            if gate_adapters is not None:
+                add_low_rank(gate_adapters, first, many, unit, whole, tile)
             prefetching = _prefetching(many, whole, operand, weight_format, up_panel, up_following, pieces, piece)
             weight_format.multiply(operand, first, many, up_panel, whole, prefetching, other)
+            if up_adapters is not None:
+                add_low_rank(up_adapters, first, many, unit, whole, other)
             for r in range(many):
                 to = out[first + r, at : at + lanes]
                 gates = tile[r]

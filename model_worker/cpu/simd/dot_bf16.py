@@ -122,11 +122,11 @@ def _pairs_by_pairs(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
     return builder.call(function, (total, builder.bitcast(x, _BFLOATS), builder.bitcast(w, _BFLOATS)))
 
 
-def _float_by_pairs(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
+def float_by_pairs(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
     return _fma(builder, total, builder.bitcast(x, FLOATS), _half(builder, w, part))
 
 
-def _float_by_float(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
+def float_by_float(builder: Any, total: Any, x: Any, w: Any, part: int) -> Any:
     return _fma(builder, total, builder.bitcast(x, FLOATS), builder.bitcast(w, FLOATS))
 
 
@@ -149,7 +149,7 @@ class Operand:
         assert kind.dtype == (like.dtype if HAS_BF16_DOT else types.float32)
         in_pairs = kind.dtype == types.uint16
         self.parts = 2 if pairs and not in_pairs else 1
-        self.step = _float_by_float if not pairs else _pairs_by_pairs if in_pairs else _float_by_pairs
+        self.step = float_by_float if not pairs else _pairs_by_pairs if in_pairs else float_by_pairs
         self.steps = builder.lshr(width, one) if pairs else width
         self.stride = self.steps if in_pairs else width
         self.words = builder.gep(builder.bitcast(array.data, WORD.as_pointer()), [builder.mul(first_row, self.stride)])

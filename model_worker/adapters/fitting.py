@@ -1,0 +1,239 @@
+"""Fits an adapter to a model: finds the modules that it adapts, checks shapes, and computes what depends on the base.
+
+Knows linear modules by their shape and weight, whatever their class. Does not know how they are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from model_worker.adapters import tensors as names
+from model_worker.adapters.config import AdapterConfig, parse_config
+from model_worker.adapters.files import read_files
+from model_worker.adapters.refusal import MERGE, AdapterRefused
+from model_worker.adapters.tensors import ModuleTensors, by_module
+
+# Largest rank: beyond, an adapter costs as much as a model.
+MOST_RANK = 512
+# Largest relative error of a weight that was rounded to eight bits.
+_ROUNDING = 0.015
+# Rows of a weight whose norm is computed at a time, so that little memory is taken.
+_ROWS_AT_A_TIME = 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedLinear:
+    """What an adapter makes of a linear module: y = gain * (xW' + scale * (xA')B') + c + bias, where c is its bias."""
+
+    a: Tensor  # float32 [rank, inputs]
+    b: Tensor  # float32 [outputs, rank]
+    scale: float
+    gain: Tensor | None  # float32 [outputs]; None: 1
+    bias: Tensor | None  # float32 [outputs]; None: 0
+
+    def placed(self, device: torch.device, dtype: torch.dtype) -> AdaptedLinear:
+        """Return the same on a device, with matrices of this type."""
+        gain = None if self.gain is None else self.gain.to(device)
+        bias = None if self.bias is None else self.bias.to(device)
+        return AdaptedLinear(self.a.to(device, dtype), self.b.to(device, dtype), self.scale, gain, bias)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.a, self.b, self.gain, self.bias) if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdaptedEmbedding:
+    """What an adapter adds to an embedding's vector of token t: scale * A[t]B'."""
+
+    a: Tensor  # float32 [vocabulary, rank]
+    b: Tensor  # float32 [hidden, rank]
+    scale: float
+
+    def placed(self, device: torch.device, dtype: torch.dtype) -> AdaptedEmbedding:
+        """Return the same on a device, with matrices of this type."""
+        return AdaptedEmbedding(self.a.to(device, dtype), self.b.to(device, dtype), self.scale)
+
+    @property
+    def nbytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter that fits a model."""
+
+    digest: str
+    rank: int  # the largest
+    linears: dict[nn.Module, AdaptedLinear]
+    embedding: AdaptedEmbedding | None
+
+
+def read_adapter(folder: Path, model: PreTrainedModel, most_bytes: int) -> Adapter:
+    """Read an adapter's directory for a model. Raises as `read_files` does, and AdapterRefused if it does not fit."""
+    files = read_files(folder, most_bytes)
+    config = parse_config(files.config)
+    modules = dict(model.named_modules())
+    linears: dict[nn.Module, AdaptedLinear] = {}
+    embedding = None
+    ranks = [0]
+    for path, parts in by_module(files.tensors, config).items():
+        module = _find(path, modules)
+        pair = parts.pair(path)
+        if pair is not None:
+            ranks.append(_rank(path, parts, pair))
+        if isinstance(module, nn.Embedding):
+            if module is not model.get_input_embeddings():
+                raise AdapterRefused(f"{path} is not the embedding of tokens, and no other can be adapted: {MERGE}")
+            embedding = _fit_embedding(path, module, parts, pair, config)
+        elif module in linears:
+            raise AdapterRefused(f"{path} is adapted twice: save the adapter again")
+        else:
+            linears[module] = _fit_linear(path, module, parts, pair, config)
+    if not linears and embedding is None:
+        raise AdapterRefused("it has no tensors: save the adapter again")
+    return Adapter(files.digest, max(ranks), linears, embedding)
+
+
+def _find(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """Find the module that a path names. A text model's modules lie deeper in a model that also takes images."""
+    found = modules.get(path) or modules.get(path.replace(".language_model.", ".", 1))
+    if found is None or not path:
+        raise AdapterRefused(f"the model has no module {path}, which the adapter adapts: it belongs to another model")
+    if ".experts." in path:
+        raise AdapterRefused(f"{path} is an expert, whose rows are chosen anew in each pass: {MERGE}")
+    return found
+
+
+def _rank(path: str, parts: ModuleTensors, pair: tuple[str, str]) -> int:
+    """Return the rank of a module's A and B."""
+    a, b = (parts.parts[name] for name in pair)
+    rank = int(a.shape[0])
+    if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank:
+        raise AdapterRefused(
+            f"{path} has {pair[0]} of shape {list(a.shape)} and {pair[1]} of shape {list(b.shape)}, which do not "
+            "multiply: save the adapter again"
+        )
+    if rank > MOST_RANK:
+        raise AdapterRefused(f"{path} has rank {rank}, and at most {MOST_RANK} is supported: {MERGE}")
+    return rank
+
+
+def _fit_linear(
+    path: str, module: nn.Module, parts: ModuleTensors, pair: tuple[str, str] | None, config: AdapterConfig
+) -> AdaptedLinear:
+    inputs, outputs = _shape_of(path, module)
+    found = parts.parts
+    if pair is None:
+        # Its bias alone is another.
+        if not set(found) <= {names.BIAS, names.BASE_BIAS}:
+            raise AdapterRefused(f"{path} has {', '.join(sorted(found))} and no {names.A}: save the adapter again")
+        a = torch.zeros(1, inputs)
+        b = torch.zeros(outputs, 1)
+        scale = 1.0
+    else:
+        if pair[0] != names.A:
+            raise AdapterRefused(f"{path} is adapted as an embedding and is a linear module: it is for another model")
+        a = _checked(path, names.A, found[names.A], (int(found[names.A].shape[0]), inputs))
+        b = _checked(path, names.B, found[names.B], (outputs, len(a)))
+        scale = config.scale(path, len(a))
+    gain = None
+    if (names.MAGNITUDE in found) != (config.dora and pair is not None):
+        raise AdapterRefused(f"{path} must have {names.MAGNITUDE} if, and only if, use_dora is true: save it again")
+    if names.MAGNITUDE in found:
+        magnitude = _checked(path, names.MAGNITUDE, found[names.MAGNITUDE].flatten(), (outputs,))
+        gain = magnitude / _norms(module, a, b, scale)
+        if not torch.isfinite(gain).all():
+            raise AdapterRefused(f"{path} has an output whose weights are all zero, which DoRA cannot scale: {MERGE}")
+    _check_copy(path, module, found)
+    return AdaptedLinear(a, b, scale, gain, _bias(path, module, found, scale, outputs))
+
+
+def _fit_embedding(
+    path: str, module: nn.Embedding, parts: ModuleTensors, pair: tuple[str, str] | None, config: AdapterConfig
+) -> AdaptedEmbedding:
+    found = parts.parts
+    if pair is None or pair[0] != names.EMBEDDING_A:
+        raise AdapterRefused(f"{path} is an embedding, and is adapted as a linear module: it is for another model")
+    if names.MAGNITUDE in found:
+        raise AdapterRefused(f"{path} is an embedding, which DoRA is not supported for: {MERGE}")
+    a, b = (found[name] for name in pair)
+    a = _checked(path, names.EMBEDDING_A, a, (len(a), module.num_embeddings))
+    b = _checked(path, names.EMBEDDING_B, b, (module.embedding_dim, len(a)))
+    _check_copy(path, module, found)
+    factor = getattr(module, "embed_scale", 1.0)
+    return AdaptedEmbedding(a.T.contiguous(), b, config.scale(path, len(a)) * float(factor))
+
+
+def _checked(path: str, part: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor in float32, if it has this shape and all its numbers are finite."""
+    if tuple(tensor.shape) != shape:
+        raise AdapterRefused(
+            f"{path}.{part} has the shape {list(tensor.shape)}, and this model takes {list(shape)}: the adapter "
+            "belongs to another model"
+        )
+    exact = tensor.float()
+    if not torch.isfinite(exact).all():
+        raise AdapterRefused(f"{path}.{part} has numbers that are not finite: train the adapter again")
+    return exact
+
+
+def _shape_of(path: str, module: nn.Module) -> tuple[int, int]:
+    """Return the inputs and outputs of a linear module."""
+    if isinstance(module, Conv1D):
+        return int(module.nx), int(module.nf)
+    linear: Any = module
+    if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
+        raise AdapterRefused(f"{path} is a {type(module).__name__}, and only linear modules can be adapted: {MERGE}")
+    return int(linear.in_features), int(linear.out_features)
+
+
+def _weight(module: nn.Module) -> Tensor:
+    """Return the weight [outputs, inputs]."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    plain = weight.detach().cpu()
+    return plain.T if isinstance(module, Conv1D) else plain
+
+
+def _norms(module: nn.Module, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return the lengths of the rows of W + scale * BA."""
+    weight = _weight(module)
+    parts = zip(weight.split(_ROWS_AT_A_TIME), b.split(_ROWS_AT_A_TIME), strict=True)
+    return torch.cat([torch.addmm(rows.float(), part, a, alpha=scale).norm(dim=1) for rows, part in parts])
+
+
+def _bias(path: str, module: nn.Module, found: Mapping[str, Tensor], scale: float, outputs: int) -> Tensor | None:
+    """Return what is added to the module's own bias."""
+    added = None
+    if names.B_BIAS in found:
+        added = scale * _checked(path, names.B_BIAS, found[names.B_BIAS], (outputs,))
+    for part in {names.BIAS, names.BASE_BIAS} & set(found):
+        own = module.bias
+        if not isinstance(own, Tensor):
+            raise AdapterRefused(f"{path}.{part} is a bias, and the module has none: the adapter is for another model")
+        change = _checked(path, part, found[part], (outputs,)) - own.detach().cpu().float()
+        added = change if added is None else added + change
+    return added
+
+
+def _check_copy(path: str, module: nn.Module, found: Mapping[str, Tensor]) -> None:
+    """Refuse an adapter whose copy of the base's weight is another: it brings tokens, or a weight that was trained."""
+    if names.BASE_WEIGHT not in found:
+        return
+    copy = found[names.BASE_WEIGHT]
+    weight = _weight(module)
+    # A quantized module has no parameter, and gives its weight rounded.
+    most = 0.0 if "weight" in dict(module.named_parameters(recurse=False)) else _ROUNDING
+    if copy.shape != weight.shape or (copy.to(weight.dtype).float() - weight.float()).norm() > most * weight.norm():
+        raise AdapterRefused(
+            f"{path}.{names.BASE_WEIGHT} differs from the model's own weight, in its shape or its numbers: {MERGE}"
+        )

@@ -1,0 +1,139 @@
+"""Adapters on a model's own modules: hooks that add to the outputs of the adapted ones, for the rows of a pass.
+
+Rows are grouped by adapter once in a pass; a hook multiplies each group by the two small matrices of its module. Rows
+of the base model are not touched. Knows modules and the rows of a batch. Does not know files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from model_worker.adapters.fitting import AdaptedEmbedding, AdaptedLinear, Adapter
+from model_worker.batch import ForwardBatch
+
+
+class _Rows(NamedTuple):
+    """The rows of one adapter in a pass."""
+
+    handle: int
+    tokens: Tensor  # i64: of all tokens
+    wanted: Tensor  # i64: of those whose logits are wanted
+
+
+class AdapterHooks:
+    """The adapters of one model, whose modules compute them within `rows`."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        # CPUs multiply half precision slowly, or not at all.
+        self._dtype = torch.float32 if device.type == "cpu" else dtype
+        self._embedding = model.get_input_embeddings()
+        self._head = model.get_output_embeddings()
+        self._linears: dict[nn.Module, dict[int, AdaptedLinear]] = {}
+        self._embeddings: dict[int, AdaptedEmbedding] = {}
+        self._hooks: dict[nn.Module, RemovableHandle] = {}
+        self._rows: list[_Rows] = []
+
+    def add(self, handle: int, adapter: Adapter) -> int:
+        """Keep an adapter. Returns its bytes. May run beside a pass that does not use it."""
+        size = 0
+        for module, linear in adapter.linears.items():
+            placed = linear.placed(self._device, self._dtype)
+            size += placed.nbytes
+            self._linears.setdefault(module, {})[handle] = placed
+            self._hook(module, self._change_linear)
+        if adapter.embedding is not None:
+            embedding = adapter.embedding.placed(self._device, self._dtype)
+            size += embedding.nbytes
+            self._embeddings[handle] = embedding
+            self._hook(self._embedding, self._change_embedding)
+        return size
+
+    def drop(self, handle: int) -> None:
+        """Forget an adapter."""
+        for module, linears in list(self._linears.items()):
+            linears.pop(handle, None)
+            if not linears:
+                del self._linears[module]
+                self._hooks.pop(module).remove()
+        if self._embeddings.pop(handle, None) is not None and not self._embeddings:
+            self._hooks.pop(self._embedding).remove()
+
+    @contextmanager
+    def rows(self, batch: ForwardBatch) -> Iterator[None]:
+        """Compute the rows of a batch with their adapters, within this context."""
+        if batch.adapters is None:
+            yield
+            return
+        handles = token_adapters(batch)
+        wanted = handles[batch.logit_positions.cpu().numpy() if batch.wanted is None else batch.wanted]
+        self._rows = [
+            _Rows(handle, self._indices(handles == handle), self._indices(wanted == handle))
+            for handle in np.unique(handles).tolist()
+            if handle
+        ]
+        try:
+            yield
+        finally:
+            self._rows = []
+
+    def _hook(self, module: nn.Module, change: Callable[[nn.Module, Any, Tensor], Tensor | None]) -> None:
+        if module not in self._hooks:
+            self._hooks[module] = module.register_forward_hook(change)
+
+    def _indices(self, chosen: NDArray[np.bool_]) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(chosen)).to(self._device)
+
+    def _change_linear(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+        linears = self._linears.get(module, {})
+        used = [(rows, linears[rows.handle]) for rows in self._rows if rows.handle in linears]
+        if not used:
+            return None
+        x = arguments[0].reshape(-1, arguments[0].shape[-1])
+        y = output.reshape(-1, output.shape[-1]).clone()
+        for rows, linear in used:
+            index = rows.wanted if module is self._head else rows.tokens
+            y[index] = _adapted(module, linear, x[index], y[index])
+        return y.reshape(output.shape)
+
+    def _change_embedding(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+        tokens = arguments[0].reshape(-1)
+        y = output.reshape(-1, output.shape[-1]).clone()
+        for rows in self._rows:
+            embedding = self._embeddings.get(rows.handle)
+            if embedding is not None:
+                added = embedding.scale * (embedding.a[tokens[rows.tokens]] @ embedding.b.T).float()
+                y[rows.tokens] = (y[rows.tokens].float() + added).to(y.dtype)
+        return y.reshape(output.shape)
+
+
+def token_adapters(batch: ForwardBatch) -> NDArray[np.integer[Any]]:
+    """Return the handle of each token's adapter, for a batch that has some."""
+    assert batch.adapters is not None
+    if batch.num_tokens == batch.num_sequences:
+        return batch.adapters
+    return np.repeat(batch.adapters, np.diff(batch.query_start.cpu().numpy()))
+
+
+def _adapted(module: nn.Module, linear: AdaptedLinear, x: Tensor, y: Tensor) -> Tensor:
+    """Return the outputs y of a module, for the inputs x, as the adapter changes them."""
+    added = linear.scale * ((x.to(linear.a.dtype) @ linear.a.T) @ linear.b.T).float()
+    exact = y.float()
+    if linear.gain is None:
+        exact = exact + added
+    else:
+        own = module.bias
+        bias = own.float() if isinstance(own, Tensor) else 0.0
+        exact = linear.gain * (exact - bias + added) + bias
+    if linear.bias is not None:
+        exact = exact + linear.bias
+    return exact.to(y.dtype)
