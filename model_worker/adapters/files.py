@@ -110,13 +110,16 @@ def _read(folder: Path, name: str, most: int) -> bytes:
         if error.errno == errno.ELOOP:
             raise AdapterRefused(f"{name} is a link, and links are not followed: copy the file") from None
         raise
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise AdapterRefused(f"{name} is no regular file: copy the adapter's files into its directory")
         if status.st_size > most:
             raise AdapterRefused(f"{name} has {status.st_size} bytes, and at most {most} are read")
-        data = file.read(most + 1)
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(most + 1)
+    finally:
+        os.close(descriptor)
     if len(data) > most:
         raise AdapterRefused(f"{name} grows while it is read: load the adapter when it is complete")
     return data

@@ -108,7 +108,7 @@ def _find(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     found = modules.get(path) or modules.get(path.replace(".language_model.", ".", 1))
     if found is None or not path:
         raise AdapterRefused(f"the model has no module {path}, which the adapter adapts: it belongs to another model")
-    if ".experts." in path:
+    if ".experts." in f".{path}":
         raise AdapterRefused(f"{path} is an expert, whose rows are chosen anew in each pass: {MERGE}")
     return found
 

@@ -1,0 +1,1 @@
+"""Tests of LoRA adapters: their files, and what models compute with them."""
