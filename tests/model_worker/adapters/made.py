@@ -84,7 +84,7 @@ def make(base: Path, folder: Path, recipe: Recipe, seed: int, dtype: torch.dtype
             module.weight.data = weight + scale * (b.float() @ a.float()).T
             continue
         a = tensors[f"{prefix}.lora_A.weight"] = drawn(rank, weight.shape[1], scale=weight.shape[1] ** -0.5)
-        b = tensors[f"{prefix}.lora_B.weight"] = drawn(weight.shape[0], rank, scale=0.4)
+        b = tensors[f"{prefix}.lora_B.weight"] = drawn(weight.shape[0], rank, scale=0.2)
         merged = weight + scale * (b.float() @ a.float())
         if recipe.dora:
             magnitude = weight.norm(dim=1) * (1 + 0.3 * drawn(len(weight)).float())
