@@ -139,7 +139,7 @@ class StackAdapters:
 
     def of_pass(self, batch: ForwardBatch, most_rows: int) -> PassAdapters:
         """Return the adapters of a batch, with room for the products of `most_rows` tokens at a time."""
-        if batch.adapters is None:
+        if batch.adapters is None or not batch.adapters.any():
             return self._nothing
         tokens = token_adapters(batch)
         handles = tuple(np.unique(tokens[tokens != 0]).tolist())
