@@ -49,6 +49,7 @@ from interfaces import (
     SamplingParams,
     SchedulingOptions,
     SessionAnswer,
+    SessionMedium,
     SessionOrder,
     SharedMemoryArray,
     SpeechContext,
@@ -108,6 +109,7 @@ images = st.builds(
     pixel_values=pixels | segments,
     image_hash=st.none() | st.integers(-(2**63), 2**64 - 1),
     extras=st.dictionaries(text, hnp.arrays(st.sampled_from([np.int64, np.bool_]), (2, 3)) | segments, max_size=2),
+    is_video=st.booleans(),
 )
 grammar_states = st.builds(
     GrammarState, in_thinking_region=st.booleans(), thinking_end=st.lists(i31), thinking_match_buffer=st.lists(i31)
@@ -191,6 +193,8 @@ reports = st.none() | st.builds(
     values=column(np.float32),
 )
 worker_status = st.builds(WorkerStatus, text, i31, i31, i31, i31, i31, i31, i31, st.floats(0, 1e6))
+files = st.lists(st.binary(max_size=9), max_size=2)
+media = st.lists(st.builds(SessionMedium, files, st.booleans(), st.booleans(), text), max_size=2)
 adapters = st.lists(st.builds(AdapterStatus, i31, text, text, text, i31, i31, st.booleans(), i31, i31, i31), max_size=2)
 adapter_orders = st.builds(LoRARequest, st.sampled_from(LoRAOperation), text, st.none() | text)
 adapter_statuses = st.sampled_from(LoRAStatus)
@@ -246,8 +250,8 @@ messages = st.one_of(
     ),
     st.builds(Order, i31, i31, st.lists(text, max_size=3)),
     st.builds(OrderAnswer, i31, i31, text, i31),
-    st.builds(SessionOrder, i31, i31, text, text, text, st.booleans(), st.floats(0, 1e6), column(np.int32), i31),
-    st.builds(SessionAnswer, i31, i31, text, column(np.int32), i31),
+    st.builds(SessionOrder, i31, i31, text, text, text, st.booleans(), st.floats(0, 1e6), column(np.int32), i31, media),
+    st.builds(SessionAnswer, i31, i31, text, column(np.int32), i31, media),
     st.builds(AdapterOrder, i31, adapter_orders, st.booleans(), st.booleans()),
     st.builds(AdapterAnswer, i31, i31, adapter_statuses, text, i31, adapters),
     st.builds(LoadAdapter, i31, i31, i31, text, text),

@@ -284,7 +284,7 @@ ELSEWHERE = {
     # messages: test_codec.py
     *("Cancel", "Goodbye", "Hello", "Join", "Order", "OrderAnswer", "Results", "Status", "Step", "StepResult"),
     *("Detach", "Inquiry", "InquiryAnswer", "Retire", "SchedulingOptions", "WorkerGoodbye"),
-    *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionOrder"),
+    *("HiddenStates", "RowGrammar", "SessionAnswer", "SessionMedium", "SessionOrder"),
     *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
     *("Batch", "BatchResult", "Ready", "Vectors"),
     *("AdapterAnswer", "AdapterFailed", "AdapterLoaded", "AdapterOrder", "AdapterStatus", "DropAdapter", "LoadAdapter"),
