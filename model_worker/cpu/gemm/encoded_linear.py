@@ -1,0 +1,103 @@
+"""Weights that stay in their file's own encoding until panels are made of them, and linear layers that have such ones.
+
+A format of files gives an `EncodedWeight`, which decodes some outputs at a time. Models of such layers can run before
+they are packed, slowly and in little memory. Knows no format.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model_worker.cpu.gemm.int8_linear import Quantized, quantize
+from model_worker.cpu.gemm.weight_format import PANEL
+
+# Numbers that are decoded at a time: 16 MB of float32.
+_PIECE = 1 << 22
+
+
+class EncodedWeight(ABC):
+    """A weight that is decoded in pieces along its first dimension: outputs of a matrix, or experts."""
+
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def rows(self, first: int, last: int) -> Tensor:
+        """Decode these rows to float32, [last - first, *shape[1:]]. `first` is a multiple of PANEL in a matrix."""
+
+    @property
+    def step(self) -> int:
+        """Rows to decode at a time: whole panels of a matrix."""
+        if len(self.shape) > 2:
+            return 1
+        return max(1, _PIECE // max(1, self.shape[-1]) // PANEL) * PANEL
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        """Decode the whole weight, piece by piece."""
+        weight = torch.empty(self.shape, dtype=dtype)
+        for first in range(0, self.shape[0], self.step):
+            last = min(first + self.step, self.shape[0])
+            weight[first:last] = self.rows(first, last)
+        return weight
+
+    def quantized(self) -> Quantized:
+        """Return the weight in int8 per output. A format of such numbers gives its own."""
+        starts = range(0, self.shape[0], self.step)
+        pieces = [quantize(self.rows(first, min(first + self.step, self.shape[0]))) for first in starts]
+        return Quantized(torch.cat([p.values for p in pieces]), torch.cat([p.scales for p in pieces]))
+
+
+class QuantizedWeight(EncodedWeight):
+    """An int8 weight as an encoded one."""
+
+    def __init__(self, weight: Quantized) -> None:
+        self._weight = weight
+        self.shape = tuple(weight.values.shape)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return Quantized(self._weight.values[first:last], self._weight.scales[first:last]).weight
+
+    def quantized(self) -> Quantized:
+        return self._weight
+
+
+class EncodedLinear(nn.Module):
+    """A linear layer that computes in `dtype` and decodes its weight anew for each product."""
+
+    def __init__(self, source: EncodedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = source.shape
+        self.source = source
+        self.bias = bias
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a new copy of the decoded weight."""
+        return self.source.decoded(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty(*x.shape[:-1], self.out_features, dtype=x.dtype)
+        for first in range(0, self.out_features, self.source.step):
+            last = min(first + self.source.step, self.out_features)
+            bias = None if self.bias is None else self.bias[first:last]
+            out[..., first:last] = functional.linear(x, self.source.rows(first, last).to(self.dtype), bias)
+        return out
+
+    def plain(self) -> nn.Linear:
+        """Return a plain layer with the decoded weight."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.weight, requires_grad=False)
+        linear.bias = self.bias  # type: ignore[assignment]
+        return linear
+
+
+def decode_linears(model: nn.Module) -> None:
+    """Make plain layers of all encoded ones: a model that runs before it is packed needs no decoding then."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, EncodedLinear):
+                setattr(parent, name, child.plain())
