@@ -1,34 +1,20 @@
-"""Reads a checkpoint: its config, what in it cannot be served, and its weights.
-
-Knows where weights come from. Does not know how they are run.
-"""
+"""Reads a checkpoint's config, and refuses what in it cannot be served before any weight is read."""
 
 from __future__ import annotations
 
 import errno
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
-from transformers.utils import logging as transformers_logging
 
-from model_worker.attention import PAGED_ATTENTION
-from model_worker.model import ModelRefused, Progress, first_line
+from model_worker.model import ModelRefused, first_line
 from model_worker.vision.family import family_of, is_composite, why_refused
 from shared.load_errors import broken_file
 
@@ -131,70 +117,3 @@ def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
     if not composite and (lacking := NEEDED_ARGUMENTS - set(inspect.signature(model_class.forward).parameters)):
         raise ModelRefused(name, f"its forward pass takes no {' and no '.join(sorted(lacking))}")
     return name
-
-
-def load_weights(
-    source: str | Path, config: PreTrainedConfig, architecture: str, dtype: torch.dtype | str
-) -> PreTrainedModel:
-    # Of a composite model only the text model attends to the paged cache, which the runner sees to.
-    composite = is_composite(config)
-    attention = {} if composite else {"attn_implementation": PAGED_ATTENTION}
-    # Typed for one return value, and there are two with loading info.
-    auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
-    model: PreTrainedModel
-    try:
-        model, info = auto.from_pretrained(
-            source,
-            config=config,
-            dtype=dtype,
-            **attention,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-        )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        raise ModelRefused(architecture, broken_file(str(source)) or first_line(error)) from error
-    # transformers fills what a checkpoint lacks with random numbers and a warning: that is not a model to serve.
-    if missing := sorted(info["missing_keys"]):
-        raise ModelRefused(architecture, f"the checkpoint lacks {len(missing)} of its weights, such as {missing[0]}")
-    if mismatched := sorted(info["mismatched_keys"]):
-        key, stored, wanted = mismatched[0]
-        raise ModelRefused(
-            architecture,
-            f"{len(mismatched)} weights of the checkpoint do not fit its config: "
-            f"{key} is {list(stored)} and should be {list(wanted)}",
-        )
-    return model
-
-
-class _WeightsBar:
-    """Stands in for transformers' tqdm bar, and reports to `progress` how many weights are in place."""
-
-    def __init__(self, weights: Iterable[Any], total: int, progress: Progress) -> None:
-        self._weights = weights
-        self._total = total
-        self._progress = progress
-
-    def __iter__(self) -> Iterator[Any]:
-        self._progress("load weights", 0, self._total)
-        for done, weight in enumerate(self._weights, start=1):
-            yield weight
-            self._progress("load weights", done, self._total)
-
-
-@contextmanager
-def reported_weights(progress: Progress) -> Iterator[None]:
-    """Turn transformers' bar over the weights into calls of `progress`, within this context; other bars stay as they
-    are."""
-
-    def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if kwargs.get("desc") == "Loading weights" and args:
-            return _WeightsBar(args[0], len(args[0]), progress)
-        return factory(*args, **kwargs)
-
-    previous = transformers_logging.set_tqdm_hook(hook)
-    try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(previous)

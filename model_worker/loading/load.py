@@ -16,15 +16,14 @@ from transformers import PreTrainedModel
 from model_worker.loading.checkpoint import (
     check_device,
     check_quantization,
-    load_weights,
     read_config,
     refuse_by_config,
-    reported_weights,
     weights_dtype,
 )
 from model_worker.loading.composite import take_apart
 from model_worker.loading.prepare import prepare
 from model_worker.loading.rope import pin_longrope
+from model_worker.loading.weights import load_weights, reported_weights
 from model_worker.model import LoadedModel, Progress, check_positions, max_position_of
 from model_worker.vision.family import is_composite
 
@@ -56,7 +55,7 @@ def load_model(
     max_position = max_position_of(config)
     check_positions(max_model_len, max_position)
     with reported_weights(progress):
-        model = load_weights(source, config, architecture, wanted_dtype)
+        model = load_weights(source, config, architecture, wanted_dtype, target)
     if target.type == "cpu":
         _half_as_bfloat16(model)
     elif target.index is not None and target.type == "cuda":

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from model_worker.attention import cuda
 from model_worker.cpu.fused.stack import fused_stack
+from model_worker.cpu.gemm.encoded_linear import EncodedLinear, decode_linears
 from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
 from model_worker.loading import verify
@@ -39,6 +40,8 @@ def prepare(
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     tokens = verify.tokens(config, device)
+    if device.type == "cpu" and quantization == "none" and not has_kernels(model.dtype):
+        decode_linears(model)
     count, size = _parameters(model)
     quantized = _quantize(model, architecture) if quantization == "int8" else {}
     try:
@@ -100,9 +103,15 @@ def _on_cuda(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) 
 
 
 def _parameters(model: PreTrainedModel) -> tuple[int, int]:
-    """Count the parameters, and their bytes."""
+    """Count the parameters, and their bytes; encoded ones as they are computed with."""
     parameters = list(model.parameters())
-    return sum(parameter.numel() for parameter in parameters), sum(parameter.nbytes for parameter in parameters)
+    encoded = [module for module in model.modules() if isinstance(module, EncodedLinear)]
+    counts = [linear.out_features * linear.in_features for linear in encoded]
+    sizes = [count * linear.dtype.itemsize for count, linear in zip(counts, encoded, strict=True)]
+    return (
+        sum(parameter.numel() for parameter in parameters) + sum(counts),
+        sum(parameter.nbytes for parameter in parameters) + sum(sizes),
+    )
 
 
 def _quantize(model: PreTrainedModel, architecture: str) -> dict[nn.Module, Quantized]:

@@ -34,11 +34,11 @@ from model_worker.loading.checkpoint import (
     check_device,
     check_quantization,
     read_config,
-    reported_weights,
     weights_dtype,
 )
 from model_worker.loading.rope import pin_longrope
 from model_worker.loading.verify import TOLERANCE
+from model_worker.loading.weights import reported_weights
 from model_worker.model import ModelRefused, Progress, check_positions, first_line
 from model_worker.pooling import verify
 from model_worker.pooling.attention import PACKED_ATTENTION

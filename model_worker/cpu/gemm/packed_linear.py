@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model_worker.cpu.gemm.encoded_linear import EncodedLinear, QuantizedWeight
 from model_worker.cpu.gemm.int8_linear import Int8Linear, Quantized, quantize
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.cpu.gemm.weight_format import LANE_BYTES, PANEL
@@ -117,7 +118,11 @@ def quantize_linears(model: nn.Module) -> dict[nn.Module, Quantized]:
     """
     quantized: dict[nn.Module, Quantized] = {}
     for module in model.modules():
-        if _is_plain(module) and _can_be_quantized(weight := _weight(module)):
+        if isinstance(module, EncodedLinear):
+            if module.in_features <= MOST_INPUTS:
+                quantized[module] = module.source.quantized()
+                module.source = QuantizedWeight(quantized[module])
+        elif _is_plain(module) and _can_be_quantized(weight := _weight(module)):
             quantized[module] = quantize(weight)
             module.weight = nn.Parameter(quantized[module].weight.to(weight.dtype), requires_grad=False)
     return quantized
@@ -129,24 +134,31 @@ def pack_linears(
     """Swap every plain linear module of a CPU model for a packed one that is verified. Returns the packed ones.
 
     Those that `quantize_linears` has quantized become int8 ones, and leave `quantized`, so that no weight is kept
-    twice. One that another module shares, such as a tied embedding's, stays there beside its packed copy.
+    twice. One that another module shares, such as a tied embedding's, stays there beside its packed copy. An encoded
+    one is decoded for that, one at a time.
     """
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    linears = [(parent, name, child) for parent, name, child in found if _is_plain(child)]
-    swapped: dict[nn.Module, PackedLinear | Int8Linear | None] = {}
+    linears = [(parent, name, child) for parent, name, child in found if _can_be_packed(child)]
+    swapped: dict[nn.Module, nn.Module | None] = {}
     for done, (parent, name, linear) in enumerate(linears, start=1):
         if linear not in swapped:
-            swapped[linear] = _proven(linear, None if quantized is None else quantized.pop(linear, None))
+            plain = linear.plain() if isinstance(linear, EncodedLinear) else linear
+            proven = _proven(plain, None if quantized is None else quantized.pop(linear, None))
+            swapped[linear] = plain if proven is None and plain is not linear else proven
         packed = swapped[linear]
         if packed is not None:
             setattr(parent, name, packed)
         if progress is not None:
             progress(done, len(linears))
-    packed_ones = [packed for packed in swapped.values() if packed is not None]
+    packed_ones = [packed for packed in swapped.values() if isinstance(packed, PackedLinear | Int8Linear)]
     panels = [packed.panels for packed in packed_ones]
     # Moving what is there takes half a second for a quarter of a gigabyte, and may be done while it is read.
     Thread(target=keep_in_huge_pages, args=(panels,), kwargs={"written": True}, name="huge-pages").start()
     return packed_ones
+
+
+def _can_be_packed(module: nn.Module) -> bool:
+    return _is_plain(module) or (isinstance(module, EncodedLinear) and torch.backends.mkldnn.is_available())
 
 
 def _is_plain(module: nn.Module) -> bool:

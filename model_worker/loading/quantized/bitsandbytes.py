@@ -1,0 +1,81 @@
+"""The 4 bits of bitsandbytes, nf4 and fp4: codes of a table, the first high, times the greatest of each block.
+
+Blocks count through the whole matrix. Their greatest values may be quantized themselves ("nested").
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.loading.quantized.bits import nibbles
+from model_worker.loading.stored import Pool, Stored
+
+_STATE = ".quant_state.bitsandbytes__"
+
+
+class BlockWeight(EncodedWeight):
+    """A weight of a table of 16, and the greatest value of each block of `block` numbers."""
+
+    def __init__(self, codes: Stored, shape: tuple[int, ...], table: Tensor, greatest: Tensor, block: int) -> None:
+        self._codes = codes
+        self._table = table.float()
+        self._greatest = greatest
+        self._block = block
+        self.shape = shape
+
+    @property
+    def step(self) -> int:
+        # A piece must begin with a byte.
+        return super().step * 2
+
+    def rows(self, first: int, last: int) -> Tensor:
+        width = self.shape[1]
+        start, stop = first * width, last * width
+        data = self._codes[:] if self._codes.dtype != "U8" else self._codes[start // 2 : -(-stop // 2)]
+        if self._codes.dtype != "U8":
+            data = data.view(torch.uint8).flatten()[start // 2 : -(-stop // 2)]
+        codes = nibbles(data.flatten(), high_first=True)[: stop - start]
+        values = self._table[codes] * self._greatest[torch.arange(start, stop) // self._block]
+        return values.view(last - first, width)
+
+
+def take_4bit(pool: Pool) -> dict[str, EncodedWeight]:
+    """Take the weights of this format. ValueError says what in them cannot be read."""
+    found: dict[str, EncodedWeight] = {}
+    for name in pool:
+        target, mark, kind = name.partition(_STATE)
+        if not mark:
+            continue
+        if kind not in ("nf4", "fp4") or target not in pool:
+            raise ValueError(f"{name} is a quantized weight of a kind that cannot be read here; nf4 and fp4 can")
+        state = json.loads(bytes(pool.take(name).read().tolist()))
+        shape = tuple(int(size) for size in state["shape"])
+        codes = pool.take(target)
+        if len(shape) != 2 or (shape[1] % 2 and shape[0] > 1):
+            raise ValueError(f"{name} says shape {list(shape)}; only matrices with an even number of inputs are read")
+        greatest = _greatest(pool, target, state)
+        block = int(state["blocksize"])
+        count = shape[0] * shape[1]
+        if len(greatest) * block < count or (codes.shape[0] * 2 < count and codes.dtype == "U8"):
+            raise ValueError(
+                f"{target} has {codes.shape[0]} bytes and {len(greatest)} blocks, too few for {list(shape)}"
+            )
+        table = pool.take(f"{target}.quant_map").read()
+        found[target] = BlockWeight(codes, shape, table, greatest, block)
+    return found
+
+
+def _greatest(pool: Pool, target: str, state: dict[str, Any]) -> Tensor:
+    """Return the greatest value of each block."""
+    stored = pool.take(f"{target}.absmax").read()
+    scales = pool.take_if(f"{target}.nested_absmax")
+    if scales is None:
+        return stored.float()
+    table = pool.take(f"{target}.nested_quant_map").read().float()
+    blocks = torch.arange(len(stored)) // int(state["nested_blocksize"])
+    return table[stored.int()] * scales.read().float()[blocks] + float(state["nested_offset"])

@@ -1,0 +1,76 @@
+"""4-bit floats (E2M1), two in a byte with the first low, whose groups have scales: NVFP4 of 16 with FP8 scales and one of
+the tensor, MXFP4 of 32 with powers of two. The experts of gpt-oss are MXFP4 with a layout of their own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.loading.quantized.bits import E2M1, nibbles, powers_of_two, spread
+from model_worker.loading.stored import Pool, Stored
+
+
+class Float4Weight(EncodedWeight):
+    """A weight [out, in] of u8 [out, in / 2], scales [out, groups] in FP8 or as exponents, and one scale of all."""
+
+    def __init__(self, codes: Stored, scales: Stored, scale: float) -> None:
+        outputs, inputs = codes.shape[0], codes.shape[1] * 2
+        if len(scales.shape) != 2 or scales.shape[0] != outputs or inputs % scales.shape[1]:
+            raise ValueError(f"{codes.name} {list(codes.shape)} and {scales.name} {list(scales.shape)} do not fit")
+        self._codes = codes
+        self._scales = scales
+        self._scale = scale
+        self.shape = (outputs, inputs)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        scales = self._scales[first:last]
+        values = powers_of_two(scales) if self._scales.dtype in ("U8", "F8_E8M0") else scales.float()
+        return E2M1[nibbles(self._codes[first:last])] * spread(values * self._scale, self.shape[1])
+
+
+class ExpertsWeight(EncodedWeight):
+    """The weights [experts, in, out] of gpt-oss, of blocks u8 [experts, out, groups, 16] and exponents [.., groups]."""
+
+    def __init__(self, blocks: Stored, exponents: Stored) -> None:
+        if len(blocks.shape) != 4 or exponents.shape != blocks.shape[:3]:
+            raise ValueError(
+                f"{blocks.name} {list(blocks.shape)} and {exponents.name} {list(exponents.shape)} do not fit"
+            )
+        experts, outputs, groups, half = blocks.shape
+        self._blocks = blocks
+        self._exponents = exponents
+        self.shape = (experts, groups * half * 2, outputs)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        values = E2M1[nibbles(self._blocks[first:last])] * powers_of_two(self._exponents[first:last])[..., None]
+        return values.flatten(-2).transpose(1, 2)
+
+
+def take_experts(pool: Pool) -> dict[str, EncodedWeight]:
+    """Take the MXFP4 experts of gpt-oss."""
+    found: dict[str, EncodedWeight] = {}
+    for name in pool:
+        target = name.removesuffix("_blocks")
+        if target == name:
+            continue
+        exponents = pool.take_if(f"{target}_scales")
+        if exponents is None:
+            raise ValueError(f"{name} has no {target}_scales beside it")
+        found[target] = ExpertsWeight(pool.take(name), exponents)
+    return found
+
+
+def take_modelopt(pool: Pool) -> dict[str, EncodedWeight]:
+    """Take the NVFP4 weights of ModelOpt. (Its FP8 ones lie as those of others.)"""
+    found: dict[str, EncodedWeight] = {}
+    for name in pool:
+        whole = pool.peek(name)
+        weight = pool.peek(name.removesuffix("_scale_2"))
+        if whole is None or weight is None or whole is weight or not name.endswith("_scale_2"):
+            continue
+        scales = pool.take_if(f"{weight.name}_scale")
+        if weight.dtype != "U8" or scales is None:
+            raise ValueError(f"{name} has no NVFP4 weight and weight_scale beside it")
+        scale = float(pool.take(name).read().float().max())
+        found[weight.name] = Float4Weight(pool.take(weight.name), scales, scale)
+    return found

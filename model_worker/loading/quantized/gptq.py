@@ -1,0 +1,84 @@
+"""GPTQ: codes packed along inputs; a scale and a zero for each group of inputs, which g_idx may permute.
+
+Zeros of version 1 ("gptq") are stored less one, those of version 2 ("gptq_v2") as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.loading.quantized.bits import BITS, WORD_BITS, spread, unpack
+from model_worker.loading.quantized.scheme import Scheme
+from model_worker.loading.stored import Pool, Stored
+
+
+class GptqWeight(EncodedWeight):
+    """A weight [out, in] of qweight i32 [in * bits / 32, out], qzeros i32 [groups, out * bits / 32], scales
+    [groups, out], and the group of each input."""
+
+    def __init__(self, codes: Stored, zeros: Stored, scales: Stored, groups: Tensor | None, bits: int, first: int):
+        self._codes = codes
+        self._zeros = zeros
+        self._scales = scales
+        self._groups = groups
+        self._bits = bits
+        self._first = first  # what is added to stored zeros
+        self.shape = (codes.shape[1], codes.shape[0] * WORD_BITS // bits)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        codes = unpack(self._codes[:, first:last].t(), self._bits)
+        per_word = WORD_BITS // self._bits
+        words = self._zeros[:, first // per_word : -(-last // per_word)]
+        zeros = unpack(words, self._bits)[:, : last - first].float().t() + self._first
+        scales = self._scales[:, first:last].float().t()
+        if self._groups is None:
+            return (codes - spread(zeros, self.shape[1])) * spread(scales, self.shape[1])
+        return (codes - zeros[:, self._groups]) * scales[:, self._groups]
+
+
+def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
+    """Take the weights of this format. ValueError says what in them cannot be read."""
+    found: dict[str, EncodedWeight] = {}
+    first = 0 if "v2" in str(scheme.get("checkpoint_format", "gptq")) else 1
+    for name in pool:
+        module, dot, kind = name.rpartition(".")
+        if kind != "qweight":
+            continue
+        scales = pool.peek(f"{module}.scales")
+        zeros = pool.peek(f"{module}.qzeros")
+        if scales is None or zeros is None:
+            raise ValueError(f"{name} has no {'scales' if scales is None else 'qzeros'} beside it")
+        codes = pool.take(name)
+        outputs = codes.shape[1]
+        bits = int(scheme.get("bits", zeros.shape[1] * WORD_BITS // max(1, outputs)))
+        if bits not in BITS:
+            raise ValueError(
+                f"{scheme.file} has bits {bits}; of GPTQ's, {', '.join(map(str, BITS))} bits can be read here"
+            )
+        inputs = codes.shape[0] * WORD_BITS // bits
+        groups = scales.shape[0]
+        if zeros.shape != (groups, outputs * bits // WORD_BITS) or scales.shape != (groups, outputs):
+            raise ValueError(
+                f"{name} {list(codes.shape)}, its qzeros {list(zeros.shape)} and scales {list(scales.shape)} do not fit "
+                f"{bits} bits"
+            )
+        pool.take(scales.name)
+        pool.take(zeros.name)
+        order = pool.take_if(f"{module}.g_idx")
+        found[f"{module}{dot}weight"] = GptqWeight(codes, zeros, scales, _groups(order, inputs, groups), bits, first)
+    return found
+
+
+def _groups(order: Stored | None, inputs: int, groups: int) -> Tensor | None:
+    """Return the group of each input, or None where neighbours share one."""
+    if order is None:
+        return None
+    if order.shape != (inputs,):
+        raise ValueError(f"{order.name} has shape {list(order.shape)} and should have {[inputs]}")
+    found = order.read().long()
+    if int(found.min()) < 0 or int(found.max()) >= groups:
+        raise ValueError(f"{order.name} names group {int(found.max())} or {int(found.min())}; there are {groups}")
+    usual = torch.arange(inputs) // max(1, -(-inputs // groups))
+    return None if torch.equal(found, usual) else found

@@ -1,0 +1,291 @@
+"""Makes the model of a config with the weights of a checkpoint, plain or quantized.
+
+Quantized weights of linear layers stay encoded where they will be packed (encoded_linear.py); others are decoded into
+plain tensors. Knows how transformers names weights. Does not know any format.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.utils import logging as transformers_logging
+
+from model_worker.attention import PAGED_ATTENTION
+from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
+from model_worker.loading.quantized.read import Weights, is_quantized, read_weights
+from model_worker.loading.quantized.scheme import Scheme, scheme_of
+from model_worker.loading.stored import StoredCheckpoint, open_stored
+from model_worker.model import ModelRefused, Progress, first_line
+from model_worker.vision.family import is_composite
+from shared.load_errors import broken_file
+
+log = logging.getLogger(__name__)
+
+# What transformers raises for weights that it cannot load.
+LOAD_ERRORS = (OSError, ValueError, ImportError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError)
+_FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+
+def load_weights(
+    source: str | Path, config: PreTrainedConfig, architecture: str, dtype: torch.dtype | str, device: torch.device
+) -> PreTrainedModel:
+    """Load a model whose config has been accepted. ModelRefused says what is wrong with its weights."""
+    composite = is_composite(config)
+    auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
+    # Of a composite model only the text model attends to the paged cache, which the runner sees to.
+    attention = {} if composite else {"attn_implementation": PAGED_ATTENTION}
+    checkpoint, scheme = open_checkpoint(source, config, architecture)
+    if is_quantized(checkpoint, scheme):
+        lazily = device.type == "cpu" and not composite
+        return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, attention, lazily)
+    try:
+        model, info = auto.from_pretrained(
+            source,
+            config=config,
+            dtype=dtype,
+            **attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+        )
+    except LOAD_ERRORS as error:
+        raise ModelRefused(architecture, broken_file(str(source)) or first_line(error)) from error
+    check_loaded(architecture, info)
+    found: PreTrainedModel = model
+    return found
+
+
+def open_checkpoint(
+    source: str | Path, config: PreTrainedConfig, architecture: str, subfolder: str = ""
+) -> tuple[StoredCheckpoint, Scheme]:
+    """Open the files of weights and read what they say about quantization. ModelRefused names what is wrong."""
+    try:
+        scheme = scheme_of(source, config)
+        return open_stored(source, subfolder), scheme
+    except (ValueError, OSError) as error:
+        raise ModelRefused(architecture, broken_file(str(source)) or first_line(error)) from error
+
+
+@dataclass(frozen=True, eq=False)
+class _Decoded:
+    """A weight that transformers decodes by indexing it, as it reads a tensor of a file."""
+
+    source: EncodedWeight
+    dtype: torch.dtype
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.source.decoded(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Placeholder:
+    """Stands for a weight that stays encoded, and takes no memory."""
+
+    source: EncodedWeight
+    dtype: torch.dtype
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return torch.zeros(1, dtype=self.dtype).expand(self.source.shape)
+
+
+def load_quantized(
+    auto: Any,
+    checkpoint: StoredCheckpoint,
+    scheme: Scheme,
+    config: PreTrainedConfig,
+    architecture: str,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    attention: Mapping[str, str],
+    lazily: bool,
+) -> PreTrainedModel:
+    """Load a model with quantized weights. `lazily` leaves those of linear layers encoded."""
+    try:
+        weights = read_weights(checkpoint, scheme)
+    except (ValueError, KeyError, TypeError, SafetensorError, OSError) as error:
+        raise ModelRefused(architecture, f"its quantized weights cannot be read: {_reason(error)}") from error
+    config = _without_quantization(config)
+    kind = _dtype(dtype, config, weights, architecture, device)
+    try:
+        names = _Names(auto, config, attention)
+        targets = {key: names.linear_of(key, weight) for key, weight in weights.encoded.items()} if lazily else {}
+        _check_unplaced(names, weights, architecture)
+        tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
+        for key, weight in weights.encoded.items():
+            tensors[key] = _Placeholder(weight, kind) if targets.get(key) else _Decoded(weight, kind)
+        model, info = auto.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=kind,
+            **attention,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except LOAD_ERRORS as error:
+        if isinstance(error, ModelRefused):
+            raise
+        raise ModelRefused(architecture, first_line(error)) from error
+    check_loaded(architecture, info)
+    for key, module in targets.items():
+        if module:
+            linear = model.get_submodule(module)
+            model.set_submodule(module, EncodedLinear(weights.encoded[key], linear.bias, kind))
+    log.info(
+        "%s: %d weights quantized by %s are %s",
+        architecture,
+        len(weights.encoded),
+        weights.method or "a method that no file names",
+        "decoded one at a time into the panels of this CPU" if lazily else f"decoded to {kind} in memory",
+    )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def check_loaded(architecture: str, info: Mapping[str, Any]) -> None:
+    """Refuse a model that lacks weights, or whose weights have other shapes. Log tensors that it has no place for."""
+    # transformers fills what a checkpoint lacks with random numbers and a warning: that is not a model to serve.
+    if missing := sorted(info["missing_keys"]):
+        raise ModelRefused(architecture, f"the checkpoint lacks {len(missing)} of its weights, such as {missing[0]}")
+    if mismatched := sorted(info["mismatched_keys"]):
+        key, stored, wanted = mismatched[0]
+        raise ModelRefused(
+            architecture,
+            f"{len(mismatched)} weights of the checkpoint do not fit its config: "
+            f"{key} is {list(stored)} and should be {list(wanted)}",
+        )
+    _say_unplaced(architecture, sorted(info["unexpected_keys"]))
+
+
+class _Names:
+    """Which weight of a model a tensor of a checkpoint becomes, as transformers finds it when it loads."""
+
+    def __init__(self, auto: Any, config: PreTrainedConfig, attention: Mapping[str, str]) -> None:
+        with torch.device("meta"):
+            self._model: PreTrainedModel = auto.from_config(copy.deepcopy(config), **attention)
+        mapping = get_model_conversion_mapping(self._model)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._state = self._model.state_dict()
+        self._tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
+
+    def find(self, key: str) -> tuple[str, bool]:
+        """Return the weight's name in the model, and whether it is stored there as it is."""
+        prefix = self._model.base_model_prefix
+        name, pattern = rename_source_key(key, self._renamings, self._converters, prefix, self._state)
+        if name not in self._state and key in self._state:
+            name, pattern = rename_source_key(key, [], [], prefix, self._state)
+        return name, pattern is None
+
+    def has(self, key: str) -> bool:
+        name, plain = self.find(key)
+        return name in self._state or not plain or name.endswith(".rotary_emb.inv_freq")
+
+    def linear_of(self, key: str, weight: EncodedWeight) -> str:
+        """Return the name of the plain linear layer whose weight this is; empty if there is none."""
+        name, plain = self.find(key)
+        module, _, last = name.rpartition(".")
+        if not plain or last != "weight" or name not in self._state or name in self._tied:
+            return ""
+        is_linear = type(self._model.get_submodule(module)) is nn.Linear
+        return module if is_linear and tuple(self._state[name].shape) == weight.shape else ""
+
+
+def _check_unplaced(names: _Names, weights: Weights, architecture: str) -> None:
+    """Refuse a bias that the model would leave out. Zeros, which some formats write everywhere, are left out."""
+    for key, tensor in list(weights.plain.items()):
+        is_bias = key.endswith(".bias") and f"{key.removesuffix('bias')}weight" in weights.encoded
+        if is_bias and not names.has(key):
+            if bool(tensor.read().any()):
+                raise ModelRefused(architecture, f"{key} is not zero, and the model has no place for it")
+            del weights.plain[key]
+
+
+def _say_unplaced(architecture: str, keys: list[str]) -> None:
+    if keys:
+        log.warning(
+            "%s has no place for %d tensors of the checkpoint, such as %s: they are not used",
+            architecture,
+            len(keys),
+            ", ".join(keys[:3]),
+        )
+
+
+def _without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy that transformers takes for that of a plain model."""
+    plain = copy.deepcopy(config)
+    for each in (plain, plain.get_text_config(decoder=True)):
+        for name in ("quantization_config", "compression_config"):
+            if hasattr(each, name):
+                delattr(each, name)
+    return plain
+
+
+def _dtype(
+    dtype: torch.dtype | str,
+    config: PreTrainedConfig,
+    weights: Weights,
+    architecture: str,
+    device: torch.device,
+) -> torch.dtype:
+    """Return the type that decoded weights are used in: what is asked for, else the config's, else the stored ones'."""
+    found: Any = dtype
+    if dtype == "auto":
+        found = getattr(config, "dtype", None) or getattr(config.get_text_config(decoder=True), "dtype", None)
+        if found not in _FLOATS.values():
+            stored = [tensor.dtype for tensor in weights.plain.values() if tensor.dtype in _FLOATS]
+            found = _FLOATS[stored[0]] if stored else torch.bfloat16
+    # CPUs have no fast float16, and bfloat16 takes the same memory.
+    return torch.bfloat16 if found == torch.float16 and device.type == "cpu" else found
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"{error.args[0]} is missing"
+    return first_line(error)
+
+
+class _WeightsBar:
+    """Stands in for transformers' tqdm bar, and reports to `progress` how many weights are in place."""
+
+    def __init__(self, weights: Iterable[Any], total: int, progress: Progress) -> None:
+        self._weights = weights
+        self._total = total
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[Any]:
+        self._progress("load weights", 0, self._total)
+        for done, weight in enumerate(self._weights, start=1):
+            yield weight
+            self._progress("load weights", done, self._total)
+
+
+@contextmanager
+def reported_weights(progress: Progress) -> Iterator[None]:
+    """Turn transformers' bar over the weights into calls of `progress`, within this context; other bars stay as they
+    are."""
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("desc") == "Loading weights" and args:
+            return _WeightsBar(args[0], len(args[0]), progress)
+        return factory(*args, **kwargs)
+
+    previous = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
