@@ -83,6 +83,14 @@ def _takes(tokenizer: Any, kind: str, placeholder: str) -> bool:
     return found.count(placeholder) == 1 and _PROBE in found and "'type'" not in found
 
 
+def text_form(tokenizer: Any) -> ImageForm | None:
+    """The form for a template that takes the parts of a content and drops a plain text; None for all others."""
+    if _PROBE in _probed(tokenizer, _PROBE):
+        return None
+    rendered = _probed(tokenizer, [{"type": "text", "text": _PROBE}])
+    return ImageForm("", takes_parts=True, takes_texts=False) if _PROBE in rendered else None
+
+
 def _probed(tokenizer: Any, content: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))

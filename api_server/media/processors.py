@@ -21,6 +21,7 @@ from PIL import Image
 
 from api_server.media.decode import ImageRefused
 from api_server.media.video_processors import FORMS, VideoProcessor
+from shared.tokenizer_files import load_tokenizer
 
 # Tokens of an image that is asked for with `detail: low`.
 LOW_DETAIL_TOKENS = 256
@@ -151,13 +152,13 @@ def _area(images: Any, size: dict[str, int], most: int, pixels: dict[str, int]) 
 
 
 def _load(model: str) -> Any:
-    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers import AutoConfig, AutoImageProcessor
     from transformers.models.auto import processing_auto
     from transformers.processing_utils import ProcessorMixin
 
-    config = AutoConfig.from_pretrained(model)
-    images = AutoImageProcessor.from_pretrained(model, backend="pil")
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    images = AutoImageProcessor.from_pretrained(model, backend="pil", trust_remote_code=False)
+    tokenizer = load_tokenizer(model)
     known, _ = ProcessorMixin.get_processor_dict(model)
     usual: dict[str, Any] = getattr(processing_auto, "PROCESSOR_MAPPING_NAMES", {})
     # The files of a model may name another class than that of its type.

@@ -1,66 +1,164 @@
-"""Files of a model beside its tokenizer: generation_config.json, and the chat template of an older processor."""
+"""Files of a model beside its tokenizer: generation_config.json, and the chat template of an older processor.
+
+generation_config.json is read as transformers' generate reads it: values that it would refuse are refused here, too,
+when the server starts, and those that change nothing for it change nothing here.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
-from pathlib import Path
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from interfaces import SamplingParamsGenerationConfigDefaults
+from shared.tokenizer_files import file_of, read_json
 
 log = logging.getLogger("tokenyard")
 
+_FILE = "generation_config.json"
+_MOST_TEMPERATURE = 2.0
 
-def eos_ids(tokenizer: Any, config: dict[str, Any]) -> list[int]:
-    configured = config.get("eos_token_id") or []
-    ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
-    return list(dict.fromkeys(token for token in ids if token is not None))
+
+def eos_ids(tokenizer: Any, config: dict[str, Any], vocab_size: int) -> list[int]:
+    """The tokens that end an answer: the tokenizer's and those of the config, as far as there are such tokens.
+
+    Raises ValueError for something else than token ids.
+    """
+    configured = config.get("eos_token_id")
+    listed = configured if isinstance(configured, list) else [] if configured is None else [configured]
+    for token in listed:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(
+                f"{_FILE} (or config.json) has eos_token_id {configured!r}, which must be a token id or a list of ids"
+            )
+    found = [token for token in (tokenizer.eos_token_id, *listed) if token is not None]
+    if beyond := [token for token in found if not 0 <= token < vocab_size]:
+        log.warning("end tokens %s are beyond the vocabulary of %d tokens: they are ignored", beyond, vocab_size)
+    return list(dict.fromkeys(token for token in found if 0 <= token < vocab_size))
 
 
 def defaults(config: dict[str, Any], eos: list[int]) -> SamplingParamsGenerationConfigDefaults:
-    """Values of the file itself; transformers' own class defaults are left out."""
-    names = {f.name for f in dataclasses.fields(SamplingParamsGenerationConfigDefaults)} - {"eos_token_id"}
-    given = {name: value for name, value in config.items() if name in names and value is not None}
+    """Values of the file itself; transformers' own class defaults are left out.
+
+    Raises ValueError, which names the file, the field and the value.
+    """
+    given: dict[str, Any] = {}
+    for name, read in _FIELDS.items():
+        value = config.get(name)
+        if value is None:
+            continue
+        kept, valid = read(value)
+        if valid:
+            raise ValueError(f"{_FILE} has {name} {value!r}, which must be {valid}: correct the file")
+        if kept is not None:
+            given[name] = kept
     return SamplingParamsGenerationConfigDefaults(**given, eos_token_id=eos)
 
 
+# A value as it is kept (None: it changes nothing), and what it must be where it cannot be used.
+_Read = tuple[Any, str]
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _temperature(value: Any) -> _Read:
+    number = _number(value)
+    fits = number is not None and 0 <= number <= _MOST_TEMPERATURE
+    return number, "" if fits else f"a number between 0 and {_MOST_TEMPERATURE:g}"
+
+
+def _share(value: Any) -> _Read:
+    """A share of probability: from 1 on it leaves out nothing."""
+    number = _number(value)
+    fits = number is not None and number >= 0
+    return None if not fits or number >= 1 else number, "" if fits else "a number between 0 and 1"
+
+
+def _least_share(value: Any) -> _Read:
+    number = _number(value)
+    fits = number is not None and 0 <= number <= 1
+    return number or None, "" if fits else "a number between 0 and 1"
+
+
+def _typical(value: Any) -> _Read:
+    number = _number(value)
+    fits = number is not None and number > 0
+    return None if not fits or number >= 1 else number, "" if fits else "a number above 0 and at most 1"
+
+
+def _count(least: int, most: int = 1 << 31) -> Callable[[Any], _Read]:
+    def read(value: Any) -> _Read:
+        number = _number(value)
+        fits = number is not None and number == int(number) and number >= least
+        return min(int(number or 0), most - 1), "" if fits else f"a whole number of at least {least}"
+
+    return read
+
+
+def _penalty(value: Any) -> _Read:
+    number = _number(value)
+    return number, "" if number is not None and number > 0 else "a number above 0"
+
+
+def _flag(value: Any) -> _Read:
+    return value, "" if isinstance(value, bool) else "true or false"
+
+
+_FIELDS: Mapping[str, Callable[[Any], _Read]] = {
+    "temperature": _temperature,
+    "top_p": _share,
+    "top_k": _count(0),
+    "min_p": _least_share,
+    "typical_p": _typical,
+    "repetition_penalty": _penalty,
+    "max_new_tokens": _count(1),
+    "min_new_tokens": _count(0),
+    "do_sample": _flag,
+}
+
+
 def read_generation_config(model: str) -> dict[str, Any]:
-    path = _config_file(model)
-    if path is None:
-        return {}
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        log.warning("generation_config.json of %s is ignored: %s", model, error)
-        return {}
-    return config if isinstance(config, dict) else {}
+    """The values of generation_config.json; end tokens are config.json's where that file names none."""
+    path = file_of(model, _FILE)
+    config: dict[str, Any] = {}
+    if path is not None:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            log.warning("%s of %s is ignored: %s", _FILE, model, error)
+            found = {}
+        config = found if isinstance(found, dict) else {}
+    if config.get("eos_token_id") is None:
+        config["eos_token_id"] = _end_of_config(read_json(model, "config.json"))
+    return config
 
 
-def processor_template(model: str) -> str | None:
-    """The chat template of the model's processor, in the older file that tokenizers do not read."""
-    path = _config_file(model, "chat_template.json")
+def _end_of_config(config: dict[str, Any]) -> Any:
+    """The end tokens of config.json, which a composite model has in its text model's part."""
+    text = config.get("text_config")
+    nested = text.get("eos_token_id") if isinstance(text, dict) else None
+    return nested if config.get("eos_token_id") is None else config["eos_token_id"]
+
+
+def processor_template(model: str) -> str | dict[str, str] | None:
+    """The chat template of the model's processor, in the older file that tokenizers do not read; several by name."""
+    path = file_of(model, "chat_template.json")
     if path is None:
         return None
     try:
-        found = json.loads(path.read_text())["chat_template"]
+        found = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("chat_template.json of %s is ignored: %s", model, error)
         return None
+    if isinstance(found, list):
+        try:
+            return {str(each["name"]): str(each["template"]) for each in found}
+        except (KeyError, TypeError) as error:
+            log.warning("chat_template.json of %s is ignored: its list has no %s", model, error)
+            return None
     return found if isinstance(found, str) else None
-
-
-def _config_file(model: str, name: str = "generation_config.json") -> Path | None:
-    if Path(model).is_dir():
-        path = Path(model) / name
-        return path if path.exists() else None
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(
-        model,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return Path(found) if found else None

@@ -28,8 +28,8 @@ from api_server.text.detokenizer import Detokenizer, Vocabulary
 from api_server.text.image_prompt import Pictures, PlacedImage
 from api_server.text.model_files import defaults, eos_ids, processor_template, read_generation_config
 from interfaces import TextGenerationRequest
-from shared.load_errors import broken_file
 from shared.resources import usable_cores
+from shared.tokenizer_files import load_tokenizer
 
 log = logging.getLogger("tokenyard")
 
@@ -76,11 +76,11 @@ class Tokenizer:
         self._vocabulary = Vocabulary(self._backend)
         self._pool = ThreadPoolExecutor(min(THREADS, usable_cores()), "tokenizer")
         self._jobs = 0
-        self.eos_token_ids = eos_ids(tokenizer, generation_config)
-        self.defaults = defaults(generation_config, self.eos_token_ids)
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         # One more than the highest id.
         self.vocab_size = max(vocabulary.values()) + 1
+        self.eos_token_ids = eos_ids(tokenizer, generation_config, self.vocab_size)
+        self.defaults = defaults(generation_config, self.eos_token_ids)
         self._longest_token = max(map(len, vocabulary))
         self._control = None if control_tokens else ControlTokens(self._backend, self.chat_template)
         # Gives the images of requests, or None while the served model has no eyes.
@@ -89,19 +89,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str, control_tokens: bool = False) -> Tokenizer:
-        """Loads from a Hugging Face directory or hub name. Raises ValueError with the reason.
-
-        transformers is imported here, so that a process can `hide_torch` (shared/hidden_torch.py) first.
-        """
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model)
-        except Exception as error:  # the tokenizers library raises nothing narrower
-            reason = broken_file(model) or (str(error).strip() or repr(error)).splitlines()[0]
-            raise ValueError(f"the tokenizer of {model} cannot be loaded: {reason}") from error
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(f"the tokenizer of {model} has no tokenizer.json form, which this server needs")
+        """Loads from a Hugging Face directory or hub name. Raises ValueError with the reason."""
+        tokenizer = load_tokenizer(model)
         if not tokenizer.chat_template:
             tokenizer.chat_template = processor_template(model)
         return cls(tokenizer, read_generation_config(model), control_tokens)
@@ -279,7 +268,7 @@ class Tokenizer:
     ) -> Prompt:
         if request.messages:
             self._refuse_endless_turns(request, max_tokens)
-            form = None if pictures is None else self._image_form(pictures.vision)
+            form = self._text_form if pictures is None else self._image_form(pictures.vision)
             parts = template.render(self._tokenizer, request, self._control, form)
         else:
             parts = [str(request.prompt)]
@@ -313,6 +302,10 @@ class Tokenizer:
         encodings += [self._inner.encode(part, add_special_tokens=False) for part in others]
         merged = type(encodings[0]).merge(encodings, growing_offsets=True)
         return self._backend.post_process(merged, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def _text_form(self) -> template.ImageForm | None:
+        return template.text_form(self._tokenizer)
 
     @cached_property
     def _inner(self) -> Any:

@@ -230,6 +230,8 @@ class SamplingParamsGenerationConfigDefaults:
     min_new_tokens: int | None = None
     do_sample: bool | None = None
     eos_token_id: int | list[int] | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
 
     @property
     def values_to_update(self) -> dict[str, Any]:

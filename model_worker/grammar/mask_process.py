@@ -30,6 +30,7 @@ from shared.forkserver import ForkServer, serve_forks
 from shared.grammar import GrammarError, Matcher, Vocabulary, set_bits
 from shared.liveness import become, limit_memory
 from shared.pipe_messages import message_unpacker
+from shared.tokenizer_files import load_tokenizer
 
 # Bytes before the masks: the row being worked on, so that the worker knows whose work ended this process.
 HEADER_BYTES = 64
@@ -199,9 +200,7 @@ def load(model: str) -> Vocabulary:
     """Load the tokens of a Hugging Face directory or hub name."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # a third of the time that transformers takes
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return Vocabulary(tokenizer.backend_tokenizer.to_str(), eos)
 

@@ -61,7 +61,7 @@ def take_awq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
         outputs = codes.shape[1] * _PER_WORD
         if scales.shape != (groups, outputs) or zeros.shape != (groups, codes.shape[1]) or codes.shape[0] % groups:
             raise ValueError(
-                f"{name} {list(codes.shape)}, its qzeros {list(zeros.shape)} and its scales {list(scales.shape)} do not "
+                f"{name} {list(codes.shape)}, its qzeros {list(zeros.shape)} and scales {list(scales.shape)} do not "
                 f"fit {_BITS} bits"
             )
         pool.take(scales.name)

@@ -35,13 +35,16 @@ class BlockWeight(EncodedWeight):
 
     def rows(self, first: int, last: int) -> Tensor:
         width = self.shape[1]
-        start, stop = first * width, last * width
-        data = self._codes[:] if self._codes.dtype != "U8" else self._codes[start // 2 : -(-stop // 2)]
-        if self._codes.dtype != "U8":
-            data = data.view(torch.uint8).flatten()[start // 2 : -(-stop // 2)]
+        start = first * width
+        stop = last * width
+        data = self._codes[start // 2 : -(-stop // 2)] if self._codes.dtype == "U8" else self._bytes(start, stop)
         codes = nibbles(data.flatten(), high_first=True)[: stop - start]
         values = self._table[codes] * self._greatest[torch.arange(start, stop) // self._block]
         return values.view(last - first, width)
+
+    def _bytes(self, start: int, stop: int) -> Tensor:
+        """Read codes that are stored as numbers of another type."""
+        return self._codes.read().contiguous().view(torch.uint8).flatten()[start // 2 : -(-stop // 2)]
 
 
 def take_4bit(pool: Pool) -> dict[str, EncodedWeight]:

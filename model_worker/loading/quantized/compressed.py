@@ -87,7 +87,8 @@ def check_compressed(scheme: Scheme) -> None:
     transforms = scheme.get("transform_config", {})
     if isinstance(transforms, Mapping) and transforms.get("config_groups"):
         raise ValueError(
-            f"{scheme.file} has a transform_config: its activations must be rotated before each product, which is not done here"
+            f"{scheme.file} has a transform_config: its activations must be rotated before each product, and they are "
+            "not rotated here"
         )
     sparsity = scheme.get("sparsity_config", {})
     kind = sparsity.get("format") if isinstance(sparsity, Mapping) else None

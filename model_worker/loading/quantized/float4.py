@@ -1,5 +1,8 @@
-"""4-bit floats (E2M1), two in a byte with the first low, whose groups have scales: NVFP4 of 16 with FP8 scales and one of
-the tensor, MXFP4 of 32 with powers of two. The experts of gpt-oss are MXFP4 with a layout of their own."""
+"""4-bit floats (E2M1), two in a byte with the first low, whose groups have scales.
+
+NVFP4 has groups of 16 with FP8 scales and one scale of the tensor, MXFP4 groups of 32 with powers of two. The experts
+of gpt-oss are MXFP4 in a layout of their own.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,9 @@ from model_worker.loading.quantized.bits import BITS, WORD_BITS, spread, unpack
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
+# Values of checkpoint_format, in the order of the zeros that they store: less one, and as they are.
+_VERSIONS = ("gptq", "gptq_v2")
+
 
 class GptqWeight(EncodedWeight):
     """A weight [out, in] of qweight i32 [in * bits / 32, out], qzeros i32 [groups, out * bits / 32], scales
@@ -41,7 +44,7 @@ class GptqWeight(EncodedWeight):
 def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
     """Take the weights of this format. ValueError says what in them cannot be read."""
     found: dict[str, EncodedWeight] = {}
-    first = 0 if "v2" in str(scheme.get("checkpoint_format", "gptq")) else 1
+    first: int | None = None
     for name in pool:
         module, dot, kind = name.rpartition(".")
         if kind != "qweight":
@@ -61,14 +64,35 @@ def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
         groups = scales.shape[0]
         if zeros.shape != (groups, outputs * bits // WORD_BITS) or scales.shape != (groups, outputs):
             raise ValueError(
-                f"{name} {list(codes.shape)}, its qzeros {list(zeros.shape)} and scales {list(scales.shape)} do not fit "
-                f"{bits} bits"
+                f"{name} {list(codes.shape)}, its qzeros {list(zeros.shape)} and scales {list(scales.shape)} do not "
+                f"fit {bits} bits"
             )
+        if first is None:
+            first = _added_to_zeros(scheme, zeros, bits)
         pool.take(scales.name)
         pool.take(zeros.name)
         order = pool.take_if(f"{module}.g_idx")
         found[f"{module}{dot}weight"] = GptqWeight(codes, zeros, scales, _groups(order, inputs, groups), bits, first)
     return found
+
+
+def _added_to_zeros(scheme: Scheme, zeros: Stored, bits: int) -> int:
+    """Return what is added to stored zeros: 1 in version 1 of the format. ValueError for other formats."""
+    if scheme.method:
+        version = str(scheme.get("checkpoint_format", _VERSIONS[0]))
+        if version not in _VERSIONS or scheme.get("is_marlin_format"):
+            raise ValueError(
+                f"{scheme.file} names checkpoint_format {version!r} of GPTQ; {' and '.join(_VERSIONS)} can be read here"
+            )
+        return 1 - _VERSIONS.index(version)
+    middle = 1 << (bits - 1)
+    stored = set(unpack(zeros.read(), bits).unique().tolist())
+    if stored not in ({middle}, {middle - 1}):
+        raise ValueError(
+            f"no file says the version of GPTQ, and {zeros.name} does not show it: add "
+            '"quantization_config": {"quant_method": "gptq", "checkpoint_format": "gptq" or "gptq_v2"} to config.json'
+        )
+    return middle - stored.pop()
 
 
 def _groups(order: Stored | None, inputs: int, groups: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""torchao's tensors in safetensors: each weight's class and its fields are in the file's metadata, its arrays beside it.
+"""torchao's tensors in safetensors: a file's metadata has each weight's class, and the file its arrays.
 
 Classes that keep one number for each weight, unpacked, are read.
 """
