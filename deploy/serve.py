@@ -23,6 +23,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from deploy import credentials, machine
 from deploy.child import ChildSpec
+from deploy.hub_revision import hub_revision, snapshot
 from deploy.listener import listen
 from deploy.readiness import Announcer
 from deploy.run_directory import keep_settings, parent_directory, private_run_directory
@@ -35,6 +36,7 @@ from shared.endpoints import RunDirectory
 from shared.further_models import of_further_models
 from shared.kernel_cache import forget_old_kernels, kernel_cache_directory
 from shared.liveness import role_option
+from shared.load_errors import missing_weights
 from shared.process_table import ProcessState
 from shared.resources import usable_cores, visible_cores
 from shared.settings import Settings, SettingsError
@@ -175,9 +177,13 @@ def resolve_model(settings: Settings) -> Settings:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise SettingsError(
-                f"model {settings.model!r} is a folder without config.json, so not a Hugging Face model"
+                f"model {settings.model!r} cannot be served: it is a folder without config.json, so not a Hugging Face "
+                f"model; {missing_weights(path)}"
             )
         return dataclasses.replace(settings, model=str(path.resolve()))
+    if pinned := hub_revision(settings.model):
+        name = settings.served_model_name or Path(pinned[0]).name
+        return dataclasses.replace(settings, model=str(snapshot(*pinned)), served_model_name=name)
     if path.exists():
         raise SettingsError(f"model {settings.model!r} is a file; give the folder that holds config.json")
     if not _HUB_NAME.fullmatch(settings.model):

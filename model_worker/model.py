@@ -118,5 +118,20 @@ def first_line(error: Exception) -> str:
 
 
 def max_position_of(config: PreTrainedConfig) -> int | None:
-    """Return the number of positions that a model was made for; None if its config sets no limit."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    """Return the number of positions that a model was made for; None if its config sets no limit.
+
+    YaRN makes the original context `factor` times as long, and model cards let max_position_embeddings be the original.
+    (Of other types of rope max_position_embeddings is the extended context already.)
+    """
+    text = config.get_text_config(decoder=True)
+    limit: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None)
+    if limit is None or not isinstance(rope, dict):
+        return limit
+    each = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    for parameters in each:
+        factor = parameters.get("factor")
+        original = parameters.get("original_max_position_embeddings", limit)
+        if parameters.get("rope_type") == "yarn" and factor and original:
+            limit = max(limit, int(factor * original))
+    return limit

@@ -18,6 +18,8 @@ _PASSING = frozenset(
 )
 # Names of the exceptions by which HTTP clients and huggingface_hub report that a host cannot be reached.
 _NETWORK = frozenset(("TransportError", "ConnectionError", "LocalEntryNotFoundError", "TimeoutError"))
+# The beginning of a file that stands for one in git's large file storage.
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def may_pass(error: BaseException) -> bool:
@@ -46,24 +48,69 @@ def broken_file(model: str) -> str:
         if path.suffix in (".json", ".safetensors"):
             try:
                 check(path)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, LookupError, TypeError) as error:
                 return f"{path}: {error}"
     return ""
 
 
+def missing_weights(folder: Path) -> str:
+    """Say what a folder without weights in safetensors has in their place, and what to do."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    def some(*ends: str) -> str:
+        return ", ".join([name for name in names if name.endswith(ends)][:3])
+
+    if "adapter_config.json" in names:
+        base = _base_of(folder / "adapter_config.json")
+        return f"it is an adapter (adapter_config.json: LoRA or the like) and no model; serve its base {base}".strip()
+    if found := some(".gguf"):
+        return f"it has no model.safetensors, only GGUF ({found}); serve that file itself, or download the safetensors"
+    if "params.json" in names or (found := some("consolidated.safetensors")):
+        return (
+            "its weights are in Mistral's own format (consolidated.safetensors, params.json); download the "
+            "model.safetensors and config.json of the repository, or convert it with transformers"
+        )
+    if found := some(".bin", ".pt", ".pth", ".ckpt"):
+        return (
+            f"it has no model.safetensors, only pickles ({found}), which can run code and are never read; convert them "
+            "to safetensors, or look for a revision that has them"
+        )
+    if found := some(".onnx", ".h5", ".msgpack"):
+        return f"it has no model.safetensors, only {found}, which cannot be read here; download the safetensors"
+    return "it has no model.safetensors (nor model.safetensors.index.json); download all files of the repository"
+
+
+def _base_of(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _refuse_pointer(path: Path) -> None:
+    """ValueError for a file that git-lfs has not fetched."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise ValueError("it is a git-lfs pointer, not the file itself: run git lfs pull in the repository")
+
+
 def _check_json(path: Path) -> None:
+    _refuse_pointer(path)
     json.loads(path.read_text(encoding="utf-8"))
 
 
 def _check_weights(path: Path) -> None:
     """Check that the file is as long as its header says (the safetensors format; the numbers themselves are not
     read)."""
+    _refuse_pointer(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size
         if length > size:
             raise ValueError(f"it has {size} bytes, too few for its header; was it copied to the end?")
         header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object; download it anew")
     ends = (value["data_offsets"][1] for name, value in header.items() if name != "__metadata__")
     wanted = 8 + length + max(ends, default=0)
     if size < wanted:

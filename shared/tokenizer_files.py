@@ -30,14 +30,20 @@ def load_tokenizer(model: str) -> Any:
     """Load the tokenizer of a directory or hub name, on the tokenizers library. ValueError says what is missing."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    try:
-        if _has_code(model):
-            # transformers would ask on the terminal whether to run it. The file beside it says the same.
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(model, trust_remote_code=False)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises nothing narrower
-        raise ValueError(f"the tokenizer of {model} cannot be loaded: {_reason(model, error)}") from error
+    # Of a tokenizer with code of its own transformers would ask on the terminal whether to run it. The class that reads
+    # tokenizer.json alone does not need it; nor a config of the model that has errors, which the worker will name.
+    kinds = [PreTrainedTokenizerFast] if _has_code(model) else [AutoTokenizer, PreTrainedTokenizerFast]
+    tokenizer: Any = None
+    first: Exception | None = None
+    for kind in kinds:
+        try:
+            tokenizer = kind.from_pretrained(model, trust_remote_code=False)
+            break
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            first = first or error
+    if tokenizer is None:
+        assert first is not None
+        raise ValueError(f"the tokenizer of {model} cannot be loaded: {_reason(model, first)}") from first
     if not getattr(tokenizer, "is_fast", False) or getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ValueError(
             f"the tokenizer of {model} has no {_TOKENIZER} form, which this server needs: "

@@ -136,9 +136,12 @@ class EngineClient:
         return self.status.hidden_size or None if self.status else None
 
     def health(self) -> Health:
-        """The engine's health, as `health.judge` has it; a server that is being stopped is alive and not ready."""
+        """The engine's health, as `health.judge` has it; a server that is being stopped is not ready.
+
+        It is alive if it was ready once: one that gives up, since its model is refused, never was.
+        """
         if self.draining:
-            return Health(True, False, "draining: this server is being stopped")
+            return Health(self._was_ready, False, "draining: this server is being stopped")
         return judge(self.status, self.silence, STALE_SECONDS, self._was_ready)
 
     def submit(

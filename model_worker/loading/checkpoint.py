@@ -9,17 +9,22 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from model_worker.model import ModelRefused, first_line
+from model_worker.model import ModelRefused
 from model_worker.vision.family import family_of, is_composite, why_refused
-from shared.load_errors import broken_file
+from shared.load_errors import broken_file, missing_weights
 
 # What transformers' configs call the layers whose only state is a KV cache.
 PAGED_LAYERS = {"full_attention", "sliding_attention", "attention"}
+
+# Numbers without which a type of rope has no frequencies.
+_ROPE_FIELDS = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), "llama3": ("factor",)}
 
 # What packing many sequences into one forward pass takes.
 NEEDED_ARGUMENTS = {"position_ids", "logits_to_keep"}
@@ -70,19 +75,58 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     if looks_local and not path.is_dir():
         raise ModelRefused(str(source), "there is no such directory")
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelRefused(str(source), "the directory has no config.json, so it is not a Hugging Face model")
+        raise ModelRefused(
+            str(source), f"the directory has no config.json, so it is not a Hugging Face model; {missing_weights(path)}"
+        )
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             path if path.is_dir() else source, trust_remote_code=False
         )
         return config
-    except (OSError, ValueError) as error:
-        reason = broken_file(str(path)) or first_line(error)
+    except Exception as error:  # transformers computes with the values of a config, so that anything may come
+        reason = broken_file(str(path)) or f"config.json cannot be used: {_said(error)}"
         if "trust_remote_code" in str(error):
             reason = "it needs Python code of its own (trust_remote_code), and code from a checkpoint is never run"
         elif not path.is_dir():
             reason = f"there is no such directory here, and as a hub name: {reason}"
         raise ModelRefused(str(source), reason) from error
+
+
+def _said(error: Exception) -> str:
+    """Say in one line what transformers says of a config; errors about a field have the field in one of their lines."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])}" if lines else type(error).__name__
+
+
+def _refuse_names(name: str, config: PreTrainedConfig) -> None:
+    """Refuse names in a config that transformers would look up when it makes the model."""
+    text = config.get_text_config(decoder=True)
+    activation = getattr(text, "hidden_act", None)
+    if isinstance(activation, str) and activation not in ACT2FN:
+        raise ModelRefused(name, f"config.json has hidden_act {activation!r}, which transformers does not know")
+    for parameters in _rope_parameters(text):
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        # "default" needs no function of its own.
+        if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+            raise ModelRefused(
+                name,
+                f"config.json has rope_type {kind!r}, which transformers does not know for this model; it knows "
+                f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}",
+            )
+        lacking = [key for key in _ROPE_FIELDS.get(str(kind), ()) if key not in parameters]
+        if lacking:
+            raise ModelRefused(
+                name, f"config.json has rope_type {kind!r} and no {' and '.join(lacking)}, which it needs"
+            )
+
+
+def _rope_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the rope parameters of a config: of all layers, or one for each type of layer."""
+    found = getattr(config, "rope_parameters", None)
+    if not isinstance(found, dict):
+        return []
+    each = [value for value in found.values() if isinstance(value, dict)]
+    return each if each and len(each) == len(found) else [found]
 
 
 def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
@@ -103,6 +147,7 @@ def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
     else:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name = model_class.__name__
+    _refuse_names(name, config)
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     other = sorted(set(layer_types or ()) - PAGED_LAYERS)
     if other:

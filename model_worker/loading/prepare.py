@@ -53,6 +53,8 @@ def prepare(
             raise
         reason = f"a forward pass over plain tokens fails: {first_line(error)}"
         raise ModelRefused(architecture, reason) from error
+    if not bool(torch.isfinite(expected).all()) and (damaged := _not_finite(model)):
+        raise ModelRefused(architecture, damaged)
     loaded = LoadedModel(
         model=model,
         attention=attention,
@@ -100,6 +102,21 @@ def _on_cuda(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) 
             reason = first_line(error)
     log.warning("%s attends in plain torch, which is slow: %s", loaded.architecture, reason)
     return replace(loaded, attention_name="reference")
+
+
+def _not_finite(model: PreTrainedModel) -> str:
+    """Name the first weight that has values which are not finite; empty if there is none."""
+    encoded = (
+        (f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, EncodedLinear)
+    )
+    for name, owner in (*((name, None) for name, _ in model.named_parameters()), *encoded):
+        weight = model.get_parameter(name) if owner is None else owner.weight
+        wrong = int((~torch.isfinite(weight)).sum())
+        if wrong:
+            return (
+                f"{wrong} of the {weight.numel()} values of {name} are not finite (NaN or infinite): download it anew"
+            )
+    return ""
 
 
 def _parameters(model: PreTrainedModel) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from model_worker.loading.quantized.scheme import Scheme, scheme_of
 from model_worker.loading.stored import StoredCheckpoint, open_stored
 from model_worker.model import ModelRefused, Progress, first_line
 from model_worker.vision.family import is_composite
-from shared.load_errors import broken_file
+from shared.load_errors import broken_file, missing_weights
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ def load_weights(
     # Of a composite model only the text model attends to the paged cache, which the runner sees to.
     attention = {} if composite else {"attn_implementation": PAGED_ATTENTION}
     checkpoint, scheme = open_checkpoint(source, config, architecture)
+    _refuse_type(dtype, config, architecture)
     if is_quantized(checkpoint, scheme):
         lazily = device.type == "cpu" and not composite
         return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, attention, lazily)
@@ -62,7 +63,7 @@ def load_weights(
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     except LOAD_ERRORS as error:
-        raise ModelRefused(architecture, broken_file(str(source)) or first_line(error)) from error
+        raise ModelRefused(architecture, broken_file(str(source)) or _reason(error)) from error
     check_loaded(architecture, info)
     found: PreTrainedModel = model
     return found
@@ -74,9 +75,20 @@ def open_checkpoint(
     """Open the files of weights and read what they say about quantization. ModelRefused names what is wrong."""
     try:
         scheme = scheme_of(source, config)
-        return open_stored(source, subfolder), scheme
+        checkpoint = open_stored(source, subfolder)
     except (ValueError, OSError) as error:
         raise ModelRefused(architecture, broken_file(str(source)) or first_line(error)) from error
+    if not checkpoint.tensors:
+        raise ModelRefused(architecture, missing_weights(Path(source).expanduser() / subfolder))
+    return checkpoint, scheme
+
+
+def _refuse_type(dtype: torch.dtype | str, config: PreTrainedConfig, architecture: str) -> None:
+    stored = getattr(config, "dtype", None)
+    if dtype == "auto" and stored == torch.float64:
+        raise ModelRefused(
+            architecture, "config.json has dtype float64, in which nothing is computed here: use --dtype float32"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +151,7 @@ def load_quantized(
     except LOAD_ERRORS as error:
         if isinstance(error, ModelRefused):
             raise
-        raise ModelRefused(architecture, first_line(error)) from error
+        raise ModelRefused(architecture, _reason(error)) from error
     check_loaded(architecture, info)
     for key, module in targets.items():
         if module:
@@ -255,7 +267,7 @@ def _dtype(
 
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"{error.args[0]} is missing"
+        return f"{error} is unknown or missing in its files"
     return first_line(error)
 
 
