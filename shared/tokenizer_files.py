@@ -32,7 +32,7 @@ def load_tokenizer(model: str) -> Any:
 
     # Of a tokenizer with code of its own transformers would ask on the terminal whether to run it. The class that reads
     # tokenizer.json alone does not need it; nor a config of the model that has errors, which the worker will name.
-    kinds = [PreTrainedTokenizerFast] if _has_code(model) else [AutoTokenizer, PreTrainedTokenizerFast]
+    kinds: list[Any] = [PreTrainedTokenizerFast] if _has_code(model) else [AutoTokenizer, PreTrainedTokenizerFast]
     tokenizer: Any = None
     first: Exception | None = None
     for kind in kinds:

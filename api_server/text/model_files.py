@@ -19,6 +19,8 @@ log = logging.getLogger("tokenyard")
 
 _FILE = "generation_config.json"
 _MOST_TEMPERATURE = 2.0
+# Counts above this mean "as many as there are".
+_MOST = (1 << 31) - 1
 
 
 def eos_ids(tokenizer: Any, config: dict[str, Any], vocab_size: int) -> list[int]:
@@ -61,48 +63,45 @@ def defaults(config: dict[str, Any], eos: list[int]) -> SamplingParamsGeneration
 _Read = tuple[Any, str]
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> float:
+    """The value as a number; NaN, which is within no bounds, for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    return float(value) if is_number and math.isfinite(value) else math.nan
 
 
 def _temperature(value: Any) -> _Read:
     number = _number(value)
-    fits = number is not None and 0 <= number <= _MOST_TEMPERATURE
-    return number, "" if fits else f"a number between 0 and {_MOST_TEMPERATURE:g}"
+    return number, "" if 0 <= number <= _MOST_TEMPERATURE else f"a number between 0 and {_MOST_TEMPERATURE:g}"
 
 
-def _share(value: Any) -> _Read:
+def _top_p(value: Any) -> _Read:
     """A share of probability: from 1 on it leaves out nothing."""
     number = _number(value)
-    fits = number is not None and number >= 0
-    return None if not fits or number >= 1 else number, "" if fits else "a number between 0 and 1"
+    return number if number < 1 else None, "" if number >= 0 else "a number between 0 and 1"
 
 
-def _least_share(value: Any) -> _Read:
+def _min_p(value: Any) -> _Read:
     number = _number(value)
-    fits = number is not None and 0 <= number <= 1
-    return number or None, "" if fits else "a number between 0 and 1"
+    return number or None, "" if 0 <= number <= 1 else "a number between 0 and 1"
 
 
-def _typical(value: Any) -> _Read:
+def _typical_p(value: Any) -> _Read:
     number = _number(value)
-    fits = number is not None and number > 0
-    return None if not fits or number >= 1 else number, "" if fits else "a number above 0 and at most 1"
+    return number if number < 1 else None, "" if number > 0 else "a number above 0 and at most 1"
 
 
-def _count(least: int, most: int = 1 << 31) -> Callable[[Any], _Read]:
+def _count(least: int) -> Callable[[Any], _Read]:
     def read(value: Any) -> _Read:
         number = _number(value)
-        fits = number is not None and number == int(number) and number >= least
-        return min(int(number or 0), most - 1), "" if fits else f"a whole number of at least {least}"
+        fits = number >= least and number.is_integer()
+        return min(int(number), _MOST) if fits else None, "" if fits else f"a whole number of at least {least}"
 
     return read
 
 
 def _penalty(value: Any) -> _Read:
     number = _number(value)
-    return number, "" if number is not None and number > 0 else "a number above 0"
+    return number, "" if number > 0 else "a number above 0"
 
 
 def _flag(value: Any) -> _Read:
@@ -111,10 +110,10 @@ def _flag(value: Any) -> _Read:
 
 _FIELDS: Mapping[str, Callable[[Any], _Read]] = {
     "temperature": _temperature,
-    "top_p": _share,
+    "top_p": _top_p,
     "top_k": _count(0),
-    "min_p": _least_share,
-    "typical_p": _typical,
+    "min_p": _min_p,
+    "typical_p": _typical_p,
     "repetition_penalty": _penalty,
     "max_new_tokens": _count(1),
     "min_new_tokens": _count(0),

@@ -138,13 +138,13 @@ def load_quantized(
         tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
         for key, weight in weights.encoded.items():
             tensors[key] = _Placeholder(weight, kind) if targets.get(key) else _Decoded(weight, kind)
-        model, info = auto.from_pretrained(
+        # The automatic class would look for an adapter beside the files, of which there is no folder here.
+        model, info = auto._model_mapping[type(config)].from_pretrained(
             None,
             config=config,
             state_dict=tensors,
             dtype=kind,
             **attention,
-            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )

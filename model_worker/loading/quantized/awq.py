@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import WORD_BITS, spread, unpack
+from model_worker.loading.quantized.bits import WORD_BITS, check_scales, spread, unpack
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
@@ -36,7 +36,8 @@ class AwqWeight(EncodedWeight):
 
 def _in_order(words: Tensor) -> Tensor:
     """Unpack [n, words] to [n, outputs]."""
-    return unpack(words, _BITS).unflatten(-1, (-1, _PER_WORD))[..., _PLACES].flatten(-2)
+    words_of_codes: Tensor = unpack(words, _BITS).unflatten(-1, (-1, _PER_WORD))
+    return words_of_codes[..., _PLACES].flatten(-2)
 
 
 def take_awq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
@@ -64,7 +65,7 @@ def take_awq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
                 f"{name} {list(codes.shape)}, its qzeros {list(zeros.shape)} and scales {list(scales.shape)} do not "
                 f"fit {_BITS} bits"
             )
-        pool.take(scales.name)
+        check_scales(pool.take(scales.name))
         pool.take(zeros.name)
         found[f"{module}{dot}weight"] = AwqWeight(codes, zeros, scales)
     return found

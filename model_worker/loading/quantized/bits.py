@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from model_worker.loading.stored import Stored
+
 # Values of the sixteen codes of E2M1, the 4-bit float of MXFP4 and NVFP4.
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 # Bits of packed numbers that divide a word.
@@ -40,3 +42,12 @@ def spread(scales: Tensor, inputs: int) -> Tensor:
 def powers_of_two(exponents: Tensor) -> Tensor:
     """Return 2^(e - 127) of unsigned bytes (E8M0), exact as float32."""
     return torch.exp2(exponents.view(torch.uint8).float() - 127)
+
+
+def check_scales(stored: Stored) -> None:
+    """ValueError for scales that make no weights: all zeros, or values that are not finite."""
+    values = stored.read().float()
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{stored.name} has values that are not finite: download the file anew")
+    if not bool(values.any()):
+        raise ValueError(f"{stored.name} is all zeros, so that all weights would be zero: download the file anew")

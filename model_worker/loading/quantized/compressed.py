@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import BITS, WORD_BITS, spread, unpack
+from model_worker.loading.quantized.bits import BITS, WORD_BITS, check_scales, spread, unpack
 from model_worker.loading.quantized.float4 import Float4Weight
 from model_worker.loading.quantized.scaled import FP8, ScaledWeight, scales_of
 from model_worker.loading.quantized.scheme import Scheme
@@ -132,6 +132,7 @@ def _packed(pool: Pool, target: str, scheme: Scheme) -> EncodedWeight:
         raise ValueError(
             f"{codes.name} {list(codes.shape)} and {scales.name} {list(scales.shape)} do not fit its shape"
         )
+    check_scales(scales)
     zeros = pool.take_if(f"{target}_zero_point")
     order = pool.take_if(f"{target}_g_idx")
     groups = None if order is None else order.read().long()

@@ -9,8 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import E2M1, nibbles, powers_of_two, spread
+from model_worker.loading.quantized.bits import E2M1, check_scales, nibbles, powers_of_two, spread
 from model_worker.loading.stored import Pool, Stored
+
+# Types of scales that are exponents of two.
+_EXPONENTS = ("U8", "F8_E8M0")
 
 
 class Float4Weight(EncodedWeight):
@@ -20,6 +23,8 @@ class Float4Weight(EncodedWeight):
         outputs, inputs = codes.shape[0], codes.shape[1] * 2
         if len(scales.shape) != 2 or scales.shape[0] != outputs or inputs % scales.shape[1]:
             raise ValueError(f"{codes.name} {list(codes.shape)} and {scales.name} {list(scales.shape)} do not fit")
+        if scales.dtype not in _EXPONENTS:
+            check_scales(scales)
         self._codes = codes
         self._scales = scales
         self._scale = scale
@@ -27,7 +32,7 @@ class Float4Weight(EncodedWeight):
 
     def rows(self, first: int, last: int) -> Tensor:
         scales = self._scales[first:last]
-        values = powers_of_two(scales) if self._scales.dtype in ("U8", "F8_E8M0") else scales.float()
+        values = powers_of_two(scales) if self._scales.dtype in _EXPONENTS else scales.float()
         return E2M1[nibbles(self._codes[first:last])] * spread(values * self._scale, self.shape[1])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import BITS, WORD_BITS, spread, unpack
+from model_worker.loading.quantized.bits import BITS, WORD_BITS, check_scales, spread, unpack
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
@@ -69,7 +69,7 @@ def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
             )
         if first is None:
             first = _added_to_zeros(scheme, zeros, bits)
-        pool.take(scales.name)
+        check_scales(pool.take(scales.name))
         pool.take(zeros.name)
         order = pool.take_if(f"{module}.g_idx")
         found[f"{module}{dot}weight"] = GptqWeight(codes, zeros, scales, _groups(order, inputs, groups), bits, first)
@@ -92,7 +92,7 @@ def _added_to_zeros(scheme: Scheme, zeros: Stored, bits: int) -> int:
             f"no file says the version of GPTQ, and {zeros.name} does not show it: add "
             '"quantization_config": {"quant_method": "gptq", "checkpoint_format": "gptq" or "gptq_v2"} to config.json'
         )
-    return middle - stored.pop()
+    return middle - int(stored.pop())
 
 
 def _groups(order: Stored | None, inputs: int, groups: int) -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.gemm.int8_linear import Quantized
-from model_worker.loading.quantized.bits import powers_of_two, spread
+from model_worker.loading.quantized.bits import check_scales, powers_of_two, spread
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
@@ -65,6 +65,7 @@ def scales_of(stored: Stored, weight: Stored, block: tuple[int, int] | None) -> 
     """Return a weight's scales as a matrix, and the sides of their blocks if they belong to blocks. ValueError if they
     fit neither outputs nor blocks."""
     outputs, inputs = weight.shape
+    check_scales(stored)
     values = stored.read()
     values = powers_of_two(values) if values.dtype in (torch.uint8, torch.float8_e8m0fnu) else values.float()
     if values.numel() == 1:

@@ -1,0 +1,220 @@
+"""Quantized checkpoints give the logits of the weights that they mean, in panels; others are refused by their fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from model_worker.cpu.gemm.encoded_linear import EncodedLinear
+from model_worker.cpu.gemm.int8_linear import Int8Linear
+from model_worker.cpu.gemm.packed_linear import PackedLinear
+from model_worker.loading.load import load_model
+from model_worker.loading.quantized.read import read_weights
+from model_worker.loading.quantized.scheme import Scheme
+from model_worker.loading.stored import open_stored
+from model_worker.model import LoadedModel, ModelRefused
+from tests.model_worker.loading.quantized_checkpoints import (
+    FORMATS,
+    alter_config,
+    quantize_checkpoint,
+    quantize_experts,
+)
+from tests.model_worker.tiny_models import tiny_model
+
+# Projections that fill whole panels and groups.
+SIZE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32, "num_hidden_layers": 1}
+TOKENS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.getbasetemp(), **SIZE)
+
+
+def load(path: Path, dtype: str = "float32", **options: Any) -> LoadedModel:
+    return load_model(path, dtype, "cpu", lambda phase, done, total: None, **options)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        model.set_attn_implementation("eager")
+        found: torch.Tensor = model(input_ids=TOKENS, use_cache=False).logits
+    return found
+
+
+def exact(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path / "exact", dtype=torch.float32).eval()
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(ModelRefused) as caught:
+        load(path, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_weights_meant(name: str, llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS[name])
+    loaded = load(path)
+    assert loaded.stack is not None
+    reference = exact(path)
+    for linear, meant in zip(loaded.model.modules(), reference.modules(), strict=False):
+        assert not isinstance(linear, EncodedLinear)
+        if isinstance(linear, PackedLinear):
+            assert torch.equal(linear.weight, meant.weight)
+    torch.testing.assert_close(logits(loaded.model), logits(reference), rtol=1e-4, atol=1e-4)
+
+
+# Version 1 of GPTQ and version 2 differ in what zeros mean, which only a file can say.
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith(("gptq", "auto"))])
+def test_a_format_that_no_file_names_is_known_by_its_tensors(name: str, llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS[name], said=False)
+    weights = read_weights(open_stored(path), Scheme())
+    meant = load_file(path / "exact" / "model.safetensors")
+    assert len(weights.encoded) == 7
+    for key, weight in weights.encoded.items():
+        assert torch.equal(weight.decoded(torch.float32), meant[key])
+
+
+@pytest.mark.parametrize("name", ["w8a8", "bitsandbytes int8"])
+def test_int8_panels_hold_int8_numbers_as_they_are(name: str, llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS[name])
+    loaded = load(path, quantization="int8")
+    head = loaded.model.lm_head
+    assert isinstance(head, Int8Linear)
+    meant = dict(exact(path).named_modules())
+    panels = [(key, module) for key, module in loaded.model.named_modules() if isinstance(module, Int8Linear)]
+    assert len(panels) == 8
+    for key, module in panels:
+        if module is not head:
+            assert torch.equal(module.weight, meant[key].weight)
+
+
+def test_four_bits_may_go_to_int8_panels(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["awq"])
+    loaded = load(path, quantization="int8")
+    assert isinstance(loaded.model.model.layers[0].mlp.down_proj, Int8Linear)
+    error = logits(loaded.model) - logits(exact(path))
+    assert error.norm() < 0.05 * logits(exact(path)).norm()
+
+
+def test_without_kernels_weights_are_plain(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["gptq"])
+    loaded = load(path, has_kernels=lambda _: False)
+    assert type(loaded.model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    torch.testing.assert_close(logits(loaded.model), logits(exact(path)), rtol=1e-4, atol=1e-4)
+
+
+def test_parameters_are_counted_as_those_of_the_plain_model(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["nf4"])
+    loaded = load(path, "bfloat16")
+    plain = load(llama, "bfloat16")
+    assert loaded.parameter_count == plain.parameter_count
+    assert loaded.parameter_bytes == plain.parameter_bytes
+
+
+@pytest.mark.parametrize("name", ["fp8 of blocks", "gptq"])
+def test_experts_that_transformers_joins_are_decoded(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    plain = tiny_model("mixtral", tmp_path_factory.getbasetemp(), hidden_size=64, intermediate_size=96)
+    path = quantize_checkpoint(plain, tmp_path / "q", FORMATS[name], ends=(".w1.weight", ".w2.weight", ".w3.weight"))
+    torch.testing.assert_close(logits(load(path).model), logits(exact(path)), rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_gpt_oss(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    plain = tiny_model("gpt_oss", tmp_path_factory.getbasetemp(), hidden_size=64, intermediate_size=64)
+    path = quantize_experts(plain, tmp_path / "q")
+    torch.testing.assert_close(logits(load(path).model), logits(exact(path)), rtol=1e-4, atol=1e-4)
+
+
+def test_zeros_for_biases_that_the_model_lacks_are_left_out(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["gptq"])
+    tensors = load_file(path / "model.safetensors")
+    key = "model.layers.0.self_attn.o_proj.bias"
+    save_file({**tensors, key: torch.zeros(128)}, path / "model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(logits(load(path).model), logits(exact(path)), rtol=1e-4, atol=1e-4)
+    save_file({**tensors, key: torch.ones(128)}, path / "model.safetensors", metadata={"format": "pt"})
+    assert f"{key} is not zero, and the model has no place for it" in refusal(path)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gptq", {"quant_method": "aqlm"}, "quant_method 'aqlm', which cannot be read here"),
+    ("gptq", {"quant_method": None}, "quant_method '', which cannot be read here"),
+    ("gptq", {"bits": 3}, "config.json has bits 3"),
+    ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+    ("auto-round", {"packing_format": "auto_round:fp8"}, "packing_format 'auto_round:fp8'"),
+    ("awq", {"version": "gemv"}, "version 'gemv'"),
+    ("awq", {"bits": 8}, "bits 8"),
+    ("w4a16", {"format": "marlin-24"}, "format 'marlin-24' (format) of compressed-tensors"),
+    ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config 'sparse-24-bitmask'"),
+    ("w4a16", {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+    ("w4a16", {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, "num_bits [8]"),
+    ("fp8 of blocks", {"weight_block_size": [64, 64]}, "fits neither the outputs nor blocks"),
+    ("fp8 of ModelOpt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+]
+
+
+@pytest.mark.parametrize(("name", "changed", "reason"), REFUSED)
+def test_schemes_that_cannot_be_read_are_named(
+    name: str, changed: dict[str, Any], reason: str, llama: Path, tmp_path: Path
+) -> None:
+    form = FORMATS[name]
+    path = quantize_checkpoint(llama, tmp_path / "q", form._replace(config={**form.config, **changed}))
+    assert reason in refusal(path)
+
+
+def test_modelopt_and_older_files_name_schemes(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["fp8 of tensors"], said=False)
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A16_MIXED"}}
+    (path / "hf_quant_config.json").write_text(json.dumps(described))
+    assert "hf_quant_config.json names quant_algo 'W4A16_MIXED'" in refusal(path)
+    path = quantize_checkpoint(llama, tmp_path / "older", FORMATS["gptq"], said=False)
+    assert "no file says the version of GPTQ" in refusal(path)
+    (path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32}))
+    torch.testing.assert_close(logits(load(path).model), logits(exact(path)), rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_without_its_scales_is_refused(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["fp8 of tensors"], said=False)
+    tensors = load_file(path / "model.safetensors")
+    kept = {key: value for key, value in tensors.items() if not key.endswith("scale")}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    assert "is FP8 and has no scale beside it" in refusal(path)
+
+
+def test_scales_that_no_format_knows_are_refused(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["awq"], said=False)
+    scales = {f"{key}_scale": torch.ones(1) for key in tensors if key.endswith("_proj.weight")}
+    save_file({**tensors, **scales}, path / "model.safetensors", metadata={"format": "pt"})
+    assert "7 tensors of quantized weights cannot be read" in refusal(path)
+
+
+def test_scales_of_zero_are_refused(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["awq"])
+    tensors = load_file(path / "model.safetensors")
+    key = "model.layers.0.mlp.up_proj.scales"
+    tensors[key] = torch.zeros_like(tensors[key])
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert f"{key} is all zeros" in refusal(path)
+
+
+def test_groups_beyond_the_scales_are_refused(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["gptq"])
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.g_idx"][5] = 9
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert "up_proj.g_idx names group 9" in refusal(path)
+
+
+def test_a_config_that_says_nothing_of_the_scheme_changes_nothing(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["w8a8"], said=False)
+    alter_config(path, quantization_config=None)
+    torch.testing.assert_close(logits(load(path).model), logits(exact(path)), rtol=1e-4, atol=1e-4)
