@@ -168,6 +168,8 @@ async def _serve(models: list[_Model], role: str, listener: socket.socket) -> No
     finally:
         warming.cancel()
         beating.cancel()
+        # A server that gives up cancels what is still starting; that is no error to report.
+        await asyncio.gather(warming, beating, return_exceptions=True)
         try:
             for state in server.models:
                 await state.constraints.close()

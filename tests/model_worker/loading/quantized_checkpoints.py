@@ -154,7 +154,10 @@ def _nf4(nested: bool) -> Callable[[torch.Generator, int, int], Written]:
         codes = _codes(draw, 4, outputs * inputs)
         blocks = -(-len(codes) // 64)
         state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs]}
-        tensors = {"weight": ((codes[0::2] << 4) | codes[1::2]).to(torch.uint8)[:, None], "weight.quant_map": NF4}
+        tensors = {
+            "weight": ((codes[0::2] << 4) | codes[1::2]).to(torch.uint8)[:, None],
+            "weight.quant_map": NF4.clone(),
+        }
         if nested:
             stored = torch.randint(0, 256, (blocks,), generator=draw)
             table = torch.linspace(-1, 1, 256)
