@@ -169,7 +169,9 @@ async def _serve(models: list[_Model], role: str, listener: socket.socket) -> No
         warming.cancel()
         beating.cancel()
         # A server that gives up cancels what is still starting; that is no error to report.
-        await asyncio.gather(warming, beating, return_exceptions=True)
+        for ended in await asyncio.gather(warming, beating, return_exceptions=True):
+            if isinstance(ended, Exception):
+                log.warning("a helper process could not be started: %s", ended)
         try:
             for state in server.models:
                 await state.constraints.close()
