@@ -157,6 +157,9 @@ def load_quantized(
         if module:
             linear = model.get_submodule(module)
             model.set_submodule(module, EncodedLinear(weights.encoded[key], linear.bias, kind))
+    if not weights.encoded:
+        log.warning("%s: %s names a quantization, and no weight of the files is quantized", architecture, scheme.file)
+        return _typed(model)
     log.info(
         "%s: %d weights quantized by %s are %s",
         architecture,
@@ -164,6 +167,10 @@ def load_quantized(
         weights.method or "a method that no file names",
         "decoded one at a time into the panels of this CPU" if lazily else f"decoded to {kind} in memory",
     )
+    return _typed(model)
+
+
+def _typed(model: Any) -> PreTrainedModel:
     loaded: PreTrainedModel = model
     return loaded
 

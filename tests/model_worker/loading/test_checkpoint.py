@@ -165,8 +165,12 @@ def test_latent_attention_is_served_with_unequal_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "requires optimum"),
-    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "requires (bits|accel)"),
+    ({"quantization_config": {"quant_method": "higgs", "bits": 4}}, "quant_method 'higgs', which cannot be read here"),
+    ({"hidden_act": "sillu"}, "hidden_act 'sillu', which transformers does not know"),
+    ({"num_attention_heads": "4"}, "config.json cannot be used: .*num_attention_heads"),
+    ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope_type 'mrope', which transformers does not"),
+    ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn' and no factor"),
+    ({"dtype": "float64"}, "dtype float64, in which nothing is computed here: use --dtype float32"),
     ({"num_hidden_layers": 5}, r"lacks 18 of its weights, such as model\.layers\.3"),
     ({"hidden_size": 96}, r"do not fit its config: lm_head.weight is \[193, 48\] and should be \[193, 96\]"),
     ({"model_type": "unheard_of"}, "unheard_of. but Transformers does not recognize"),
@@ -187,7 +191,7 @@ def test_broken_files_are_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelRefused, match=r"LlamaForCausalLM cannot be served: .*should have"):
         load(path)
     weights.rename(path / "pytorch_model.bin")
-    with pytest.raises(ModelRefused, match=r"no file named model\.safetensors"):
+    with pytest.raises(ModelRefused, match=r"only pickles \(pytorch_model\.bin\)"):
         load(path)
     (path / "config.json").write_text("{")
     with pytest.raises(ModelRefused, match=r"config\.json: Expecting property name"):
