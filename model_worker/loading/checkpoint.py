@@ -23,9 +23,6 @@ from shared.load_errors import broken_file, missing_weights
 # What transformers' configs call the layers whose only state is a KV cache.
 PAGED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 
-# Numbers without which a type of rope has no frequencies.
-_ROPE_FIELDS = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), "llama3": ("factor",)}
-
 # What packing many sequences into one forward pass takes.
 NEEDED_ARGUMENTS = {"position_ids", "logits_to_keep"}
 
@@ -112,11 +109,6 @@ def _refuse_names(name: str, config: PreTrainedConfig) -> None:
                 name,
                 f"config.json has rope_type {kind!r}, which transformers does not know for this model; it knows "
                 f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}",
-            )
-        lacking = [key for key in _ROPE_FIELDS.get(str(kind), ()) if key not in parameters]
-        if lacking:
-            raise ModelRefused(
-                name, f"config.json has rope_type {kind!r} and no {' and '.join(lacking)}, which it needs"
             )
 
 
