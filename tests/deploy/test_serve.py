@@ -128,7 +128,7 @@ def test_errors_about_further_models_name_them(tmp_path: Path, monkeypatch: pyte
     folder = tmp_path / "a,b" / "m"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder.parent)
-    with pytest.raises(SettingsError, match=r"also e=\./m: model './m' is a folder without config.json"):
+    with pytest.raises(SettingsError, match=r"also e=\./m: model './m' cannot be served: it is a folder without"):
         resolve_further_models(Settings(also="e=./m"))
     (folder / "config.json").write_text("{}")
     with pytest.raises(SettingsError, match=r"also e=\./m: the folder .* has a comma"):
