@@ -12,9 +12,9 @@ import pytest
 
 from api_server.text.model_files import defaults
 from api_server.text.tokenizer import Tokenizer
-from interfaces import SamplingParamsInput, combine
+from interfaces import SamplingParamsInput, TextGenerationRequestMessage, combine
 from interfaces.base.request_id import RequestID
-from interfaces.request.requests import TextGenerationRequest, TextGenerationRequestMessage
+from interfaces.request.requests import TextGenerationRequest
 
 
 @pytest.mark.parametrize(
