@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from benchmarks.client import Client
 from benchmarks.metrics import NOT_SENT, Distribution, steady_gaps
+from benchmarks.processes import WORKER
 from benchmarks.run import Run, measured_run
 from benchmarks.standard_work import StandardWork
 from benchmarks.timeline import CUT_OFF, Timeline
@@ -22,10 +23,18 @@ LATER_PROMPTS = 3
 
 RATE = "streamed tok/s"
 PER_CPU = "tokens per CPU s"
+TEXTS = "texts/s"
+TEXTS_PER_CPU = "texts per CPU s"
+OVERHEAD = "CPU ms per text beside the model"
 REUSE = "TTFT of later prompts over first"
 DISTURBED = "p99 ITL with intruder, ms"
 FIGURES: Mapping[str, str] = {
     RATE: "see its definition; equal to output tok/s where nothing was cut off",
+    TEXTS: "texts with their vectors over wall time, one text a request",
+    TEXTS_PER_CPU: "texts over user + system seconds of all processes of the server",
+    OVERHEAD: "user + system time per text of our processes but the model's workers",
+    "latency p50, ms": "of texts with their vectors, at the client",
+    "latency p99, ms": "the same",
     "total tok/s": "prompt and output tokens of completed requests over wall time",
     PER_CPU: "streamed tokens over user + system seconds of all processes of the server",
     "TTFT p50, ms": "of completed requests",
@@ -70,7 +79,7 @@ async def measured_cell(
         workload = dataclasses.replace(workload, seed=workload.seed + 2 * WARMUP_SEED_OFFSET)
         load = dataclasses.replace(load, intruder=work.intruder)
     run = await measured_run(client, workload, load, pid, _ignore)
-    figures |= _of_run(run) | _of_intrusion(run, undisturbed)
+    figures |= _of_texts(run) if work.embeds else _of_run(run) | _of_intrusion(run, undisturbed)
     bounds = (CUT_OFF, NOT_SENT)
     failures = {outcome: count for outcome, count in run.metrics.failures.items() if outcome not in bounds}
     return Cell(
@@ -112,6 +121,19 @@ def _of_run(run: Run) -> dict[str, float]:
     return figures
 
 
+def _of_texts(run: Run) -> dict[str, float]:
+    metrics, cpu = run.metrics, sum(run.cpu_s.values())
+    figures = {TEXTS: metrics.req_per_s}
+    if cpu and metrics.completed:
+        figures[TEXTS_PER_CPU] = metrics.completed / cpu
+        if WORKER in run.cpu_s:
+            figures[OVERHEAD] = 1000 * (cpu - run.cpu_s[WORKER]) / metrics.completed
+    for figure, seconds in (("latency p50, ms", metrics.e2el.p50), ("latency p99, ms", metrics.e2el.p99)):
+        if seconds is not None:
+            figures[figure] = 1000 * seconds
+    return figures
+
+
 def _of_intrusion(run: Run, undisturbed: Run | None) -> dict[str, float]:
     if undisturbed is None:
         return {}
@@ -127,6 +149,11 @@ def _of_intrusion(run: Run, undisturbed: Run | None) -> dict[str, float]:
 
 def _ignore(timeline: Timeline) -> None:
     """Discard a timeline: a comparison reports its progress by cell."""
+
+
+def rate_of(cell: Cell) -> str:
+    """Return the figure of a cell that says how much was done."""
+    return TEXTS if TEXTS in cell.figures else RATE
 
 
 def failed(cells: Sequence[Cell]) -> int:

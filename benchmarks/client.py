@@ -1,8 +1,8 @@
 """The load itself, over HTTP: a closed loop, or arrivals by the clock.
 
 Speaks /v1/completions with token-id prompts, streaming, temperature 0 and ignore_eos, so that every server does the
-same work; a `Form` says where a server cannot be asked so, or is to be asked for answers in one piece. Knows HTTP and
-the clock. It does not know what the numbers mean.
+same work; a `Form` says where a server cannot be asked so, or is to be asked for answers in one piece, or for vectors
+at /v1/embeddings. Knows HTTP and the clock. It does not know what the numbers mean.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from benchmarks.encoder_words import AROUND, words
 from benchmarks.timeline import COMPLETED, Timeline
 from benchmarks.workload import PlannedRequest
 
@@ -38,13 +39,15 @@ class Form:
     tokenizer of the standard models. `plain_body`: it refuses ignore_eos and stream_options; tokens are counted as
     chunks unless it sends `usage` unasked, and a reason to finish ends its streams, with or without [DONE].
     `close_connections`: it wants a new connection for each request. `whole`: answers come in one piece, so that their
-    time lines have no chunks.
+    time lines have no chunks. `embeds`: it is asked for the vector of a text, whose words are the prompt's tokens in
+    the standard encoders.
     """
 
     text_prompts: bool = False
     plain_body: bool = False
     close_connections: bool = False
     whole: bool = False
+    embeds: bool = False
 
 
 class Client:
@@ -108,11 +111,16 @@ class Client:
         return aiohttp.ClientSession(connector=connector, timeout=self._timeout, headers=self._headers)
 
     async def _send(self, session: aiohttp.ClientSession, request: PlannedRequest, timeline: Timeline) -> None:
+        embeds = self._form.embeds
+        url = f"{self._url}/v1/{'embeddings' if embeds else 'completions'}"
         try:
-            async with session.post(f"{self._url}/v1/completions", json=self._body(request)) as response:
+            async with session.post(url, json=self._question(request) if embeds else self._body(request)) as response:
                 if response.status != 200:
                     raise StreamError(f"HTTP {response.status}")
-                if self._form.whole:
+                usage: dict[str, Any] | None
+                if embeds:
+                    usage = _usage_of_vector(request, await response.json())
+                elif self._form.whole:
                     usage = (await response.json()).get("usage")
                 else:
                     usage = await _read(response, timeline, marked=not self._form.plain_body)
@@ -122,10 +130,14 @@ class Client:
             timeline.outcome = str(error)
         except TimeoutError:
             timeline.outcome = "timed out"
-        except (aiohttp.ClientError, ValueError) as error:
+        except (aiohttp.ClientError, ValueError, LookupError) as error:
             timeline.outcome = type(error).__name__
         finally:
             timeline.ended = time.perf_counter()
+
+    def _question(self, request: PlannedRequest) -> dict[str, Any]:
+        """As OpenAI's client asks, which wants base64."""
+        return {"model": self._model, "input": words(request.prompt), "encoding_format": "base64"}
 
     def _body(self, request: PlannedRequest) -> dict[str, Any]:
         body = {
@@ -145,6 +157,13 @@ class Client:
             raise StreamError("no usage in answer" if self._form.whole else "no usage in stream")
         usage = usage or {"prompt_tokens": len(request.prompt), "completion_tokens": len(timeline.chunks)}
         timeline.prompt_tokens, timeline.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def _usage_of_vector(request: PlannedRequest, answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens of an answered text: some servers count letters instead."""
+    if len(answer["data"]) != 1 or not answer["data"][0]["embedding"]:
+        raise StreamError("no vector in answer")
+    return {"prompt_tokens": len(request.prompt) + AROUND, "completion_tokens": 0}
 
 
 def _letters(prompt: Sequence[int]) -> str:

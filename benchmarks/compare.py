@@ -19,7 +19,7 @@ from pathlib import Path
 import uvloop
 from rich.console import Console
 
-from benchmarks.cells import RATE, Cell, failed, measured_cell
+from benchmarks.cells import Cell, failed, measured_cell, rate_of
 from benchmarks.comparison import Comparison
 from benchmarks.comparison_plot import write_plots
 from benchmarks.comparison_report import print_comparison, write_comparison
@@ -28,7 +28,7 @@ from benchmarks.peers import known_peers
 from benchmarks.peers.peer import PeerError
 from benchmarks.places import default_cache, standard_model_in
 from benchmarks.server import ServerError
-from benchmarks.standard_work import Needs, StandardWork, chosen_work
+from benchmarks.standard_work import Needs, StandardWork, chosen_work, kind_of
 
 TABLE_WIDTH = 160
 SHORT = {"rounds": 1, "seconds": 3.0}
@@ -46,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         works = _for_peers(works, peers)
         if not peers:
             raise ValueError("no peer to compare with")
+        if not works:
+            raise ValueError(f"no peer does the work: {', '.join(peer.name for peer in peers)}; choose another WORK")
         return uvloop.run(Session(options, [Ours(OURS, arguments[split + 1 :]), *peers]).run(works))
     except (ServerError, PeerError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -70,13 +72,20 @@ def chosen_peers(names: str, cache: Path, our_flags: Sequence[str]) -> list[Entr
 
 
 def _for_peers(works: Sequence[StandardWork], peers: Sequence[Entrant]) -> Sequence[StandardWork]:
-    """A server at a URL has one model, and it is for the caller to say whose work it can take."""
+    """The work that some peer can do.
+
+    A server at a URL has one model, and it is for the caller to say whose work it can take.
+    """
     models = {work.model for work in works}
     urls = [peer.name for peer in peers if isinstance(peer, AtUrl)]
     if urls and len(models) > 1:
-        groups = [",".join(work.name for work in works if work.model == model) for model in sorted(models)]
-        raise ValueError(f"{urls[0]} serves one model, and the work is for two: choose WORK={' or WORK='.join(groups)}")
-    return works
+        groups = [
+            ",".join(dict.fromkeys(kind_of(work.name) for work in works if work.model == model))
+            for model in sorted(models)
+        ]
+        choices = " or WORK=".join(groups)
+        raise ValueError(f"{urls[0]} serves one model, and the work is for {len(models)}: choose WORK={choices}")
+    return [work for work in works if any(peer.takes(work.embeds) for peer in peers)]
 
 
 @dataclass
@@ -105,6 +114,8 @@ class Session:
         async with contextlib.AsyncExitStack() as stack:
             contenders: list[Contender] = []
             for index, entrant in enumerate(self.entrants):
+                if not entrant.takes(needs.embeds):
+                    continue
                 log = stem.with_name(f"{stem.name}-{size}-{index}.log")
                 running = entrant.running(model, needs, log, self.options.start_timeout)
                 try:
@@ -135,7 +146,8 @@ class Session:
         idle = (sum(other.cpu_s() for other in others) - before) / (time.monotonic() - began)
         await contender.step_back()
         trouble = f", {cell.failures}" if cell.failures else ""
-        line = f"{work.name}, round {round_}, {contender.name}: {cell.figures[RATE]:.1f} tok/s{trouble}"
+        rate = rate_of(cell)
+        line = f"{work.name}, round {round_}, {contender.name}: {cell.figures[rate]:.1f} {rate}{trouble}"
         print(line, file=sys.stderr, flush=True)
         return replace(cell, idle_cpu_share=idle)
 
@@ -159,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--peer", required=True, help="list of peers (python -m benchmarks.peers list), base URLs, or ours: by chance")
-    add("--work", default="", help="list of W1 to W6; empty for all")
+    add("--work", default="", help="list of W1 to W6 and E1 to E3, or E1/32; empty for all that a peer does")
     add("--rounds", type=int, default=3, help="of which the median counts")
     add("--seconds", type=float, default=20.0, help="after which a cell is cut off")
     add("--threads", type=int, default=os.cpu_count(), help="of each server")

@@ -46,6 +46,10 @@ class Comparison:
     def contenders(self) -> list[str]:
         return list(dict.fromkeys(cell.contender for cell in self.cells))
 
+    def first(self, work: str) -> Cell:
+        """A cell of a work, which shows what figures it has."""
+        return next(cell for cell in self.cells if cell.work == work)
+
     def of(self, work: str, contender: str) -> list[Cell]:
         return [cell for cell in self.cells if (cell.work, cell.contender) == (work, contender)]
 

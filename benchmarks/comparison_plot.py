@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.cells import PER_CPU, RATE
+from benchmarks.cells import PER_CPU, RATE, TEXTS, TEXTS_PER_CPU
 from benchmarks.comparison import Comparison, Spread
 from benchmarks.timeline import Timeline
 
@@ -18,8 +18,8 @@ Samples = Callable[[Timeline], Sequence[float]]
 
 def write_plots(result: Comparison, stem: Path) -> tuple[Path, Path]:
     rates, latencies = stem.with_suffix(".png"), stem.with_name(f"{stem.name}-latency.png")
-    _figure(result, [(figure, _bars(figure)) for figure in (RATE, PER_CPU)], rates)
-    shown: list[tuple[str, Samples]] = [("TTFT", _first_token), ("ITL", lambda timeline: timeline.gaps)]
+    _figure(result, [("rate", _bars(RATE, TEXTS)), ("rate per CPU s", _bars(PER_CPU, TEXTS_PER_CPU))], rates)
+    shown: list[tuple[str, Samples]] = [("TTFT or E2EL", _first_answer), ("ITL", lambda timeline: timeline.gaps)]
     _figure(result, [(f"{name}, ms (share)", _cumulative(samples)) for name, samples in shown], latencies)
     return rates, latencies
 
@@ -39,10 +39,13 @@ def _figure(result: Comparison, rows: Sequence[tuple[str, _Draw]], path: Path) -
     figure.savefig(path, dpi=120)
 
 
-def _bars(figure: str) -> _Draw:
+def _bars(*figures: str) -> _Draw:
+    """Draw the first of these figures that a work has."""
+
     def draw(axes: Axes, result: Comparison, work: str) -> None:
         for i, contender in enumerate(result.contenders):
-            spread = result.spread(work, contender, figure) or Spread(0.0, 0.0, 0.0)
+            found = (result.spread(work, contender, figure) for figure in figures)
+            spread = next((spread for spread in found if spread is not None), Spread(0.0, 0.0, 0.0))
             whiskers = [[spread.median - spread.low], [spread.high - spread.median]]
             axes.bar(i, spread.median, yerr=whiskers, capsize=3, label=contender)
         axes.set_xticks([])
@@ -62,5 +65,8 @@ def _cumulative(samples: Samples) -> _Draw:
     return draw
 
 
-def _first_token(timeline: Timeline) -> Sequence[float]:
-    return [] if timeline.first_token is None else [timeline.first_token]
+def _first_answer(timeline: Timeline) -> Sequence[float]:
+    """The time to the first token, or to a vector."""
+    if timeline.first_token is not None:
+        return [timeline.first_token]
+    return [timeline.latency] if timeline.completed else []

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cells import DISTURBED, FIGURES, PER_CPU, RATE, REUSE, Cell
+from benchmarks.cells import DISTURBED, FIGURES, OVERHEAD, PER_CPU, RATE, REUSE, TEXTS, TEXTS_PER_CPU, Cell, rate_of
 from benchmarks.comparison import Comparison, Spread
 from benchmarks.metrics import DEFINITIONS
 from benchmarks.report import NOT_MEASURED, machine, versions
 
-COMPARED = (RATE, PER_CPU, DISTURBED)
+COMPARED = (RATE, PER_CPU, DISTURBED, TEXTS, TEXTS_PER_CPU)
 """The figures of which ratios are shown; the others stand beside them."""
 
 
+# The columns of each kind of work: two figures with their ratios, and those beside them.
+_OF_STREAMS = ((RATE, PER_CPU), ("TTFT p50, ms", "TPOT p50, ms", "ITL p99, ms"))
+_OF_TEXTS = ((TEXTS, TEXTS_PER_CPU), ("latency p50, ms", "latency p99, ms", OVERHEAD))
+
+
 def print_comparison(result: Comparison, console: Console) -> None:
-    console.print(_table(result))
+    vectors = [work for work in result.works if rate_of(result.first(work)) == TEXTS]
+    for works, figures in (([work for work in result.works if work not in vectors], _OF_STREAMS), (vectors, _OF_TEXTS)):
+        if works:
+            console.print(_table(result, works, *figures))
     for work in result.works:
         for line in _beside(result, work):
             console.print(line, highlight=False)
@@ -34,29 +42,33 @@ def print_comparison(result: Comparison, console: Console) -> None:
         console.print(f"[bold]{name}[/bold]: {definition}", highlight=False)
 
 
-def _table(result: Comparison) -> Table:
+def _table(result: Comparison, works: Sequence[str], compared: Sequence[str], others: Sequence[str]) -> Table:
     """Medians over the rounds, lowest and highest in parentheses."""
     out = Table(title="ratio: ours over theirs, of the medians (lowest to highest of single rounds)")
     for column in ("work", "server"):
         out.add_column(column)
-    for column in (RATE, "ratio", PER_CPU, "ratio", "TTFT p50", "TPOT p50", "ITL p99", "cut", "failed"):
+    ratios = [column for figure in compared for column in (figure, "ratio")]
+    for column in (*ratios, *(figure.removesuffix(", ms") for figure in others), "cut", "failed"):
         out.add_column(column, justify="right")
-    for work in result.works:
+    for work in works:
         for contender in result.contenders:
             cells = result.of(work, contender)
             if cells:
-                out.add_row(work, contender, *_columns(result, work, contender), *_counts(cells))
+                columns = _columns(result, work, contender, compared, others)
+                out.add_row(work, contender, *columns, *_counts(cells))
         out.add_section()
     return out
 
 
-def _columns(result: Comparison, work: str, contender: str) -> Iterator[str]:
-    for figure in (RATE, PER_CPU):
+def _columns(
+    result: Comparison, work: str, contender: str, compared: Sequence[str], others: Sequence[str]
+) -> Iterator[str]:
+    for figure in compared:
         yield _with_range(result.spread(work, contender, figure), 0)
         yield _with_range(result.ratio(work, contender, figure), 2)
-    for figure in ("TTFT p50, ms", "TPOT p50, ms", "ITL p99, ms"):
+    for figure in others:
         spread = result.spread(work, contender, figure)
-        yield NOT_MEASURED if spread is None else f"{spread.median:.1f}"
+        yield NOT_MEASURED if spread is None else f"{spread.median:.{2 if figure == OVERHEAD else 1}f}"
 
 
 def _counts(cells: list[Cell]) -> tuple[str, str]:

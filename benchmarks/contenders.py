@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import server
@@ -33,7 +33,7 @@ QUIET_CORES = 0.5
 
 @dataclass
 class Contender:
-    """A server that has answered its first completion; `pid` is None where its processes are out of sight.
+    """A server that has given its first answer; `pid` is None where its processes are out of sight.
 
     A peer is stopped with SIGSTOP while it waits for its turn: some burn a tenth of a core doing nothing. Ours stays as
     it is: its processes watch each other by the clock, and its idle time is part of what every report shows.
@@ -83,6 +83,10 @@ class Entrant(abc.ABC):
 
     name: str
 
+    def takes(self, embeds: bool) -> bool:
+        """Whether the server makes vectors, or text."""
+        return True
+
     @abc.abstractmethod
     def running(
         self, model: Path, needs: Needs, log: Path, start_limit: float
@@ -102,7 +106,8 @@ class Ours(Entrant):
         command = server.serve_command(port, [str(model), *served, *self._flags])
         start = Start(command, {"OMP_NUM_THREADS": str(needs.threads)})
         server.compile_kernels()
-        async with _started(self.name, start, port, model.name, Form(), log, start_limit) as contender:
+        form = Form(embeds=needs.embeds)
+        async with _started(self.name, start, port, model.name, form, log, start_limit) as contender:
             yield contender
 
 
@@ -112,11 +117,15 @@ class Installed(Entrant):
     def __init__(self, peer: Peer) -> None:
         self.name, self._peer = peer.name, peer
 
+    def takes(self, embeds: bool) -> bool:
+        return self._peer.embeds == embeds
+
     @contextlib.asynccontextmanager
     async def running(self, model: Path, needs: Needs, log: Path, start_limit: float) -> AsyncIterator[Contender]:
         port, own = server.free_port(), self._peer.prepared(model)
         start, name = self._peer.start(own, port, needs), self._peer.model_name(own)
-        async with _started(self.name, start, port, name, self._peer.form, log, start_limit) as contender:
+        form = replace(self._peer.form, embeds=needs.embeds)
+        async with _started(self.name, start, port, name, form, log, start_limit) as contender:
             contender.freezes = True
             yield contender
 
@@ -129,7 +138,8 @@ class AtUrl(Entrant):
 
     @contextlib.asynccontextmanager
     async def running(self, model: Path, needs: Needs, log: Path, start_limit: float) -> AsyncIterator[Contender]:
-        client = Client(self.name, await server.model_name(self.name, None), REQUEST_TIMEOUT_S)
+        name = await server.model_name(self.name, None)
+        client = Client(self.name, name, REQUEST_TIMEOUT_S, form=Form(embeds=needs.embeds))
         await _first_answer(client, self.name, None, log, start_limit)
         yield Contender(self.name, client, None)
 
@@ -152,7 +162,7 @@ async def _started(
 async def _first_answer(
     client: Client, name: str, process: subprocess.Popen[bytes] | None, log: Path, limit: float
 ) -> None:
-    """Returns when a completion has come. The only sign of readiness that all servers share."""
+    """Returns when an answer has come. The only sign of readiness that all servers share."""
     deadline = time.monotonic() + limit
     probe = [PlannedRequest([WORD_IDS[0]] * 8, 2)]
     outcome = "nothing"

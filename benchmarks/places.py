@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from benchmarks.encoder_words import ENCODERS
+from benchmarks.standard_encoder import standard_encoder
 from benchmarks.standard_model import standard_model
 
 
@@ -15,4 +17,7 @@ def default_cache() -> Path:
 
 def standard_model_in(cache: Path, size: str) -> Path:
     """The folder of a standard model. Servers serve it under the folder's name unless they get another."""
-    return standard_model(cache.absolute() / "models" / f"llama-{size}", size)
+    models = cache.absolute() / "models"
+    if size in ENCODERS:
+        return standard_encoder(models / size, size)
+    return standard_model(models / f"llama-{size}", size)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import psutil
 
-ROLES = ("api_server", "scheduler", "model_worker")
+WORKER = "model_worker"
+ROLES = ("api_server", "scheduler", WORKER)
 OTHER = "other"
 """The supervisor itself, and every process of a server that has no such roles."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.peers.infinity import Infinity
 from benchmarks.peers.llamacpp import LlamaCpp, LlamaCppInt8
 from benchmarks.peers.max import Max
 from benchmarks.peers.openvino import OpenVino
@@ -15,7 +16,7 @@ from benchmarks.peers.peer import Peer
 from benchmarks.peers.transformers import TransformersServe
 from benchmarks.peers.vllm import Vllm
 
-KINDS: tuple[type[Peer], ...] = (OpenVino, Vllm, LlamaCpp, LlamaCppInt8, Max, TransformersServe)
+KINDS: tuple[type[Peer], ...] = (OpenVino, Vllm, LlamaCpp, LlamaCppInt8, Max, TransformersServe, Infinity)
 
 
 def known_peers(cache: Path) -> Mapping[str, Peer]:

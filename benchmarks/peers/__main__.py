@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.encoder_words import ENCODERS
 from benchmarks.peers import known_peers
 from benchmarks.peers.peer import Peer, PeerError
 from benchmarks.places import default_cache, standard_model_in
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _install(peer: Peer, cache: Path) -> None:
     """With the models, so that a comparison finds everything done."""
     peer.install()
-    for size in SIZES:
+    for size in ENCODERS if peer.embeds else SIZES:
         peer.prepared(standard_model_in(cache, size))
     print(f"{peer.name} {peer.version} is installed in {peer.home}")
 
@@ -46,8 +47,11 @@ def _install(peer: Peer, cache: Path) -> None:
 def _start(peer: Peer, options: argparse.Namespace) -> None:
     if not peer.installed:
         raise PeerError(f"{peer.name} is not installed: python -m benchmarks.peers install {peer.name}")
-    works = [work for work in STANDARD_WORK.values() if work.model == options.model]
-    model = peer.prepared(standard_model_in(options.cache, options.model))
+    size = options.model or ("encoder-22m" if peer.embeds else "135m")
+    if (size in ENCODERS) != peer.embeds:
+        raise PeerError(f"{peer.name} takes one of {', '.join(ENCODERS if peer.embeds else SIZES)}, got --model {size}")
+    works = [work for work in STANDARD_WORK.values() if work.embeds == peer.embeds]
+    model = peer.prepared(standard_model_in(options.cache, size))
     start = peer.start(model, options.port, Needs.of(works, options.threads))
     os.execvpe(start.command[0], start.command, {**os.environ, **start.environment})
 
@@ -63,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     actions.add_parser("install", help="install a peer and convert the models for it").add_argument("peer")
     start = actions.add_parser("start", help="serve a standard model in the foreground")
     start.add_argument("peer")
-    start.add_argument("--model", choices=sorted(SIZES), default="135m")
+    start.add_argument("--model", choices=sorted({*SIZES, *ENCODERS}), help="135m, or encoder-22m for vectors")
     start.add_argument("--port", type=int, default=9000)
     start.add_argument("--threads", type=int, default=os.cpu_count())
     return parser

@@ -42,6 +42,8 @@ class Peer(abc.ABC):
     name: ClassVar[str]
     version: ClassVar[str]
     form: ClassVar[Form] = Form()
+    embeds: ClassVar[bool] = False
+    """Whether it makes vectors, of the standard encoders, and no text."""
 
     def __init__(self, cache: Path) -> None:
         self.home = cache.absolute() / f"{self.name}-{self.version}"

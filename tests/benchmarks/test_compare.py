@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from benchmarks import compare
-from benchmarks.cells import DISTURBED, PER_CPU, RATE, REUSE
+from benchmarks.cells import DISTURBED, OVERHEAD, PER_CPU, RATE, REUSE, TEXTS, TEXTS_PER_CPU
 from benchmarks.contenders import OURS
+from benchmarks.encoder_words import AROUND
 
 AGAIN = "ours again"
 WORKS = ("W1", "W4", "W6")
@@ -61,6 +62,20 @@ def test_every_request_is_accounted_for(report: Any) -> None:
         assert metrics["prompt_tokens"] == metrics["completed"] * prompt
 
 
+def test_texts_on_an_encoder_have_figures_of_their_own(tmp_path: Path) -> None:
+    arguments = ["--peer", OURS, "--work", "E1/32", "--short", "--threads", "1", "--out", str(tmp_path)]
+    assert compare.main([*arguments, "--cache", str(tmp_path / "cache")]) == 0
+    report = json.loads(next(tmp_path.glob("*.json")).read_text())
+    figures = {(entry["server"], entry["figure"]): entry["median"] for entry in report["summary"]}
+    wanted = (TEXTS, TEXTS_PER_CPU, OVERHEAD, "latency p50, ms")
+    assert min(figures[server, figure] for server in (OURS, AGAIN) for figure in wanted) > 0
+    assert (OURS, RATE) not in figures
+    for cell in report["cells"]:
+        assert cell["failures"] == {}
+        tokens = cell["workload"]["prompt_tokens"] + AROUND
+        assert cell["metrics"]["prompt_tokens"] == cell["metrics"]["completed"] * tokens
+
+
 def test_there_are_plots_and_no_processes_left(folder: Path) -> None:
     plots = list(folder.glob("*.png"))
     assert len(plots) == 2
@@ -81,7 +96,7 @@ def test_a_missing_peer_is_skipped_with_a_line(tmp_path: Path, capsys: pytest.Ca
     [
         (["--peer", "vlm"], "got 'vlm'"),
         (["--peer", OURS, "--work", "W1,W7"], "got W7"),
-        (["--peer", "http://127.0.0.1:1"], "WORK=W1,W2,W3,W4,W6 or WORK=W5"),
+        (["--peer", "http://127.0.0.1:1"], "WORK=W1,W2,W3,W4,W6 or WORK=E1,E2,E3 or WORK=W5"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

@@ -15,7 +15,7 @@ from benchmarks.peers.max import Max
 from benchmarks.places import standard_model_in
 from benchmarks.standard_work import Needs
 
-NAMES = ["openvino", "vllm", "llamacpp", "llamacpp-int8", "max", "transformers"]
+NAMES = ["openvino", "vllm", "llamacpp", "llamacpp-int8", "max", "transformers", "infinity"]
 
 
 @pytest.mark.parametrize("name", NAMES)

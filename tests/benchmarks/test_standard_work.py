@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.encoder_words import words
+from benchmarks.places import standard_model_in
 from benchmarks.standard_work import STANDARD_WORK, Needs, chosen_work
 from benchmarks.workload import plan
 
@@ -30,9 +35,22 @@ def test_the_intruder_fits_beside_the_streams() -> None:
     assert needs.context > work.prompt_tokens + work.output_tokens
 
 
+@pytest.mark.parametrize(("name", "in_flight", "tokens"), [("E1/1", 1, 16), ("E2/32", 32, 128), ("E3/256", 256, 512)])
+def test_work_on_an_encoder_is_texts_of_so_many_tokens(name: str, in_flight: int, tokens: int, tmp_path: Path) -> None:
+    work = STANDARD_WORK[name]
+    assert (work.embeds, work.concurrency, work.longest) == (True, in_flight, tokens)
+    encoder = standard_model_in(tmp_path, "encoder-tiny")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(encoder)
+    for request in plan(work.shortened().workload(3)):
+        encoded = tokenizer(words(request.prompt))["input_ids"]
+        assert encoded[1:-1] == request.prompt
+        assert len(encoded) == work.shortened().longest
+
+
 def test_a_choice_keeps_the_order_and_names_what_it_does_not_know() -> None:
     assert [work.name for work in chosen_work("w3, W1")] == ["W1", "W3"]
     assert [work.name for work in chosen_work("")] == list(STANDARD_WORK)
-    assert {work.model for work in chosen_work("", short=True)} == {"tiny"}
+    assert [work.name for work in chosen_work("e3/32,E1")] == ["E1/1", "E1/32", "E1/256", "E3/32"]
+    assert {work.model for work in chosen_work("", short=True)} == {"tiny", "encoder-tiny"}
     with pytest.raises(ValueError, match="got W9"):
         chosen_work("W1,W9")

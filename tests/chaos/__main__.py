@@ -1,6 +1,7 @@
-"""The long forms: `python -m tests.chaos kills|fuzz|vanish|slow|overload|unfair|soak|all`, with a report at the end.
+"""The long forms: `python -m tests.chaos kills|fuzz|texts|vanish|slow|overload|unfair|soak|all`, with a report.
 
-They start servers of a tiny model of their own (or of `--model`), so they need nothing but a few free minutes.
+They start servers of a tiny model of their own (or of `--model`; texts always have a tiny encoder), so they need
+nothing but a few free minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.chaos import killing, load
+from tests.chaos import killing, load, texts
 from tests.system.served_model import make_model
 
 
@@ -56,6 +57,7 @@ def main() -> int:
 FORMS: dict[str, Callable[[argparse.Namespace], dict[str, object]]] = {
     "kills": killing.kills,
     "fuzz": killing.fuzz,
+    "texts": texts.texts,
     "vanish": load.vanish,
     "slow": load.slow,
     "overload": load.overload,
