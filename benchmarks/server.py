@@ -36,14 +36,16 @@ def serve_command(port: int, flags: Sequence[str]) -> list[str]:
 
 
 @functools.cache
-def compile_kernels(dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> None:
+def compile_kernels(kinds: tuple[str, ...] = ("float32", "bfloat16", "encoder float32")) -> None:
     """Has the kernels of our server compiled, once for this checkout: until then it computes in plain torch.
 
     To find them there takes seconds, too, so a process looks once.
     """
     environment = {"NUMBA_CACHE_DIR": str(kernel_cache_directory()), **os.environ}
-    for dtype in dtypes:
+    for kind in kinds:
+        family, _, dtype = kind.rpartition(" ")
         command = [sys.executable, "-m", "model_worker.compile_kernels", "--dtype", dtype]
+        command += ["--family", family or "decoder"]
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
 

@@ -64,8 +64,8 @@ def main() -> None:
     try:
         if pools(settings):
             local = not arguments.connect
-            runner, described = build_texts(settings, arguments.index, arguments.device, epoch, local)
-            worker = partial(serve, runner, described, endpoint, keys)
+            runner, described, compilation = build_texts(settings, arguments.index, arguments.device, epoch, local)
+            worker = partial(serve, runner, described, endpoint, keys, compilation)
         else:
             engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch, arguments.models)
             worker = partial(serve, engine, hello, endpoint, keys, compilation, engine.encoding, engine.adapters)
@@ -152,7 +152,7 @@ def build(
     if loaded.has_kernels:
         _warm_up(sampler, loaded)
     else:
-        log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
+        _say_that_kernels_come()
         compilation = kernel_cache.Compilation(loaded.dtype)
     images = None if loaded.encoder is None else ImageRows(loaded.encoder, EncoderCache(loaded.encoder.cache_bytes))
     shared = DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, epoch), masks, images)
@@ -186,13 +186,17 @@ def build(
     return engine, hello, compilation
 
 
-def build_texts(settings: Settings, index: int, device: str, epoch: int, local: bool) -> tuple[TextRunner, WorkerHello]:
+def build_texts(
+    settings: Settings, index: int, device: str, epoch: int, local: bool
+) -> tuple[TextRunner, WorkerHello, kernel_cache.Compilation | None]:
     """Load a model of a one-shot task, which has no KV cache. ValueError says why it cannot be served here.
 
-    `local`: the scheduler is on this host, so that large values may go through shared memory.
+    `local`: the scheduler is on this host, so that large values may go through shared memory. Where compiled kernels
+    are missing, their compilation has begun.
     """
     import torch
 
+    from model_worker.cpu import kernel_cache
     from model_worker.one_shot import TextRunner
     from model_worker.pooling.load import load_pooling
 
@@ -206,7 +210,12 @@ def build_texts(settings: Settings, index: int, device: str, epoch: int, local: 
         settings.max_model_len,
         settings.max_batch_tokens,
         _report,
+        partial(kernel_cache.are_compiled, family=kernel_cache.ENCODER),
     )
+    compilation = None
+    if model.waits_for_kernels:
+        _say_that_kernels_come()
+        compilation = kernel_cache.Compilation(model.weights, kernel_cache.ENCODER)
     torch.set_grad_enabled(False)
     hello = WorkerHello(
         device=device,
@@ -226,7 +235,11 @@ def build_texts(settings: Settings, index: int, device: str, epoch: int, local: 
         tasks=sorted(model.tasks),
         labels=model.labels,
     )
-    return TextRunner(model, index, epoch, Handover() if local else None), hello
+    return TextRunner(model, index, epoch, Handover() if local else None), hello, compilation
+
+
+def _say_that_kernels_come() -> None:
+    log.info("kernels are being compiled, once for this machine: until then answers are slow (about a minute)")
 
 
 def _warm_up(sampler: SamplerRows, loaded: LoadedModel) -> None:

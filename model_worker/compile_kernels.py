@@ -1,7 +1,8 @@
 """`python -m model_worker.compile_kernels --dtype bfloat16`: compiles the kernels of a CPU worker, or finds them.
 
 numba's code depends on the types of numbers and not on sizes: a model of one tiny layer compiles the kernels of all
-models that the fused stack runs, and the others share one for attention. They are kept in NUMBA_CACHE_DIR. Processes
+models that the fused stack runs, and the others share one for attention; a tiny encoder those of all encoders like
+BERT (--family encoder). They are kept in NUMBA_CACHE_DIR. Processes
 that want the same compile one after the other, so that the second one finds everything there.
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from model_worker.attention import cpu
 from model_worker.cpu import kernel_cache
@@ -22,6 +24,8 @@ from model_worker.cpu.simd import bf12
 from model_worker.grammar import apply_mask
 from model_worker.loading.checkpoint import DTYPES
 from model_worker.loading.prepare import prepare
+from model_worker.pooling.fused import Fused
+from model_worker.pooling.load import load_pooling
 from model_worker.runner import ModelRunner
 from model_worker.sampling.sampler import SamplerRows
 from shared import logs
@@ -34,7 +38,9 @@ NICE = 5
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m model_worker.compile_kernels", description=__doc__)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    dtype = DTYPES[parser.parse_args().dtype]
+    parser.add_argument("--family", choices=kernel_cache.FAMILIES, default=kernel_cache.DECODER)
+    options = parser.parse_args()
+    dtype = DTYPES[options.dtype]
     become("compile")
     logs.configure("compile", "warning")
     os.nice(NICE)
@@ -42,8 +48,8 @@ def main() -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kernel_cache.are_compiled(dtype):
-            compile_kernels(dtype)
+        if not kernel_cache.are_compiled(dtype, options.family):
+            compile_encoder(dtype) if options.family == kernel_cache.ENCODER else compile_kernels(dtype)
 
 
 def compile_kernels(dtype: torch.dtype) -> None:
@@ -68,6 +74,26 @@ def compile_kernels(dtype: torch.dtype) -> None:
     for masked in {torch.float32, dtype}:
         apply_mask.warm_up(masked)
     kernel_cache.record_compiled(dtype)
+
+
+def compile_encoder(dtype: torch.dtype) -> None:
+    """Run every kernel that an encoder like BERT needs with weights of this type: by loading one."""
+    config = BertConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+    )
+    made: Any = BertModel(config)
+    with tempfile.TemporaryDirectory() as folder:
+        made.to(dtype).save_pretrained(folder)
+        name = str(dtype).removeprefix("torch.")
+        backbone = load_pooling(folder, dtype=name).backbone
+    if not isinstance(backbone, Fused):
+        raise RuntimeError("the fused layers have not taken an encoder of their own form")
+    kernel_cache.record_compiled(dtype, kernel_cache.ENCODER)
 
 
 if __name__ == "__main__":

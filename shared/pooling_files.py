@@ -162,6 +162,16 @@ class PoolingFiles:
         return "embed" if headless or encoder else "generate"
 
     @property
+    def frame_tokens(self) -> tuple[list[int], list[int]]:
+        """The ids of the tokens that begin and end a text, as far as the tokenizer's files name them."""
+        added = _object_of(self.source, _join(self.transformer_path, "tokenizer.json")).get("added_tokens", [])
+        ids = {token["content"]: int(token["id"]) for token in added}
+        ends = (("cls_token", "bos_token"), ("sep_token", "eos_token"))
+        named = [[_content(self.tokenizer_config.get(name)) for name in names] for names in ends]
+        first, last = ([ids[name] for name in names if name in ids][:1] for names in named)
+        return first, last
+
+    @property
     def labels(self) -> list[str]:
         """The names of a classifier's outputs, in order."""
         names = self.config.get("id2label")
@@ -331,6 +341,11 @@ def _module(source: str | Path, entry: Any) -> PoolingModule:
     kind = str(entry["type"]).rpartition(".")[2]
     config = {} if path == "" else _object_of(source, f"{path}/config.json")
     return PoolingModule(kind, path, config)
+
+
+def _content(token: Any) -> str:
+    """The text of a token of tokenizer_config.json, which has it as a string or as an object."""
+    return str(token.get("content")) if isinstance(token, dict) else str(token)
 
 
 def _object_of(source: str | Path, name: str) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly or not serving:
         return
     comes_cold = serving[0].nodeid.startswith(COLD_START)
-    compile_kernels(("bfloat16",) if comes_cold else ("float32", "bfloat16"))
+    compile_kernels((*(() if comes_cold else ("float32",)), "bfloat16", "encoder float32"))
 
 
 @pytest.fixture(scope="session")

@@ -26,32 +26,39 @@ log = logging.getLogger(__name__)
 _numba: Any = numba
 
 
-def are_compiled(dtype: torch.dtype) -> bool:
-    """Whether the kernels for weights of `dtype` were compiled before, on such a CPU.
+# Models whose kernels are compiled together: those that generate, and encoders that are built like BERT.
+DECODER = "decoder"
+ENCODER = "encoder"
+FAMILIES = (DECODER, ENCODER)
+
+
+def are_compiled(dtype: torch.dtype, family: str = DECODER) -> bool:
+    """Whether the kernels of a family for weights of `dtype` were compiled before, on such a CPU.
 
     True also where nothing can be kept, so that there is no point in waiting.
     """
-    mark = _mark(dtype)
+    mark = _mark(dtype, family)
     return mark is None or mark.exists()
 
 
-def record_compiled(dtype: torch.dtype) -> None:
-    """Record that all kernels for weights of `dtype` have been compiled."""
-    mark = _mark(dtype)
+def record_compiled(dtype: torch.dtype, family: str = DECODER) -> None:
+    """Record that all kernels of a family for weights of `dtype` have been compiled."""
+    mark = _mark(dtype, family)
     if mark is not None:
         mark.touch()
 
 
 class Compilation:
-    """A process that compiles the kernels for weights of `dtype`."""
+    """A process that compiles the kernels of a family for weights of `dtype`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, family: str = DECODER) -> None:
         """Start the process."""
         self._dtype = dtype
+        self._family = family
         self._done: bool | None = None
         name = str(dtype).removeprefix("torch.")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "model_worker.compile_kernels", "--dtype", name],
+            [sys.executable, "-m", "model_worker.compile_kernels", "--dtype", name, "--family", family],
             env={**os.environ, SUPERVISOR_PID: str(os.getpid())},
             stdin=subprocess.DEVNULL,
         )
@@ -60,13 +67,13 @@ class Compilation:
     def done(self) -> bool:
         """Whether a worker that starts now finds the kernels. Stays False if the process has failed."""
         if self._done is None and self._process.poll() is not None:
-            self._done = are_compiled(self._dtype)
+            self._done = are_compiled(self._dtype, self._family)
             if not self._done:
                 log.error("the kernels could not be compiled, for the reason above: answers stay slow")
         return bool(self._done)
 
 
-def _mark(dtype: torch.dtype) -> Path | None:
+def _mark(dtype: torch.dtype, family: str) -> Path | None:
     """Return a file beside the kernels of these sources, this CPU and numba. None where there is no place to keep
     any."""
     directory = Path(os.environ.get("NUMBA_CACHE_DIR", ""))
@@ -84,4 +91,5 @@ def _mark(dtype: torch.dtype) -> Path | None:
         stat = source.stat()
         known.append(f"{source} {stat.st_mtime_ns} {stat.st_size}")
     digest = blake2b("\n".join(known).encode(), digest_size=8).hexdigest()
-    return directory / f"compiled-{str(dtype).removeprefix('torch.')}-{digest}"
+    name = str(dtype).removeprefix("torch.")
+    return directory / f"compiled-{name if family == DECODER else f'{family}-{name}'}-{digest}"

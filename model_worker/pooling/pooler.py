@@ -32,6 +32,8 @@ class Pooler:
     quantization: str
     backbone: Backbone
     head: Head
+    # Whether it would be faster with kernels that are not compiled yet.
+    waits_for_kernels: bool = False
 
     @property
     def tasks(self) -> frozenset[PoolingTask]:

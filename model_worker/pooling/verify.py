@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from model_worker.loading.verify import TOLERANCE
 from model_worker.pooling.backbone import Backbone
+from model_worker.pooling.heads import ModelHead
 from model_worker.pooling.texts import Texts
 
 # Lengths of the texts. The longest exceeds a window, if the model has one of at most LONGEST_WINDOW tokens.
@@ -23,6 +24,8 @@ LONGEST_WINDOW = 256
 BEYOND_WINDOW = 9
 # Cosine between a vector of the quantized model and of the model as it was.
 LEAST_COSINE = 0.999
+# Error of the hidden states of int8 layers that round activations, too: another form of the model is further off.
+COARSE_TOLERANCE = 0.2
 
 
 def probe_texts(config: PreTrainedConfig, vocab_size: int, max_tokens: int, device: torch.device) -> Texts:
@@ -58,6 +61,46 @@ def states_differ(backbone: Backbone, texts: Texts, expected: Tensor) -> str | N
     if error < TOLERANCE[expected.dtype]:
         return None
     return f"its hidden states are others than those of the texts one by one (relative error {error:.2g})"
+
+
+def coarse_states_differ(backbone: Backbone, texts: Texts, expected: Tensor, exact: Tensor) -> str | None:
+    """Explain how the states of int8 layers differ from `expected`, those of int8 weights, or from `exact`, those of
+    the model as it was; None if they are close."""
+    got = backbone(texts)
+    error = relative_error(got, expected)
+    if not error < COARSE_TOLERANCE:
+        return f"its hidden states are others than those of its int8 weights (relative error {error:.2g})"
+    cosine = least_cosine(got.split(texts.lengths), exact.split(texts.lengths))
+    if cosine < LEAST_COSINE:
+        return f"activations of eight bits change its vectors too much (cosine {cosine:.4f})"
+    return None
+
+
+def logits_differ(head: ModelHead, states: Tensor, texts: Texts, expected: Sequence[Tensor], last: bool) -> str | None:
+    """Explain how the head's logits, for the model's own states of each text, differ from the whole model's.
+
+    With `last` the head reads the last token of a text alone.
+    """
+    tokens = texts.tokens.split(texts.lengths)
+    for got_states, ids, want in zip(states.split(texts.lengths), tokens, expected, strict=True):
+        if last:
+            got_states, ids = got_states[-1:], ids[-1:]
+        got = head.logits(got_states[None], ids[None], torch.ones_like(ids)[None])[0]
+        error = relative_error(got.reshape(-1, got.shape[-1]), want.reshape(-1, want.shape[-1]))
+        if not error < TOLERANCE[want.dtype]:
+            return (
+                f"its head gives other logits than the whole model (relative error {error:.2g}), so it reads more than "
+                "the last hidden states"
+            )
+    return None
+
+
+def framed(texts: Texts, first: list[int], last: list[int]) -> Texts:
+    """Return the texts with these tokens around each."""
+    around = (torch.tensor(first, dtype=torch.int64), torch.tensor(last, dtype=torch.int64))
+    before, after = (tokens.to(texts.device) for tokens in around)
+    parts = [torch.cat([before, tokens, after]) for tokens in texts.tokens.split(texts.lengths)]
+    return Texts(torch.cat(parts), tuple(len(part) for part in parts))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

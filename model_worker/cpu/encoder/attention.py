@@ -84,11 +84,13 @@ def _product(inputs: Any, like: Any, rows: int, address: int, lanes: int, tile: 
 
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
-def attend(taken: Any, qkv: Any, texts: Any, heads: int, scale: Any, out: Any, scratch: Any, tile: Any) -> None:
+def attend(
+    taken: Any, qkv: Any, texts: Any, heads: int, scale: Any, scales: Any, out: Any, scratch: Any, tile: Any
+) -> None:
     """Compute `out` [T, heads * head_dim], operands, of some heads: number n is head n % heads of text n // heads.
 
     `qkv` [T, 3 * heads * head_dim] are queries, keys and values; `texts` [n + 1] where each text begins, and all end.
-    `taken` is the first head, and their number.
+    `taken` is the first head, and their number. `scales` [heads * head_dim] is what `out` is multiplied by.
     """
     width = qkv.shape[1] // 3
     head_dim = width // heads
@@ -127,7 +129,8 @@ def attend(taken: Any, qkv: Any, texts: Any, heads: int, scale: Any, out: Any, s
                 for r in range(rows):
                     at = column + part * PANEL
                     found = out[first + begin + r, at : at + lanes]
+                    factors = scales[at : at + lanes]
                     sums = tile[r]
                     share = np.float32(1.0) / scratch.totals[r]
                     for lane in range(lanes):
-                        found[lane] = element(sums[lane] * share, out)
+                        found[lane] = element(sums[lane] * share * factors[lane], out)

@@ -55,7 +55,8 @@ class EncoderLayers:
         self._is_int8 = isinstance(first[0], Int8Linear)
         element = np.uint16 if self._dtype == torch.bfloat16 else np.float32
         self._operand = operand_dtype(element)
-        self._buffers, self._format = self._make_room(1)
+        self._first_scales = torch.from_numpy(_scales(first[0]))
+        self._buffers, self._formats = self._make_room(1)
 
     def run(self, x: Tensor, starts: Sequence[int]) -> Tensor:
         """Turn the embeddings `x` float32 [T, hidden] into the last hidden states, in place.
@@ -65,19 +66,21 @@ class EncoderLayers:
         states = x.numpy()
         tokens = len(states)
         if tokens > len(self._buffers.qkv):
-            self._buffers, self._format = self._make_room(max(tokens, 2 * len(self._buffers.qkv)))
+            self._buffers, self._formats = self._make_room(max(tokens, 2 * len(self._buffers.qkv)))
         hidden, qkv, heads, inner = self._buffers
         buffers = EncoderBuffers(hidden[:tokens], qkv[:tokens], heads[:tokens], inner)
+        scaled = x * self._first_scales
         if self._operand == np.float32:
-            buffers.hidden[:, : self._hidden] = states
+            buffers.hidden[:, : self._hidden] = scaled.numpy()
         else:
-            buffers.hidden[:, : self._hidden] = x.to(torch.bfloat16).view(torch.uint16).numpy()
+            buffers.hidden[:, : self._hidden] = scaled.to(torch.bfloat16).view(torch.uint16).numpy()
         bounds = np.array(starts, np.int64)
         work = EncoderWork(states, bounds, int(np.diff(bounds).max()), self._weights, buffers)
-        thread_pool(self._cores).run(run_encoder, self._cores, work, self._format)
+        thread_pool(self._cores).run(run_encoder, self._cores, work, *self._formats)
         return x
 
-    def _make_room(self, tokens: int) -> tuple[EncoderBuffers, WeightFormat]:
+    def _make_room(self, tokens: int) -> tuple[EncoderBuffers, tuple[WeightFormat, WeightFormat]]:
+        """Make buffers, and the formats of DOWN's weights and of the others."""
         q, _, _, out, _, down = self._linears[0]
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
         buffers = EncoderBuffers(
@@ -86,11 +89,14 @@ class EncoderLayers:
             heads=np.zeros((tokens, out.input_width), self._operand),
             inner=np.zeros((at_a_time, down.input_width), self._operand),
         )
-        # Sixteen bits of each activation are enough, also where activations are float32.
-        elements = at_a_time * width_of(max(q.input_width, down.input_width))
-        if self._is_int8:
-            return buffers, int8_format(np.uint16, self._cores, at_a_time, elements)
-        return buffers, q.weight_format(self._cores, at_a_time, elements)
+        if not self._is_int8:
+            plain = q.weight_format(self._cores, at_a_time, 0)
+            return buffers, (plain, plain)
+        # Eight bits of a state are enough, and sixteen of what is between the products of the MLP, whose greatest
+        # elements are far from the others. What that takes from vectors is judged at load.
+        coarse = int8_format(np.int8, self._cores, at_a_time, at_a_time * width_of(q.input_width))
+        fine = int8_format(np.uint16, self._cores, at_a_time, at_a_time * width_of(down.input_width))
+        return buffers, (coarse, fine)
 
 
 def require_form(model: nn.Module) -> None:
@@ -139,6 +145,8 @@ def _linears(layer: Any) -> list[Packed]:
     _require(len({type(linear) for linear in found}) == 1, "its linear layers are of different kinds")
     _require(len({linear.dtype for linear in found}) == 1, "its linear layers are of different types")
     _require(len({linear.input_width for linear in (q, k, v, up)}) == 1, "its packed layers have different widths")
+    same = all(np.array_equal(_scales(q), _scales(linear)) for linear in (k, v))
+    _require(same, "its queries, keys and values are of operands that are scaled in different ways")
     return found
 
 
@@ -158,6 +166,14 @@ def _weights(layers: list[Any], linears: list[list[Packed]]) -> EncoderWeights:
         norms=np.stack(
             [np.stack([_float(part) for norm in pair for part in (norm.weight, norm.bias)]) for pair in norms]
         ),
+        hidden_scales=np.stack(
+            [
+                np.stack([_scales(row[4]), _scales(following[0])])
+                for row, following in zip(linears, [*linears[1:], linears[0]], strict=True)
+            ]
+        ),
+        heads_scales=np.stack([_scales(row[3]) for row in linears]),
+        inner_scales=np.stack([_scales(row[5]) for row in linears]),
         epsilon=np.float32(every_norm[0].eps),
         heads=int(first.num_attention_heads),
         scale=np.float32((linears[0][0].out_features // first.num_attention_heads) ** -0.5),
@@ -175,6 +191,12 @@ def _tanh(layers: list[Any]) -> bool:
 
 def _bias(linear: Packed) -> NDArray[np.float32]:
     return np.zeros(linear.out_features, np.float32) if linear.bias is None else _float(linear.bias)
+
+
+def _scales(linear: Packed) -> NDArray[np.float32]:
+    """Return what the operand of a linear layer is multiplied by, beside what the model computes."""
+    scales = linear.input_scales
+    return np.ones(linear.in_features, np.float32) if scales is None else _float(scales)
 
 
 def _float(tensor: Tensor) -> NDArray[np.float32]:

@@ -41,6 +41,10 @@ class EncoderWeights(NamedTuple):
     up_biases: NDArray[np.float32]  # [L, inner]
     down_biases: NDArray[np.float32]  # [L, hidden]
     norms: NDArray[np.float32]  # [L, NORMS, hidden]
+    # What operands are multiplied by, beside what the model computes: their weights were divided by it.
+    hidden_scales: NDArray[np.float32]  # [L, 2, hidden]: before UP, and before the QKV of the next layer
+    heads_scales: NDArray[np.float32]  # [L, hidden]
+    inner_scales: NDArray[np.float32]  # [L, inner]
     epsilon: np.float32
     heads: int
     scale: np.float32
@@ -71,13 +75,14 @@ class _Own(NamedTuple):
 
     core: int
     weight_format: Any
+    down_format: Any  # that of DOWN, whose operand has the widest range
     tile: NDArray[np.float32]
     scratch: Any
 
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _normalise(values: Any, added: Any, norms: Any, first: int, epsilon: Any, operand: Any) -> None:
-    """Add a bias to a token's residual and normalise it, in place and as an operand."""
+def _normalise(values: Any, added: Any, norms: Any, first: int, epsilon: Any, scales: Any, operand: Any) -> None:
+    """Add a bias to a token's residual and normalise it, in place and, scaled, as an operand."""
     width = len(values)
     total = np.float32(0.0)
     for c in range(width):
@@ -94,7 +99,7 @@ def _normalise(values: Any, added: Any, norms: Any, first: int, epsilon: Any, op
     for c in range(width):
         value = (values[c] - mean) * share * weight[c] + bias[c]
         values[c] = value
-        operand[c] = element(value, operand)
+        operand[c] = element(value * scales[c], operand)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -148,16 +153,20 @@ def _do_part(kind: int, layer: int, block: Any, taken: Any, fresh: bool, work: A
         if fresh:
             own_format.prepare(hidden)
         added = weights.up_biases[layer]
-        gelu_product(own.core, taken, hidden, panels[UP_WEIGHT], added, weights.tanh, inner, own_format, own.tile)
+        scales = weights.inner_scales[layer]
+        up = panels[UP_WEIGHT]
+        gelu_product(own.core, taken, hidden, up, added, weights.tanh, scales, inner, own_format, own.tile)
     elif kind == DOWN:
+        down_format = own.down_format
         if fresh:
-            own_format.prepare(inner)
-        add_product(own.core, taken, inner, panels[DOWN_WEIGHT], x.shape[1], x, 0, biases, -1, own_format, own.tile)
+            down_format.prepare(inner)
+        add_product(own.core, taken, inner, panels[DOWN_WEIGHT], x.shape[1], x, 0, biases, -1, down_format, own.tile)
     else:
         added = weights.out_biases[layer] if kind == NORM else weights.down_biases[layer]
         norm = NORM_WEIGHT if kind == NORM else LAST_NORM_WEIGHT
+        scales = weights.hidden_scales[layer, 0 if kind == NORM else 1]
         for row in range(taken[0], taken[0] + taken[1]):
-            _normalise(x[row], added, weights.norms[layer], norm, weights.epsilon, hidden[row])
+            _normalise(x[row], added, weights.norms[layer], norm, weights.epsilon, scales, hidden[row])
 
 
 @njit(inline="always")
@@ -170,7 +179,9 @@ def _do(kind: int, layer: int, taken: Any, fresh: bool, blocks: int, work: Any, 
     if kind == ATTENTION:
         weights = work.weights
         buffers = work.buffers
-        attend(taken, buffers.qkv, work.texts, weights.heads, weights.scale, buffers.heads, own.scratch, own.tile)
+        scales = weights.heads_scales[layer]
+        heads = buffers.heads
+        attend(taken, buffers.qkv, work.texts, weights.heads, weights.scale, scales, heads, own.scratch, own.tile)
     else:
         end_part = LAST_NORM + 1 if kind == OUT and blocks > 0 else kind + 1
         for number in range(taken[0], taken[0] + (taken[1] if blocks > 0 else 1)):
@@ -212,17 +223,18 @@ def _is_short(kind: int, sizes: Any) -> bool:
 
 
 @njit(nogil=True, cache=True)
-def run_encoder(core: int, counter: Any, cores: int, work: Any, weight_format: Any) -> None:
-    """Run one core's part of a pass. `work.x` and `work.buffers.hidden` hold the embeddings.
+def run_encoder(core: int, counter: Any, cores: int, work: Any, weight_format: Any, down_format: Any) -> None:
+    """Run one core's part of a pass. `work.x` and `work.buffers.hidden` hold the embeddings, here scaled.
 
-    The buffers of `weight_format` begin with the core, where it has any.
+    The buffers of both formats begin with the core, where they have any.
     """
     counter = borrowed(counter)
     work = borrowed(work)
     end = len(work.weights.panels) * KINDS
     tiles = np.empty((TILE_ROWS, PANEL), np.float32)
     scratch = scratch_for(work.longest, work.x.shape[1] // work.weights.heads)
-    own = _Own(core, borrowed(weight_format.of_core(core)), borrowed(tiles), borrowed(scratch))
+    formats = (borrowed(weight_format.of_core(core)), borrowed(down_format.of_core(core)))
+    own = _Own(core, formats[0], formats[1], borrowed(tiles), borrowed(scratch))
     sizes = np.zeros((KINDS, 2), np.int64)
     blocks = _blocks(work.x.shape[0], cores)
     _fill_sizes(sizes, blocks, work)

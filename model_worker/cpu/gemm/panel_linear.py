@@ -28,6 +28,8 @@ class PanelLinear(nn.Module, ABC):
     """A linear layer that computes in `dtype`; `panels` hold its weight."""
 
     panels: NDArray[Any]
+    # What inputs are multiplied by before they come here, since the weight was divided by it; None where it was not.
+    input_scales: Tensor | None = None
 
     def __init__(self, shape: tuple[int, ...], bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()

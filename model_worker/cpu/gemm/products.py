@@ -244,11 +244,13 @@ def gelu_product(
     panels: int,
     bias: Any,
     tanh: bool,
+    scales: Any,
     out: Any,
     weight_format: Any,
     tile: Any,
 ) -> None:
-    """Compute out = gelu(operand . weights + bias), as the operand of the next product; outputs as `add_product`."""
+    """Compute out = gelu(operand . weights + bias) * scales, as the operand of the next product; outputs as
+    `add_product`."""
     rows = out.shape[0]
     width = len(bias)
     unit = taken[0]
@@ -259,6 +261,7 @@ def gelu_product(
         at = unit * HALF
         lanes = min(PANEL if whole else HALF, width - at)
         added = bias[at : at + lanes]
+        factors = scales[at : at + lanes]
         panel = weight_format.panel_at(operand, panels, unit)
         following = weight_format.panel_at(operand, panels, _following(unit, taken, halves_of(width), core))[0]
         for piece in range(pieces):
@@ -270,10 +273,10 @@ def gelu_product(
                 sums = tile[r]
                 if tanh:
                     for lane in range(len(to)):
-                        to[lane] = element(gelu_tanh(sums[lane] + added[lane]), out)
+                        to[lane] = element(gelu_tanh(sums[lane] + added[lane]) * factors[lane], out)
                 else:
                     for lane in range(len(to)):
-                        to[lane] = element(gelu(sums[lane] + added[lane]), out)
+                        to[lane] = element(gelu(sums[lane] + added[lane]) * factors[lane], out)
         unit += HALVES if whole else 1
 
 

@@ -23,6 +23,7 @@ from model_worker.cpu.simd.dot_bf16 import (
     PIECE_ROWS,
     PREFETCH,
     STEP_BYTES,
+    TILE_ROWS,
     WORD,
     WORDS,
     emit_products,
@@ -41,7 +42,7 @@ overload: Any = numba.extending.overload
 
 _SHORTS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _BLOCK_STEPS = BLOCK_INPUTS // WORD_BYTES
-_MOST_ROWS = 4
+_MOST_ROWS = PIECE_ROWS if HAS_BYTE_DOT else 4
 
 
 def int8_rows(like: Any) -> int:
@@ -199,8 +200,8 @@ def _tile(rows: int, vectors: int) -> Any:
     return tile
 
 
-_wide_1, _wide_2, _wide_3, _wide_4 = (_tile(rows, 4) for rows in range(1, _MOST_ROWS + 1))
-_half_1, _half_2, _half_3, _half_4 = (_tile(rows, 2) for rows in range(1, _MOST_ROWS + 1))
+_wide_1, _wide_2, _wide_3, _wide_4, _wide_5, _wide_6 = (_tile(rows, 4) for rows in range(1, TILE_ROWS + 1))
+_half_1, _half_2, _half_3, _half_4, _half_5, _half_6 = (_tile(rows, 2) for rows in range(1, TILE_ROWS + 1))
 
 
 @njit(nogil=True, cache=True)
@@ -218,8 +219,12 @@ def multiply_int8_panel(
         _wide_2(like, digits, inputs, first_row, panel, scales, prefetching, out)
     elif rows == 3 or int8_rows(like) <= 3:
         _wide_3(like, digits, inputs, first_row, panel, scales, prefetching, out)
-    else:
+    elif rows == 4 or int8_rows(like) <= 4:
         _wide_4(like, digits, inputs, first_row, panel, scales, prefetching, out)
+    elif rows == 5:
+        _wide_5(like, digits, inputs, first_row, panel, scales, prefetching, out)
+    else:
+        _wide_6(like, digits, inputs, first_row, panel, scales, prefetching, out)
 
 
 @njit(nogil=True, cache=True)
@@ -233,5 +238,9 @@ def multiply_int8_half_panel(
         _half_2(like, digits, inputs, first_row, panel, scales, prefetching, out)
     elif rows == 3 or int8_rows(like) <= 3:
         _half_3(like, digits, inputs, first_row, panel, scales, prefetching, out)
-    else:
+    elif rows == 4 or int8_rows(like) <= 4:
         _half_4(like, digits, inputs, first_row, panel, scales, prefetching, out)
+    elif rows == 5:
+        _half_5(like, digits, inputs, first_row, panel, scales, prefetching, out)
+    else:
+        _half_6(like, digits, inputs, first_row, panel, scales, prefetching, out)

@@ -6,7 +6,10 @@ numbers of 16 bits and multiply them in pairs: one for bfloat16, two with base 4
 
 So an element is off by at most a 65,000th of its row's greatest, or a 16-millionth, and a row of n elements by a share
 of at most sqrt(n) / 65,000: up to some ten thousand elements no more than bfloat16 took from it already, and for
-float32 no more than its sums lose. Weights need not be widened. Does not know the meaning of operands.
+float32 no more than its sums lose. Weights need not be widened.
+
+An element type of int8 stands for one signed byte, with which a row's greatest element is 127: half the work of two,
+and an error that the caller must have judged. Does not know the meaning of operands.
 """
 
 from __future__ import annotations
@@ -33,7 +36,11 @@ PLACES = [0, 1, 2, 3] if HAS_BYTE_DOT else [0, 2, 1, 3]
 PARTS = 1 if HAS_BYTE_DOT else 2
 _DIGIT = np.int8 if HAS_BYTE_DOT else np.int16
 # Digits of an element, by numba's type.
-DIGITS: dict[Any, int] = {types.uint16: 2, types.float32: 3} if HAS_BYTE_DOT else {types.uint16: 1, types.float32: 2}
+DIGITS: dict[Any, int] = (
+    {types.int8: 1, types.uint16: 2, types.float32: 3}
+    if HAS_BYTE_DOT
+    else {types.int8: 1, types.uint16: 1, types.float32: 2}
+)
 # Most inputs of a product whose sums of bytes fit into 32 bits. (On their way they may overflow: they come back.)
 MOST_INPUTS = 1 << 17
 # Inputs of a block, whose sums are whole numbers; those of blocks are added as float32.
@@ -42,6 +49,7 @@ _SHIFT = 8 if HAS_BYTE_DOT else 12
 BASE = 1 << _SHIFT
 _HALF = BASE // 2
 _COARSE = 127 * BASE + 127 if HAS_BYTE_DOT else (1 << 15) - 1
+_COARSEST = 127 if HAS_BYTE_DOT else _COARSE
 # A little less than all digits can say: float32 may round the greatest whole number up.
 _FINE = (127 << 16) if HAS_BYTE_DOT else 2047 << 12
 # The largest error of an element, over its row's greatest. (Of float32 rows far less.)
@@ -61,7 +69,8 @@ class Digits(NamedTuple):
 
 def digits_of(like: Any) -> int:
     """Return the number of digits for an element of a model whose element type is this array's."""
-    return DIGITS[types.uint16 if like.dtype == np.uint16 else types.float32]
+    kinds = {np.dtype(np.int8): types.int8, np.dtype(np.uint16): types.uint16}
+    return DIGITS[kinds.get(like.dtype, types.float32)]
 
 
 @overload(digits_of)
@@ -141,7 +150,7 @@ def split(operand: Any, like: Any, digits: Any) -> None:
     inputs = operand.shape[1]
     width = width_of(inputs)
     blocks = blocks_of(inputs)
-    wholes = np.float32(_COARSE if like.itemsize == 2 else _FINE)
+    wholes = np.float32(_COARSEST if like.itemsize == 1 else _COARSE if like.itemsize == 2 else _FINE)
     for row in range(len(operand)):
         values = operand[row]
         most = np.int32(0)
