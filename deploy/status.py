@@ -190,7 +190,7 @@ def _show_scheduler(answer: InquiryAnswer) -> None:
     print(f"  {'ready' if state.ready else 'not ready: ' + state.reason}; {state.running} run, {state.waiting} wait")
     for worker in state.workers:
         print(f"  worker {worker.index}: {_worker(worker)}")
-    counters = ", ".join(f"{count} {name}" for name, count in state.counters.items() if count)
+    counters = ", ".join(f"{count} {name}" for name, count in state.counters.items() if count and "<=" not in name)
     print(f"  since its start: {counters or 'nothing'}")
     if answer.lines:
         print("  last incidents:", *(f"  {line}" for line in answer.lines[-10:]), sep="\n  ")

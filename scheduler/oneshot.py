@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from interfaces import Batch, BatchResult, ErrorCode, Finish, PooledValues, PoolingContext, RequestError, Submit
@@ -152,6 +153,8 @@ class OneShotLane:
         self._last_result = self._clock()
         counters = self._requests.counters
         counters["batches"] += 1
+        _count_size(counters, "batch_texts", sum(map(len, batch.pieces)))
+        _count_size(counters, "batch_tokens", batch.tokens)
         counters["batch_ms"] += round(seconds * 1e3)
         parts = [*result.parts, *[None] * (len(batch.pieces) - len(result.parts))]
         for i, piece in enumerate(batch.pieces):
@@ -297,6 +300,12 @@ class OneShotLane:
 
     def _record(self, request: OneShotRequest, text: str) -> None:
         self._requests.request_log.record(request.context.request_id, text)
+
+
+def _count_size(counters: Counter[str], name: str, size: int) -> None:
+    """Count a size by its power of two, and add it up: see api_server/metrics/server_facts.py."""
+    counters[f"{name}<={1 << (size - 1).bit_length()}"] += 1
+    counters[f"{name}<="] += size
 
 
 def _discard(values: PooledValues | None) -> None:

@@ -28,7 +28,7 @@ from api_server.dialects.openai.errors import render_error
 from api_server.errors import RequestFailed
 from api_server.metrics.aliases import aliases
 from api_server.metrics.files import shared_directory
-from api_server.metrics.server_facts import process_facts, scheduler_facts
+from api_server.metrics.server_facts import ModelState, facts_of_models, process_facts
 from api_server.outcomes import Outcome, outcome_of
 from api_server.web.endpoint import Call, Document, endpoint
 from interfaces import Status
@@ -163,10 +163,15 @@ class Metrics:
         silence: float = 0.0,
         draining: bool = False,
         processes: Mapping[str, ProcessState] = MappingProxyType({}),
+        others: Sequence[ModelState] = (),
     ) -> bytes:
-        """The text that GET /metrics answers. The scheduler's last `status` is `silence` seconds old."""
+        """The text that GET /metrics answers. The scheduler's last `status` is `silence` seconds old.
+
+        `others` are the further models.
+        """
         self.write()
-        facts = [*scheduler_facts(status, silence, draining), *process_facts(processes)]
+        models = [ModelState(self._model_name, status, silence), *others]
+        facts = [*facts_of_models(models, draining), *process_facts(processes)]
         return generate_latest(_Everything(self._families(), facts, self._model_name))
 
     def received(self, path: str) -> None:
@@ -290,9 +295,10 @@ def metrics_route(metrics: Metrics) -> Route:
     """GET /metrics."""
 
     async def show(call: Call) -> Response:
-        engine = call.server.engine
-        processes = call.server.processes
-        text = metrics.exposition(engine.status, engine.silence, engine.draining, processes)
+        server = call.server
+        engine = server.engine
+        others = [ModelState(other.model_name, other.engine.status, other.engine.silence) for other in server.others]
+        text = metrics.exposition(engine.status, engine.silence, engine.draining, server.processes, others)
         return Response(text, media_type=CONTENT_TYPE)
 
     return endpoint("/metrics", show, render_error, ("GET",), Document("Prometheus metrics of all replicas", "health"))

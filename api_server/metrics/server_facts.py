@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from api_server.engine.client import STALE_SECONDS
 from interfaces import EPOCHS_OF_A_SUPERVISOR, AdapterState, Status
 from shared.process_table import ProcessState
 
 _WORKER_LABELS = ["device", "index"]
+
+# The scheduler's counts of sizes: `NAME<=BOUND` of those in a bucket by powers of two, and `NAME<=` of their sum.
+_SIZE = re.compile(r"(\w+)<=(\d*)")
+_SIZE_BOUNDS = [1 << power for power in range(15)]
+
+
+class ModelState(NamedTuple):
+    """What was last heard from the scheduler of a model, and how many seconds ago."""
+
+    name: str
+    status: Status | None
+    silence: float
+
+
+def facts_of_models(models: Sequence[ModelState], draining: bool) -> list[Metric]:
+    """The facts of each model's scheduler. Those of several models are told apart by a label."""
+    if len(models) == 1:
+        return scheduler_facts(models[0].status, models[0].silence, draining)
+    families: dict[str, Metric] = {}
+    for model in models:
+        for family in scheduler_facts(model.status, model.silence, draining):
+            joined = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                joined.add_sample(sample.name, {"model": model.name, **sample.labels}, sample.value)
+    return list(families.values())
 
 
 def scheduler_facts(status: Status | None, silence: float, draining: bool) -> list[Metric]:
@@ -108,7 +134,10 @@ def _image_counters(status: Status) -> Iterator[Metric]:
 
 
 def _scheduler_counters(status: Status) -> Iterator[Metric]:
+    yield from _scheduler_sizes(status.counters)
     for name, value in sorted(status.counters.items()):
+        if _SIZE.fullmatch(name):
+            continue
         plain = re.sub(r"[^a-z0-9_]", "_", name.lower()).removesuffix("_total")
         amount: float = value
         if plain.endswith("_ms"):
@@ -116,3 +145,17 @@ def _scheduler_counters(status: Status) -> Iterator[Metric]:
             plain = f"{plain.removesuffix('_ms')}_seconds"
             amount = value / 1000
         yield CounterMetricFamily(f"tokenyard_scheduler_{plain}", f"Counter {name!r} of the scheduler", value=amount)
+
+
+def _scheduler_sizes(counters: Mapping[str, int]) -> Iterator[Metric]:
+    found = [match for match in map(_SIZE.fullmatch, counters) if match is not None]
+    for name in sorted({match[1] for match in found}):
+        counts = {int(match[2]): counters[match[0]] for match in found if match[1] == name and match[2]}
+        within = [sum(count for size, count in counts.items() if size <= bound) for bound in _SIZE_BOUNDS]
+        buckets = [(str(float(bound)), count) for bound, count in zip(_SIZE_BOUNDS, within, strict=True)]
+        yield HistogramMetricFamily(
+            f"tokenyard_scheduler_{name}",
+            f"Sizes {name!r} of the scheduler",
+            buckets=[*buckets, ("+Inf", sum(counts.values()))],
+            sum_value=counters.get(f"{name}<=", 0),
+        )

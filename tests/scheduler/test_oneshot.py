@@ -375,6 +375,10 @@ def test_the_log_tells_the_way_of_a_request() -> None:
     counters = yard.scheduler.counters
     assert (counters["texts"], counters["text_tokens"]) == (30, 900)
     assert counters["batches"] >= 2
+    assert (counters["batch_texts<="], counters["batch_tokens<="]) == (30, 900)
+    for name in ("batch_texts", "batch_tokens"):
+        sizes = {key: count for key, count in counters.items() if key.startswith(f"{name}<=") and not key.endswith("=")}
+        assert sum(sizes.values()) == counters["batches"]
 
 
 def test_a_worker_that_only_generates_gets_no_texts() -> None:

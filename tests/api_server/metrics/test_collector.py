@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from api_server.metrics.collector import TOKEN_SECONDS, Metrics
+from api_server.metrics.server_facts import ModelState
 from interfaces.messages import Status, WorkerStatus
 from interfaces.result.results import ErrorCode, RequestError
 from shared import process_table
@@ -188,6 +189,24 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
     silent = parse(metrics.exposition(None).decode())
     assert value(silent, "tokenyard_scheduler_ready") == 0
     assert ("tokenyard_requests_running", ()) not in silent
+
+
+def test_sizes_are_histograms_and_several_models_have_labels() -> None:
+    counters = {"texts": 9, "batch_texts<=1": 2, "batch_texts<=4": 1, "batch_texts<=65536": 1, "batch_texts<=": 60_005}
+    status = Status(9, True, "", [], 7, 5, 4096, 128, 16, 32000, counters)
+    found = parse(Metrics("chat", ["/generate"]).exposition(status).decode())
+    for bound, count in (("1.0", 2), ("2.0", 2), ("4.0", 3), ("16384.0", 3), ("+Inf", 4)):
+        assert value(found, "tokenyard_scheduler_batch_texts_bucket", le=bound) == count
+    assert value(found, "tokenyard_scheduler_batch_texts_count") == 4
+    assert value(found, "tokenyard_scheduler_batch_texts_sum") == 60_005
+    assert value(found, "tokenyard_scheduler_texts_total") == 9
+    others = [ModelState("embed", status, 0.5), ModelState("rerank", None, 0.0)]
+    found = parse(Metrics("chat", ["/generate"]).exposition(status, others=others).decode())
+    for model, ready in (("chat", 1), ("embed", 1), ("rerank", 0)):
+        assert value(found, "tokenyard_scheduler_ready", model=model) == ready
+    assert value(found, "tokenyard_scheduler_silent_seconds", model="embed") == 0.5
+    assert value(found, "tokenyard_scheduler_batch_texts_bucket", model="embed", le="4.0") == 3
+    assert value(found, "tgi_batch_current_size") == 10
 
 
 def test_what_is_past_is_not_shown_as_present() -> None:

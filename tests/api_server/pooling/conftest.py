@@ -128,6 +128,9 @@ class PoolingDouble(SchedulerDouble):
                     rows.append(np.stack([shaped(vector_of(text[i : i + 1]), context) for i in range(len(text))]))
                 case PoolingTask.SPARSE:
                     rows.append(np.array([(token, 0.5) for token in sorted(set(text.tolist()))], np.float32))
+                case PoolingTask.CLASSIFY_TOKENS:
+                    logits = np.stack([vector_of(text[i : i + 1], len(self.labels)) for i in range(len(text))])
+                    rows.append(np.stack([activated(row) for row in logits]) if context.activate else logits)
                 case _:
                     logits = vector_of(text, len(self.labels))
                     rows.append((activated(logits) if context.activate else logits)[None])

@@ -137,6 +137,33 @@ def test_int8_tiles_multiply(rows: int, inputs: int, dtype: torch.dtype) -> None
     assert not whole[rows:].any()
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, TILE_ROWS), inputs)
+def test_tiles_of_one_digit_multiply_what_it_says(rows: int, inputs: int) -> None:
+    """The product of rounded inputs is exact; they are off by half of a 127th of their row's greatest at most."""
+    layer = Int8Linear(quantize(torch.randn(2 * PANEL, inputs)), None, torch.float32)
+    array, x = operand(TILE_ROWS + 2, inputs, layer)
+    like = np.empty(1, np.int8)
+    room = room_for(1, len(x), array.size, like)
+    digits = split_by_core(array, like, room)
+    assert digits_of(like) == 1
+    width = width_of(array.shape[1])
+    said = digits.values[: len(x) * width].reshape(len(x), width) * digits.factors[:, None].astype(np.float64)
+    peaks = np.abs(x.numpy()).max(1, keepdims=True)
+    assert (np.abs(said[:, : array.shape[1]] - array) <= peaks * 0.5001 / 127).all()
+    rows = min(rows, int8_rows(like))
+    scales = layer.panels.ctypes.data + layer.panels.strides[0]
+    place, values = scales + SCALE_BYTES, second_panel(layer)
+    want = torch.from_numpy(said[2 : 2 + rows, : values.shape[1]]) @ values.T
+    whole, half = tile(), tile()
+    multiply_int8_panel(like, digits, array.shape[1], 2, rows, place, scales, nothing_early(place), whole)
+    multiply_int8_half_panel(
+        like, digits, array.shape[1], 2, rows, place + 128, scales + 128, nothing_early(place), half
+    )
+    assert relative(torch.from_numpy(whole[:rows]), want) < 1e-6
+    assert relative(torch.from_numpy(half[:rows, : PANEL // 2]), want[:, PANEL // 2 :]) < 1e-6
+
+
 def test_sums_of_the_widest_product_do_not_overflow() -> None:
     layer = Int8Linear(quantize(torch.ones(1, MOST_INPUTS)), None, torch.float32)
     assert relative(layer(torch.ones(1, MOST_INPUTS)), torch.full((1, 1), float(MOST_INPUTS))) < 1e-6

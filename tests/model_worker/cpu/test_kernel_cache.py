@@ -101,6 +101,10 @@ def test_what_was_compiled_is_known_by_type_and_place(tmp_path: Path, monkeypatc
     kernel_cache.record_compiled(torch.bfloat16)
     assert kernel_cache.are_compiled(torch.bfloat16)
     assert not kernel_cache.are_compiled(torch.float32)
+    assert not kernel_cache.are_compiled(torch.bfloat16, kernel_cache.ENCODER)
+    kernel_cache.record_compiled(torch.float32, kernel_cache.ENCODER)
+    assert kernel_cache.are_compiled(torch.float32, kernel_cache.ENCODER)
+    assert not kernel_cache.are_compiled(torch.float32)
     (tmp_path / "file").touch()
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
     assert kernel_cache.are_compiled(torch.float32), "where nothing can be kept, waiting would never end"
