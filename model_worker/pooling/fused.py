@@ -38,13 +38,17 @@ class Fused:
 
 
 def fused(model: nn.Module, padding: int) -> Iterator[Fused]:
-    """Set up one way to count positions after another. UnsupportedPattern for a model that is not like BERT.
+    """Set up one way to count positions after another; int8 layers with activations of eight bits before those of
+    sixteen. UnsupportedPattern for a model that is not like BERT.
 
     Its linear modules are packed, which changes what they compute by rounding only.
     """
     require_form(model)
     pack_linears(model)
-    layers = EncoderLayers(model)
-    yield Fused(model, layers, 0)
-    # RoBERTa and its kin count from behind the padding token's id.
-    yield Fused(model, layers, padding + 1)
+    for coarse in (True, False):
+        layers = EncoderLayers(model, coarse)
+        yield Fused(model, layers, 0)
+        # RoBERTa and its kin count from behind the padding token's id.
+        yield Fused(model, layers, padding + 1)
+        if not layers.is_int8:
+            break

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from interfaces import PoolingTask
-from model_worker.cpu.encoder.layers import require_form
+from model_worker.cpu.encoder.layers import OWN_SCALES, require_form
 from model_worker.cpu.fused.pattern import UnsupportedPattern
 from model_worker.cpu.gemm.packed_linear import PACKED_DTYPES, PackedLinear, pack_linears, quantize_linears
 from model_worker.cpu.gemm.weight_format import PANEL
@@ -274,7 +274,7 @@ def _quantize(loaded: _Loaded, texts: Texts, states: Tensor) -> None:
         # Where a text begins and ends, states are the largest.
         typical = verify.framed(texts, *loaded.files.frame_tokens)
         if max(typical.lengths) <= loaded.max_model_len:
-            scales = smooth(base, lambda: verify.expected_states(base, typical))
+            scales = smooth(base, lambda: verify.expected_states(base, typical), OWN_SCALES)
     pack_linears(base, quantized=quantize_linears(base))
     scale_inputs(base, scales)
     got = verify.expected_states(base, texts)

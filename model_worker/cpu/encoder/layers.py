@@ -37,14 +37,20 @@ _LAYER = {"attention", "intermediate", "output"}
 _EXACT = (nn.GELU, GELUActivation)
 _TANH = (NewGELUActivation, GELUTanh)
 
+# Ends of the names of linear modules that may have scales of their inputs for themselves: see pooling/smoothing.py.
+OWN_SCALES = ("value",)
+
 Packed = PackedLinear | Int8Linear
 
 
 class EncoderLayers:
     """The layers of a model, and buffers that grow with the largest batch."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Take a model whose linear modules are packed. Raises UnsupportedPattern with the reason."""
+    def __init__(self, model: nn.Module, coarse: bool = True) -> None:
+        """Take a model whose linear modules are packed. Raises UnsupportedPattern with the reason.
+
+        `coarse`: with int8 weights, activations have eight bits where that is most likely enough.
+        """
         layers = _layers(model)
         self._linears = [_linears(layer) for layer in layers]
         self._cores = torch.get_num_threads()
@@ -52,10 +58,11 @@ class EncoderLayers:
         self._hidden = first[0].out_features
         self._dtype = first[0].dtype
         self._weights = _weights(layers, self._linears)
-        self._is_int8 = isinstance(first[0], Int8Linear)
+        self.is_int8 = isinstance(first[0], Int8Linear)
+        self._coarse = coarse
         element = np.uint16 if self._dtype == torch.bfloat16 else np.float32
         self._operand = operand_dtype(element)
-        self._first_scales = torch.from_numpy(_scales(first[0]))
+        self._first_scales = [torch.from_numpy(_scales(linear)) for linear in (first[0], first[2])]
         self._buffers, self._formats = self._make_room(1)
 
     def run(self, x: Tensor, starts: Sequence[int]) -> Tensor:
@@ -67,36 +74,42 @@ class EncoderLayers:
         tokens = len(states)
         if tokens > len(self._buffers.qkv):
             self._buffers, self._formats = self._make_room(max(tokens, 2 * len(self._buffers.qkv)))
-        hidden, qkv, heads, inner = self._buffers
-        buffers = EncoderBuffers(hidden[:tokens], qkv[:tokens], heads[:tokens], inner)
-        scaled = x * self._first_scales
-        if self._operand == np.float32:
-            buffers.hidden[:, : self._hidden] = scaled.numpy()
-        else:
-            buffers.hidden[:, : self._hidden] = scaled.to(torch.bfloat16).view(torch.uint16).numpy()
+        hidden, of_values, qkv, heads, inner = self._buffers
+        buffers = EncoderBuffers(hidden[:tokens], of_values[:tokens], qkv[:tokens], heads[:tokens], inner)
+        for operand, scales in zip((buffers.of_values, buffers.hidden), reversed(self._first_scales), strict=True):
+            scaled = x * scales
+            if self._operand == np.float32:
+                operand[:, : self._hidden] = scaled.numpy()
+            else:
+                operand[:, : self._hidden] = scaled.to(torch.bfloat16).view(torch.uint16).numpy()
         bounds = np.array(starts, np.int64)
         work = EncoderWork(states, bounds, int(np.diff(bounds).max()), self._weights, buffers)
         thread_pool(self._cores).run(run_encoder, self._cores, work, *self._formats)
         return x
 
-    def _make_room(self, tokens: int) -> tuple[EncoderBuffers, tuple[WeightFormat, WeightFormat]]:
-        """Make buffers, and the formats of DOWN's weights and of the others."""
+    def _make_room(self, tokens: int) -> tuple[EncoderBuffers, tuple[WeightFormat, ...]]:
+        """Make buffers, and the formats of most weights, of those of values, and of DOWN's."""
         q, _, _, out, _, down = self._linears[0]
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
+        hidden = np.zeros((tokens, q.input_width), self._operand)
         buffers = EncoderBuffers(
-            hidden=np.zeros((tokens, q.input_width), self._operand),
+            hidden=hidden,
+            of_values=np.zeros_like(hidden) if len(self._weights.value_scales) else hidden,
             qkv=np.zeros((tokens, 3 * self._hidden), np.float32),
             heads=np.zeros((tokens, out.input_width), self._operand),
             inner=np.zeros((at_a_time, down.input_width), self._operand),
         )
-        if not self._is_int8:
+        if not self.is_int8:
             plain = q.weight_format(self._cores, at_a_time, 0)
-            return buffers, (plain, plain)
+            return buffers, (plain, plain, plain)
         # Eight bits of a state are enough, and sixteen of what is between the products of the MLP, whose greatest
         # elements are far from the others. What that takes from vectors is judged at load.
-        coarse = int8_format(np.int8, self._cores, at_a_time, at_a_time * width_of(q.input_width))
+        element = np.int8 if self._coarse else np.uint16
+        room = self._cores, at_a_time, at_a_time * width_of(q.input_width)
+        usual = int8_format(element, *room)
+        of_values = int8_format(element, *room) if len(self._weights.value_scales) else usual
         fine = int8_format(np.uint16, self._cores, at_a_time, at_a_time * width_of(down.input_width))
-        return buffers, (coarse, fine)
+        return buffers, (usual, of_values, fine)
 
 
 def require_form(model: nn.Module) -> None:
@@ -145,8 +158,8 @@ def _linears(layer: Any) -> list[Packed]:
     _require(len({type(linear) for linear in found}) == 1, "its linear layers are of different kinds")
     _require(len({linear.dtype for linear in found}) == 1, "its linear layers are of different types")
     _require(len({linear.input_width for linear in (q, k, v, up)}) == 1, "its packed layers have different widths")
-    same = all(np.array_equal(_scales(q), _scales(linear)) for linear in (k, v))
-    _require(same, "its queries, keys and values are of operands that are scaled in different ways")
+    same = np.array_equal(_scales(q), _scales(k))
+    _require(same, "its queries and keys are of operands that are scaled in different ways")
     return found
 
 
@@ -157,6 +170,8 @@ def _weights(layers: list[Any], linears: list[list[Packed]]) -> EncoderWeights:
     plain = all(type(norm) is nn.LayerNorm and norm.weight is not None for norm in every_norm)
     _require(plain and len({norm.eps for norm in every_norm}) == 1, "its norms are not plain layer norms")
     _require(len({linear.out_features for row in linears for linear in row[4:5]}) == 1, "its layers differ in width")
+    apart = any(not np.array_equal(_scales(row[0]), _scales(row[2])) for row in linears)
+    following = [*linears[1:], linears[0]]
     return EncoderWeights(
         panels=np.array([[linear.panels.ctypes.data for linear in row] for row in linears], np.int64),
         qkv_biases=np.stack([np.concatenate([_bias(linear) for linear in row[:3]]) for row in linears]),
@@ -167,11 +182,9 @@ def _weights(layers: list[Any], linears: list[list[Packed]]) -> EncoderWeights:
             [np.stack([_float(part) for norm in pair for part in (norm.weight, norm.bias)]) for pair in norms]
         ),
         hidden_scales=np.stack(
-            [
-                np.stack([_scales(row[4]), _scales(following[0])])
-                for row, following in zip(linears, [*linears[1:], linears[0]], strict=True)
-            ]
+            [np.stack([_scales(row[4]), _scales(after[0])]) for row, after in zip(linears, following, strict=True)]
         ),
+        value_scales=np.stack([_scales(row[2]) for row in following])[: len(linears) if apart else 0],
         heads_scales=np.stack([_scales(row[3]) for row in linears]),
         inner_scales=np.stack([_scales(row[5]) for row in linears]),
         epsilon=np.float32(every_norm[0].eps),

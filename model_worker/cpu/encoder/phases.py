@@ -43,6 +43,7 @@ class EncoderWeights(NamedTuple):
     norms: NDArray[np.float32]  # [L, NORMS, hidden]
     # What operands are multiplied by, beside what the model computes: their weights were divided by it.
     hidden_scales: NDArray[np.float32]  # [L, 2, hidden]: before UP, and before the QKV of the next layer
+    value_scales: NDArray[np.float32]  # [L, hidden] before the V of the next layer, if it has its own; else [0, hidden]
     heads_scales: NDArray[np.float32]  # [L, hidden]
     inner_scales: NDArray[np.float32]  # [L, inner]
     epsilon: np.float32
@@ -55,6 +56,7 @@ class EncoderBuffers(NamedTuple):
     """Buffers for T tokens, or for B that are dealt with at a time. Operands are as wide as panels have steps."""
 
     hidden: NDArray[Any]  # operand [T, >= hidden]
+    of_values: NDArray[Any]  # the same for V: `hidden` itself, unless V has scales of its own
     qkv: NDArray[np.float32]  # [T, 3 * hidden]
     heads: NDArray[Any]  # operand [T, >= hidden]
     inner: NDArray[Any]  # operand [B, >= inner]
@@ -75,6 +77,7 @@ class _Own(NamedTuple):
 
     core: int
     weight_format: Any
+    value_format: Any  # that of V: the same, unless V has scales of its own
     down_format: Any  # that of DOWN, whose operand has the widest range
     tile: NDArray[np.float32]
     scratch: Any
@@ -103,7 +106,14 @@ def _normalise(values: Any, added: Any, norms: Any, first: int, epsilon: Any, sc
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _project(layer: int, taken: Any, operand: Any, out: Any, weights: Any, own: Any) -> None:
+def _scale(values: Any, scales: Any, operand: Any) -> None:
+    """Write a token's normalised residual as another operand."""
+    for c in range(len(values)):
+        operand[c] = element(values[c] * scales[c], operand)
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _project(layer: int, taken: Any, operand: Any, of_values: Any, out: Any, weights: Any, own: Any) -> None:
     """Multiply by some halves of panels of Q's, K's and V's weights, counted as if they lay in a row."""
     width = weights.out_biases.shape[1]
     halves = halves_of(width)
@@ -114,8 +124,13 @@ def _project(layer: int, taken: Any, operand: Any, out: Any, weights: Any, own: 
             some = (first, end - first)
             panels = weights.panels[layer, part]
             biases = weights.qkv_biases
-            own_format = own.weight_format
-            add_product(own.core, some, operand, panels, width, out, part * width, biases, layer, own_format, own.tile)
+            at = part * width
+            if part == 2:
+                value_format = own.value_format
+                add_product(own.core, some, of_values, panels, width, out, at, biases, layer, value_format, own.tile)
+            else:
+                own_format = own.weight_format
+                add_product(own.core, some, operand, panels, width, out, at, biases, layer, own_format, own.tile)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -142,9 +157,13 @@ def _do_part(kind: int, layer: int, block: Any, taken: Any, fresh: bool, work: A
     panels = weights.panels[layer]
     biases = weights.qkv_biases
     if kind == QKV:
+        of_values = buffers.of_values[first : first + count]
         if fresh:
             own_format.prepare(hidden)
-        _project(layer, taken, hidden, buffers.qkv[first : first + count], weights, own)
+            if len(weights.value_scales) > 0:
+                value_format = own.value_format
+                value_format.prepare(of_values)
+        _project(layer, taken, hidden, of_values, buffers.qkv[first : first + count], weights, own)
     elif kind == OUT:
         if fresh:
             own_format.prepare(heads)
@@ -167,6 +186,8 @@ def _do_part(kind: int, layer: int, block: Any, taken: Any, fresh: bool, work: A
         scales = weights.hidden_scales[layer, 0 if kind == NORM else 1]
         for row in range(taken[0], taken[0] + taken[1]):
             _normalise(x[row], added, weights.norms[layer], norm, weights.epsilon, scales, hidden[row])
+            if kind == LAST_NORM and len(weights.value_scales) > 0:
+                _scale(x[row], weights.value_scales[layer], buffers.of_values[first + row])
 
 
 @njit(inline="always")
@@ -223,18 +244,22 @@ def _is_short(kind: int, sizes: Any) -> bool:
 
 
 @njit(nogil=True, cache=True)
-def run_encoder(core: int, counter: Any, cores: int, work: Any, weight_format: Any, down_format: Any) -> None:
-    """Run one core's part of a pass. `work.x` and `work.buffers.hidden` hold the embeddings, here scaled.
+def run_encoder(
+    core: int, counter: Any, cores: int, work: Any, weight_format: Any, value_format: Any, down_format: Any
+) -> None:
+    """Run one core's part of a pass. `work.x` holds the embeddings, and so do `hidden` and `of_values`, scaled.
 
-    The buffers of both formats begin with the core, where they have any.
+    The buffers of formats begin with the core, where they have any.
     """
     counter = borrowed(counter)
     work = borrowed(work)
     end = len(work.weights.panels) * KINDS
     tiles = np.empty((TILE_ROWS, PANEL), np.float32)
     scratch = scratch_for(work.longest, work.x.shape[1] // work.weights.heads)
-    formats = (borrowed(weight_format.of_core(core)), borrowed(down_format.of_core(core)))
-    own = _Own(core, formats[0], formats[1], borrowed(tiles), borrowed(scratch))
+    usual = borrowed(weight_format.of_core(core))
+    of_values = borrowed(value_format.of_core(core))
+    of_down = borrowed(down_format.of_core(core))
+    own = _Own(core, usual, of_values, of_down, borrowed(tiles), borrowed(scratch))
     sizes = np.zeros((KINDS, 2), np.int64)
     blocks = _blocks(work.x.shape[0], cores)
     _fill_sizes(sizes, blocks, work)

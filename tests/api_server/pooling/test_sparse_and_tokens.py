@@ -44,12 +44,8 @@ def test_sparse_vectors_are_words_with_their_weights(sparse: PoolingServer, path
 
 
 def test_sparse_vectors_have_no_other_form(sparse: PoolingServer) -> None:
-    for path, body in (
-        ("/pooling", {"input": "fox"}),
-        ("/v1/embeddings", {"input": "fox"}),
-        ("/embed", {"inputs": "a"}),
-    ):
-        response = post(sparse, path, **body)
+    for path, field in (("/pooling", "input"), ("/v1/embeddings", "input"), ("/embed", "inputs")):
+        response = post(sparse, path, **{field: "fox"})
         assert response.status_code == 400
         assert "/embed_sparse" in response.text
 
@@ -68,9 +64,7 @@ def test_labels_of_tokens_are_rows_of_each_text(tagging: PoolingServer, activate
 
 def test_labels_of_tokens_in_base64_are_the_same_numbers(tagging: PoolingServer) -> None:
     plain, coded = (
-        post(tagging, "/pooling", input="the fox", encoding_format=form, task="token_classify").json()["data"][0][
-            "data"
-        ]
+        post(tagging, "/pooling", input="the fox", encoding_format=form).json()["data"][0]["data"]
         for form in ("float", "base64")
     )
     numbers = np.frombuffer(base64.b64decode(coded), "<f4").reshape(-1, len(LABELS))
