@@ -70,7 +70,7 @@ class Padded:
 def _arguments(model: nn.Module, types: Tensor) -> dict[str, Any]:
     """Return the arguments that only some models take."""
     kind: Any = type(model)
-    taken = _parameters(kind)
+    taken = parameters(kind)
     arguments: dict[str, Any] = {}
     if "token_type_ids" in taken:
         arguments["token_type_ids"] = types if types.dim() == 2 else types[None]
@@ -80,6 +80,6 @@ def _arguments(model: nn.Module, types: Tensor) -> dict[str, Any]:
 
 
 @functools.cache
-def _parameters(model: Any) -> frozenset[str]:
-    """Return the names of the arguments of a model's forward pass."""
+def parameters(model: Any) -> frozenset[str]:
+    """Return the names of the arguments of a module's forward pass."""
     return frozenset(inspect.signature(model.forward).parameters)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model_worker.cpu.encoder.layers import EncoderLayers, require_form
+from model_worker.cpu.encoder.layers import EncoderLayers
+from model_worker.cpu.encoder.pattern import require_form
 from model_worker.cpu.gemm.packed_linear import pack_linears
+from model_worker.pooling.backbone import parameters
 from model_worker.pooling.texts import Texts
 
 
@@ -27,12 +29,16 @@ class Fused:
     description: str = "packed texts, fused layers"
 
     def __call__(self, texts: Texts) -> Tensor:
-        types = torch.zeros_like(texts.tokens) if texts.types is None else texts.types
-        positions = (texts.positions + self.first_position)[None]
-        embedded = self.model.embeddings(
-            input_ids=texts.tokens[None], position_ids=positions, token_type_ids=types[None]
-        )
-        # Embeddings end in a norm, so nothing else has this memory: the layers write into it.
+        embeddings = self.model.embeddings
+        kind: Any = type(embeddings)
+        arguments = {"input_ids": texts.tokens[None], "position_ids": (texts.positions + self.first_position)[None]}
+        if "token_type_ids" in parameters(kind):
+            types = torch.zeros_like(texts.tokens) if texts.types is None else texts.types
+            arguments["token_type_ids"] = types[None]
+        embedded = embeddings(**arguments)
+        if hasattr(self.model, "embeddings_project"):
+            embedded = self.model.embeddings_project(embedded)
+        # Embeddings end in a norm or a product, so nothing else has this memory: the layers write into it.
         states = embedded[0].float().contiguous()
         return self.layers.run(states, texts.starts).to(embedded.dtype)
 

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
 from interfaces import PoolingTask
-from model_worker.cpu.encoder.layers import OWN_SCALES, require_form
+from model_worker.cpu.encoder.pattern import OWN_SCALES, require_form
 from model_worker.cpu.fused.pattern import UnsupportedPattern
 from model_worker.cpu.gemm.packed_linear import PACKED_DTYPES, PackedLinear, pack_linears, quantize_linears
 from model_worker.cpu.gemm.weight_format import PANEL

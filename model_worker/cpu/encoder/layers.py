@@ -1,7 +1,6 @@
 """Runs the layers of an encoder like BERT's in one compiled call, from embeddings to the last hidden states.
 
-Recognises the model by its modules, and reads the weights that its packed linear modules hold. Modules do not say all
-that a model does, so its states must be compared with the model's own: see model_worker/pooling/verify.py.
+Reads the weights that the packed linear modules of a recognised model hold (pattern.py).
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation
 
+from model_worker.cpu.encoder.pattern import LayerParts, find_layers, require, uses_tanh
 from model_worker.cpu.encoder.phases import (
     BLOCK_TOKENS,
     EncoderBuffers,
@@ -23,7 +22,6 @@ from model_worker.cpu.encoder.phases import (
     most_layers,
     run_encoder,
 )
-from model_worker.cpu.fused.pattern import UnsupportedPattern
 from model_worker.cpu.gemm.int8_format import int8_format
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
@@ -31,14 +29,6 @@ from model_worker.cpu.gemm.weight_format import WeightFormat
 from model_worker.cpu.simd.dot_bf16 import operand_dtype
 from model_worker.cpu.simd.fixed_point import width_of
 from model_worker.cpu.threads import thread_pool
-
-_CHILDREN = {"embeddings", "encoder", "pooler"}
-_LAYER = {"attention", "intermediate", "output"}
-_EXACT = (nn.GELU, GELUActivation)
-_TANH = (NewGELUActivation, GELUTanh)
-
-# Ends of the names of linear modules that may have scales of their inputs for themselves: see pooling/smoothing.py.
-OWN_SCALES = ("value",)
 
 Packed = PackedLinear | Int8Linear
 
@@ -51,8 +41,9 @@ class EncoderLayers:
 
         `coarse`: with int8 weights, activations have eight bits where that is most likely enough.
         """
-        layers = _layers(model)
-        self._linears = [_linears(layer) for layer in layers]
+        layers = find_layers(model)
+        require(len(layers) <= most_layers(), "it has too many layers")
+        self._linears = [_require_fitting(layer.linears) for layer in layers]
         self._cores = torch.get_num_threads()
         first = self._linears[0]
         self._hidden = first[0].out_features
@@ -112,66 +103,31 @@ class EncoderLayers:
         return buffers, (usual, of_values, fine)
 
 
-def require_form(model: nn.Module) -> None:
-    """Raise UnsupportedPattern for a model whose layers are not built like BERT's."""
-    _tanh(_layers(model))
-
-
-def _require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise UnsupportedPattern(reason)
-
-
-def _layers(model: Any) -> list[Any]:
-    """Return the layers of a model whose modules are BERT's."""
-    children = {name for name, _ in model.named_children()}
-    _require(children <= _CHILDREN and {"embeddings", "encoder"} <= children, "its parts are not those of BERT")
-    only_layers = [name for name, _ in model.encoder.named_children()] == ["layer"]
-    _require(only_layers and len(model.encoder.layer) > 0, "its encoder has more than layers")
-    layers = list(model.encoder.layer)
-    _require(len(layers) <= most_layers(), "it has too many layers")
-    for layer in layers:
-        _require({name for name, _ in layer.named_children()} == _LAYER, "its layers are not built like BERT's")
-    return layers
-
-
-def _linears(layer: Any) -> list[Packed]:
-    """Return Q, K, V, the projection of the heads, and the two of the MLP."""
-    try:
-        attention = getattr(layer.attention, "self")  # noqa: B009 - reads better than a dot before self
-        found = [
-            attention.query,
-            attention.key,
-            attention.value,
-            layer.attention.output.dense,
-            layer.intermediate.dense,
-            layer.output.dense,
-        ]
-    except AttributeError as error:
-        raise UnsupportedPattern("its layers are not built like BERT's") from error
-    _require(all(isinstance(linear, Packed) for linear in found), "a linear layer of it is not packed")
-    q, k, v, out, up, down = found
+def _require_fitting(linears: Sequence[Any]) -> list[Packed]:
+    """Return the linear layers of a layer, which must be packed and of like kind."""
+    require(all(isinstance(linear, Packed) for linear in linears), "a linear layer of it is not packed")
+    q, k, v, out, up, down = linears
     hidden = q.out_features
     fitting = {q.out_features, k.out_features, v.out_features, out.in_features, out.out_features, up.in_features}
-    _require(fitting == {hidden} and q.in_features == hidden == down.out_features, "its layers change the width")
-    _require(up.out_features == down.in_features, "its MLP has other widths inside")
-    _require(len({type(linear) for linear in found}) == 1, "its linear layers are of different kinds")
-    _require(len({linear.dtype for linear in found}) == 1, "its linear layers are of different types")
-    _require(len({linear.input_width for linear in (q, k, v, up)}) == 1, "its packed layers have different widths")
+    require(fitting == {hidden} and q.in_features == hidden == down.out_features, "its layers change the width")
+    require(up.out_features == down.in_features, "its MLP has other widths inside")
+    require(len({type(linear) for linear in linears}) == 1, "its linear layers are of different kinds")
+    require(len({linear.dtype for linear in linears}) == 1, "its linear layers are of different types")
+    require(len({linear.input_width for linear in (q, k, v, up)}) == 1, "its packed layers have different widths")
     same = np.array_equal(_scales(q), _scales(k))
-    _require(same, "its queries and keys are of operands that are scaled in different ways")
-    return found
+    require(same, "its queries and keys are of operands that are scaled in different ways")
+    return list(linears)
 
 
-def _weights(layers: list[Any], linears: list[list[Packed]]) -> EncoderWeights:
-    first = getattr(layers[0].attention, "self")  # noqa: B009
-    norms = [(layer.attention.output.LayerNorm, layer.output.LayerNorm) for layer in layers]
+def _weights(layers: list[LayerParts], linears: list[list[Packed]]) -> EncoderWeights:
+    norms = [layer.norms for layer in layers]
     every_norm = [norm for pair in norms for norm in pair]
     plain = all(type(norm) is nn.LayerNorm and norm.weight is not None for norm in every_norm)
-    _require(plain and len({norm.eps for norm in every_norm}) == 1, "its norms are not plain layer norms")
-    _require(len({linear.out_features for row in linears for linear in row[4:5]}) == 1, "its layers differ in width")
+    require(plain and len({norm.eps for norm in every_norm}) == 1, "its norms are not plain layer norms")
+    require(len({linear.out_features for row in linears for linear in row[4:5]}) == 1, "its layers differ in width")
     apart = any(not np.array_equal(_scales(row[0]), _scales(row[2])) for row in linears)
     following = [*linears[1:], linears[0]]
+    heads = layers[0].heads
     return EncoderWeights(
         panels=np.array([[linear.panels.ctypes.data for linear in row] for row in linears], np.int64),
         qkv_biases=np.stack([np.concatenate([_bias(linear) for linear in row[:3]]) for row in linears]),
@@ -188,18 +144,10 @@ def _weights(layers: list[Any], linears: list[list[Packed]]) -> EncoderWeights:
         heads_scales=np.stack([_scales(row[3]) for row in linears]),
         inner_scales=np.stack([_scales(row[5]) for row in linears]),
         epsilon=np.float32(every_norm[0].eps),
-        heads=int(first.num_attention_heads),
-        scale=np.float32((linears[0][0].out_features // first.num_attention_heads) ** -0.5),
-        tanh=_tanh(layers),
+        heads=heads,
+        scale=np.float32((linears[0][0].out_features // heads) ** -0.5),
+        tanh=uses_tanh(layers),
     )
-
-
-def _tanh(layers: list[Any]) -> bool:
-    """Whether the activation is GELU's approximation by a tanh, and not GELU itself."""
-    activations = {type(getattr(layer.intermediate, "intermediate_act_fn", None)) for layer in layers}
-    tanh = activations <= set(_TANH)
-    _require(tanh or activations <= set(_EXACT), "its activation is not GELU")
-    return tanh
 
 
 def _bias(linear: Packed) -> NDArray[np.float32]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 from model_worker.cpu.encoder.attention import attend, scratch_for
-from model_worker.cpu.encoder.layers import EncoderLayers, require_form
+from model_worker.cpu.encoder.layers import EncoderLayers
+from model_worker.cpu.encoder.pattern import require_form
 from model_worker.cpu.encoder.phases import BLOCK_TOKENS
 from model_worker.cpu.fused.pattern import UnsupportedPattern
 from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears

@@ -18,7 +18,7 @@ from model_worker.model import ModelRefused
 from model_worker.pooling.load import load_pooling
 from model_worker.pooling.pooler import Pooler
 from model_worker.pooling.texts import passes
-from tests.model_worker.pooling.tiny_encoders import CONFIGS, DECODERS, PADDED, random_texts, save
+from tests.model_worker.pooling.tiny_encoders import CONFIGS, DECODERS, FUSED, PADDED, random_texts, save
 
 
 def states(path: Path, texts: list[NDArray[np.int32]]) -> list[NDArray[np.float64]]:
@@ -43,6 +43,7 @@ def test_mixed_texts_get_the_states_of_texts_alone(name: str, tmp_path: Path) ->
     path = save(name, tmp_path)
     pooler = load_pooling(path, dtype="float32", max_batch_tokens=150)
     assert ("padded" in pooler.backend) == (name in PADDED), pooler.backend
+    assert ("fused" in pooler.backend) == (name in FUSED), pooler.backend
     assert pooler.tasks == {PoolingTask.EMBED, PoolingTask.EMBED_TOKENS}
     texts = random_texts(9)
     want = states(path, texts)

@@ -94,6 +94,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Those whose attention does not go through transformers' registry.
 PADDED = ("mpnet", "deberta-v2", "roformer", "t5")
+# Those whose layers run in one compiled call on a CPU.
+FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "ernie")
 DECODERS = ("qwen3", "llama", "mistral", "gemma2", "embeddinggemma")
 
 
