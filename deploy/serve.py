@@ -213,7 +213,8 @@ def resolve_adapters(settings: Settings) -> Settings:
     for name, path in settings.adapter_paths.items():
         folder = Path(path).expanduser().absolute()
         try:
-            check_files(folder)
+            # The hub's cache consists of links. Which of them are followed is the worker's to say.
+            check_files(folder, links=True)
         except (ValueError, OSError) as error:
             raise SettingsError(f"lora {name}={path}: {error}") from None
         found[name] = str(folder)

@@ -252,16 +252,14 @@ class AdapterRegistry:
         return adapter
 
     def _begin_next(self) -> None:
-        """Begin to load the next adapter, once there are workers and the last one is there."""
+        """Begin to load the next adapter, once there are workers and the last one is there.
+
+        It may be one more than fits beside those in use: it is read to be checked, and leaves at once then.
+        """
         while self._loads and not self._loads[0].began and self._requests.workers:
             load = self._loads[0]
             able = [worker for worker in self._requests.workers.values() if worker.adapters.takes_any]
-            crowded = [worker for worker in able if not worker.adapters.has_room(load.adapter)]
             problem = "this model takes no adapters" if not able else self._too_large(load.adapter)
-            if not problem and crowded:
-                if any(worker.adapters.loading for worker in crowded):
-                    return
-                problem = "requests that run use all memory for adapters (lora_memory): try again later, or raise it"
             if problem:
                 self._fail(load, LoRAStatus.LOAD_ERROR, problem)
                 continue

@@ -65,7 +65,7 @@ class WorkerAdapters:
         return adapter.handle in self._held or self._kept() + adapter.size <= self.memory
 
     def load(self, adapter: Adapter) -> None:
-        """Begin to load an adapter. Others leave if they must; `has_room` has said that this is enough."""
+        """Begin to load an adapter. Others leave for it, as far as they may."""
         if adapter.handle in self._held:
             return
         self.make_room(adapter.size)

@@ -42,13 +42,13 @@ def folders_of(text: str) -> list[Path]:
     return [Path(part.strip()).expanduser() for part in text.split(",") if part.strip()]
 
 
-def check_files(folder: Path) -> None:
-    """Check that a folder has the files of an adapter, and that they are no links.
+def check_files(folder: Path, links: bool = False) -> None:
+    """Check that a folder has the files of an adapter, and unless `links` may be, that they are none.
 
     Raises FileNotFoundError, or ValueError for files that are never read.
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        mode = _mode(folder / name)
+        mode = _mode(folder / name, links)
         if mode is None and name == WEIGHTS_FILE and _mode(folder / _PICKLE_FILE) is not None:
             raise ValueError(
                 f"{folder} has its weights in {_PICKLE_FILE}, a pickle, which may run code: save them anew"
@@ -103,9 +103,9 @@ def _below(asked: PurePath, folder: Path) -> Path | None:
     return place
 
 
-def _mode(path: Path) -> int | None:
-    """The kind of a file, of a link itself; None where nothing is."""
+def _mode(path: Path, links: bool = False) -> int | None:
+    """The kind of a file, of a link itself unless `links` are followed; None where nothing is."""
     try:
-        return path.lstat().st_mode
+        return path.stat(follow_symlinks=links).st_mode
     except (OSError, ValueError):
         return None

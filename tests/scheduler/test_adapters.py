@@ -146,6 +146,20 @@ def test_a_pinned_adapter_stays_and_leaves_room_for_one_other() -> None:
     assert set(yard.worker().loaded.values()) == {1, 2}
 
 
+def test_an_adapter_can_be_loaded_while_requests_use_all_memory() -> None:
+    yard = AdapterYard(memory=SIZE)
+    yard.load("a", 1)
+    yard.ask(1, [5, 6, 7], 40, "a")
+    for _ in range(4):
+        yard.turn()
+    assert yard.load("a", 2, replace=True) is LoRAStatus.SUCCESS
+    assert 1 not in yard.finished
+    yard.ask(2, [5, 6, 7], 5, "a")
+    yard.drain()
+    check_answers(yard)
+    assert yard.finished == {1: Finish.LENGTH, 2: Finish.LENGTH}
+
+
 def test_a_worker_that_finds_another_content_fails_only_that_adapters_requests() -> None:
     yard = AdapterYard()
     yard.load("a", 1)
