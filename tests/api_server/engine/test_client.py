@@ -311,6 +311,17 @@ async def test_silence_makes_unhealthy_then_refuses_then_fails_what_is_open(
     await until(lambda: engine.health().alive)
 
 
+async def test_a_server_that_stops_is_alive_only_if_it_ever_was_ready(
+    engine: EngineClient, run_directory: RunDirectory
+) -> None:
+    engine.draining = True
+    assert (engine.health().alive, engine.health().ready) == (True, False)
+    starting = EngineClient(run_directory.api_endpoint, "starting")
+    starting.draining = True
+    assert (starting.health().alive, starting.health().ready) == (False, False)
+    starting.close()
+
+
 # Arrays in shared memory
 
 

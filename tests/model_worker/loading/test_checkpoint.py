@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from model_worker.batch import ForwardBatch
+from model_worker.loading import checkpoint
 from model_worker.loading.load import load_model
-from model_worker.model import LoadedModel, ModelRefused
+from model_worker.model import LoadedModel, ModelRefused, max_position_of
 from model_worker.runner import ModelRunner
 from tests.model_worker.tiny_models import save_random_model, tiny_model
 
@@ -266,3 +267,58 @@ def test_weights_are_those_of_the_checkpoint(directory: Path, tmp_path: Path) ->
     logits = ModelRunner(load(path), 1, 8).backend.logits(batch)
     model: Any = AutoModelForCausalLM.from_pretrained(path)
     torch.testing.assert_close(logits, model(torch.tensor(tokens[None])).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 512),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 256,
+            },
+            512,
+        ),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "dynamic", "factor": 2.0}, 512),
+    ],
+)
+def test_only_yarn_makes_the_context_longer_than_the_config_says(rope: Any, limit: int, directory: Path) -> None:
+    path = tiny_model("llama", directory, rope_parameters={"rope_theta": 1e4, **rope})
+    config = checkpoint.read_config(path)
+    assert max_position_of(config) == limit
+
+
+def test_weights_that_are_not_finite_are_named(directory: Path, tmp_path: Path) -> None:
+    path = altered(tiny_model("llama", directory), tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3] = float("nan")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelRefused, match=r"48 of the 3072 values of model\.layers\.1\.mlp\.up_proj\.weight are not fini"
+    ):
+        load(path)
+
+
+def test_indexes_of_shards_are_checked(directory: Path, tmp_path: Path) -> None:
+    path = altered(tiny_model("llama", directory), tmp_path / "model")
+    index = path / "model.safetensors.index.json"
+    for weight_map, reason in (
+        ({}, "has an empty weight_map"),
+        ({"a": "model-00001.safetensors"}, r"model-00001\.safetensors, which .* names, is missing"),
+        ({"a": "../model.safetensors"}, "files must lie beside it"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        with pytest.raises(ModelRefused, match=reason):
+            load(path)
+    (path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "some/base"}))
+    index.unlink()
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelRefused, match=r"it is an adapter .* serve its base some/base"):
+        load(path)
