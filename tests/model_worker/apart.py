@@ -57,6 +57,7 @@ RUNS = {
         {"NUMBA_BOUNDSCHECK": "1"},
         (
             "cpu/test_fused_stack.py::test_float32_stack_gives_the_logits_of_the_modules[True-qwen3]",
+            "adapters/test_adapters.py::test_every_kind_gives_the_logits_of_merged_weights[qwen3]",
             "test_attention.py::test_blocks_and_heads_of_unusual_sizes",
             "cpu/test_encoder.py::test_attention_is_the_naive_one",
         ),
