@@ -319,7 +319,6 @@ async def test_a_server_that_stops_is_alive_only_if_it_ever_was_ready(
     starting = EngineClient(run_directory.api_endpoint, "starting")
     starting.draining = True
     assert (starting.health().alive, starting.health().ready) == (False, False)
-    starting.close()
 
 
 # Arrays in shared memory
