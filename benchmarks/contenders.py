@@ -105,7 +105,7 @@ class Ours(Entrant):
         served = ["--served-model-name", model.name]
         command = server.serve_command(port, [str(model), *served, *self._flags])
         start = Start(command, {"OMP_NUM_THREADS": str(needs.threads)})
-        server.compile_kernels()
+        server.compile_kernels(("encoder float32",) if needs.embeds else ("float32", "bfloat16"))
         form = Form(embeds=needs.embeds)
         async with _started(self.name, start, port, model.name, form, log, start_limit) as contender:
             yield contender

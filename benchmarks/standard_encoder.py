@@ -64,3 +64,6 @@ def _save_tokenizer(directory: Path) -> None:
     fast: Any = PreTrainedTokenizerFast
     names = {f"{name[1:-1].lower()}_token": name for name in SPECIAL}
     fast(tokenizer_object=tokenizer, **names, model_max_length=LONGEST).save_pretrained(directory)
+    config = directory / "tokenizer_config.json"
+    # Servers with an older transformers do not know the class that this one writes.
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
