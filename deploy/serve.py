@@ -169,10 +169,12 @@ def sweep_shared_memory() -> None:
 
 
 def resolve_model(settings: Settings) -> Settings:
-    """Make `model` a hub name or an absolute directory."""
+    """Make `model` a hub name, an absolute directory or the absolute path of a GGUF file."""
     if settings.model == "":
         name = settings.served_model_name or EMBEDDED_NAME
         return dataclasses.replace(settings, model=_embedded_model(), served_model_name=name)
+    if (gguf := _find_gguf(settings)) is not None:
+        return gguf
     path = Path(settings.model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -185,10 +187,39 @@ def resolve_model(settings: Settings) -> Settings:
         name = settings.served_model_name or Path(pinned[0]).name
         return dataclasses.replace(settings, model=str(snapshot(*pinned)), served_model_name=name)
     if path.exists():
-        raise SettingsError(f"model {settings.model!r} is a file; give the folder that holds config.json")
+        raise SettingsError(
+            f"model {settings.model!r} is a file; give the folder that holds config.json, or a file .gguf"
+        )
     if not _HUB_NAME.fullmatch(settings.model):
         raise SettingsError(f"model {settings.model!r} is neither a folder here nor a hub name (like Qwen/Qwen3-0.6B)")
     return settings
+
+
+def _find_gguf(settings: Settings) -> Settings | None:
+    """Return the settings with the GGUF file that `model` means; None where it means none. SettingsError for one that
+    cannot be served."""
+    path = Path(settings.model).expanduser()
+    if not (settings.model.endswith(".gguf") or ":" in settings.model or any(path.glob("*.gguf"))):
+        return None
+    # numpy comes with it, and most models are no GGUF files.
+    from shared.gguf.check import check_gguf
+    from shared.gguf.find import find_gguf
+
+    try:
+        found = find_gguf(settings.model)
+        if found is None:
+            return None
+        check_gguf(found)
+    except (ValueError, OSError) as error:
+        raise SettingsError(str(error)) from None
+    if settings.task not in ("auto", "generate"):
+        raise SettingsError(
+            f"task {settings.task!r}: model {found} is a GGUF file, and these generate text only; use task generate"
+        )
+    name = settings.served_model_name or Path(settings.model).name.removesuffix(".gguf")
+    if ":" in settings.model and not settings.served_model_name:
+        name = settings.model
+    return dataclasses.replace(settings, model=found, served_model_name=name)
 
 
 def resolve_further_models(settings: Settings) -> Settings:

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shared.gguf.config import config_of
+from shared.gguf.file import is_gguf, open_gguf
 from shared.pair_template import PairTemplate, chat_pair, qwen_template
 
 # What a server does with a checkpoint: generate text, or one task of pooling.
@@ -101,7 +103,9 @@ class PoolingFiles:
 
     @classmethod
     def read(cls, source: str | Path) -> PoolingFiles:
-        """Read a directory or hub name. ValueError names the file that is broken or lacks something."""
+        """Read a directory or hub name, or a GGUF file. ValueError names the file that is broken or lacks something."""
+        if is_gguf(source):
+            return cls(source=str(source), config=config_of(open_gguf(source)))
         modules = _json_of(source, "modules.json")
         if modules is not None and not isinstance(modules, list):
             raise ValueError(f"modules.json of {source} must be a list of modules, not {type(modules).__name__}")
@@ -296,6 +300,8 @@ def task_of(source: str | Path, task: str = "auto") -> str:
         return PoolingFiles.read(source).task
     if task not in TASKS:
         raise ValueError(f"task {task!r} is unknown: use one of auto, {', '.join(TASKS)}")
+    if task != "generate" and is_gguf(source):
+        raise ValueError(f"task {task!r}: {source} is a GGUF file, and these generate text only; use task generate")
     return task
 
 

@@ -36,7 +36,10 @@ class Settings:
     """All settings of an operator. The `help` and `group` metadata make `--help` and docs/settings.md."""
 
     model: str = _setting(
-        "model", "", "Hugging Face directory or hub name; empty serves the embedded demo model, which needs no network"
+        "model",
+        "",
+        "Hugging Face directory or hub name, or GGUF (FILE.gguf, a folder with one, or HUB/NAME:Q4_K_M); empty serves "
+        "the embedded demo model, which needs no network",
     )
     host: str = _setting("network", "127.0.0.1", "address to listen on; 0.0.0.0 exposes the server to your network")
     port: int = _setting("network", 8000, "TCP port of the HTTP API, shared by all API processes")

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shared.gguf.fast_tokenizer import gguf_tokenizer
+from shared.gguf.file import is_gguf
 from shared.load_errors import broken_file
 
 _TOKENIZER = "tokenizer.json"
@@ -27,7 +29,10 @@ _EXTRA = "pip install 'tokenyard[tokenizers]'"
 
 
 def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer of a directory or hub name, on the tokenizers library. ValueError says what is missing."""
+    """Load the tokenizer of a directory or hub name, or of a GGUF file, on the tokenizers library. ValueError says what
+    is missing."""
+    if is_gguf(model):
+        return gguf_tokenizer(model)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # Of a tokenizer with code of its own transformers would ask on the terminal whether to run it. The class that reads
@@ -100,7 +105,9 @@ def read_json(model: str, name: str) -> dict[str, Any]:
 
 
 def file_of(model: str, name: str) -> Path | None:
-    """Find a file of a directory, or of a hub name; None where there is none."""
+    """Find a file of a directory, or of a hub name; None where there is none, as beside a GGUF file."""
+    if is_gguf(model):
+        return None
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from interfaces import SamplingParamsGenerationConfigDefaults
+from shared.gguf.file import is_gguf, open_gguf
+from shared.gguf.special_tokens import end_tokens
 from shared.tokenizer_files import file_of, read_json
 
 log = logging.getLogger("tokenyard")
@@ -122,7 +124,12 @@ _FIELDS: Mapping[str, Callable[[Any], _Read]] = {
 
 
 def read_generation_config(model: str) -> dict[str, Any]:
-    """The values of generation_config.json; end tokens are config.json's where that file names none."""
+    """The values of generation_config.json; end tokens are config.json's where that file names none.
+
+    A GGUF file has end tokens only.
+    """
+    if is_gguf(model):
+        return {"eos_token_id": end_tokens(open_gguf(model))}
     path = file_of(model, _FILE)
     config: dict[str, Any] = {}
     if path is not None:

@@ -89,7 +89,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str, control_tokens: bool = False) -> Tokenizer:
-        """Loads from a Hugging Face directory or hub name. Raises ValueError with the reason."""
+        """Loads from a Hugging Face directory or hub name, or a GGUF file. Raises ValueError with the reason."""
         tokenizer = load_tokenizer(model)
         if not tokenizer.chat_template:
             tokenizer.chat_template = processor_template(model)

@@ -21,11 +21,13 @@ from model_worker.loading.checkpoint import (
     weights_dtype,
 )
 from model_worker.loading.composite import take_apart
+from model_worker.loading.gguf.load import gguf_config, load_gguf
 from model_worker.loading.prepare import prepare
 from model_worker.loading.rope import pin_longrope
 from model_worker.loading.weights import load_weights, reported_weights
 from model_worker.model import LoadedModel, Progress, check_positions, max_position_of
 from model_worker.vision.family import is_composite
+from shared.gguf.file import is_gguf, open_gguf
 
 
 def load_model(
@@ -38,7 +40,7 @@ def load_model(
     has_kernels: Callable[[torch.dtype], bool] = lambda _: True,
     vision: bool = True,
 ) -> LoadedModel:
-    """Load a Hugging Face directory or hub name.
+    """Load a Hugging Face directory or hub name, or a GGUF file.
 
     `dtype` is "auto" (the checkpoint's, but bfloat16 for a float16 one on a CPU) or a key of DTYPES. `max_model_len` is
     the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
@@ -50,12 +52,16 @@ def load_model(
     wanted_dtype = weights_dtype(dtype, target)
     check_quantization(quantization, target)
     check_device(target)
-    config = read_config(source)
+    gguf = open_gguf(source) if is_gguf(source) else None
+    config = read_config(source) if gguf is None else gguf_config(gguf)
     architecture = refuse_by_config(config, vision)
     max_position = max_position_of(config)
     check_positions(max_model_len, max_position)
     with reported_weights(progress):
-        model = load_weights(source, config, architecture, wanted_dtype, target)
+        if gguf is None:
+            model = load_weights(source, config, architecture, wanted_dtype, target)
+        else:
+            model = load_gguf(gguf, config, architecture, wanted_dtype, target)
     if target.type == "cpu":
         _half_as_bfloat16(model)
     elif target.index is not None and target.type == "cuda":

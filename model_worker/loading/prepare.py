@@ -18,6 +18,7 @@ from model_worker.cpu.fused.stack import fused_stack
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, decode_linears
 from model_worker.cpu.gemm.int8_linear import Quantized
 from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
+from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.loading import verify
 from model_worker.loading.probe import probe_attention
 from model_worker.model import LoadedModel, ModelRefused, Progress, first_line, max_position_of
@@ -40,10 +41,19 @@ def prepare(
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     tokens = verify.tokens(config, device)
-    if device.type == "cpu" and quantization == "none" and not has_kernels(model.dtype):
+    waits = device.type == "cpu" and quantization == "none" and not has_kernels(model.dtype)
+    if waits:
         decode_linears(model)
     count, size = _parameters(model)
     quantized = _quantize(model, architecture) if quantization == "int8" else {}
+    packed: list[PanelLinear] = []
+
+    def pack() -> None:
+        packed.extend(pack_linears(model, lambda done, total: progress("pack weights", done, total), quantized))
+
+    # Passes with encoded weights would decode them again and again. Packing verifies each layer by itself.
+    if not waits and any(isinstance(module, EncodedLinear) for module in model.modules()):
+        pack()
     try:
         with torch.inference_mode():
             expected = verify.eager_logits(model, tokens)
@@ -67,12 +77,12 @@ def prepare(
         parameter_count=count,
         parameter_bytes=size,
     )
-    if device.type == "cpu" and quantization == "none" and not has_kernels(loaded.dtype):
+    if waits:
         plain = replace(loaded, attention_name="reference", has_kernels=False)
         verify.check_paged(plain, tokens, expected)
         return plain
     if device.type == "cpu":
-        packed = pack_linears(model, lambda done, total: progress("pack weights", done, total), quantized)
+        pack()
         size = _parameters(model)[1] + sum(linear.num_bytes for linear in packed)
         loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded))
     if device.type == "cuda":

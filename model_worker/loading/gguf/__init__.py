@@ -1,0 +1,1 @@
+"""From a GGUF file to the model that it describes."""

@@ -1,0 +1,117 @@
+"""The weights of a GGUF file by the names of transformers, decoded when they are read.
+
+Knows how llama.cpp's converters change weights, and undoes that on rows of blocks where it can. Does not know models.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.loading.gguf.names import Change, Source
+from shared.gguf.blocks import OUTPUTS_AT_A_TIME
+from shared.gguf.file import GgufFile, Matrix
+from shared.gguf.format import damaged
+
+# Numbers from which on decoding is worth several threads.
+_WORTH_THREADS = 1 << 20
+
+
+class GgufWeight(EncodedWeight):
+    """A weight of rows of blocks. `matrix.raw` gives the blocks as they are in the file, to keep them so."""
+
+    def __init__(self, matrix: Matrix, shape: tuple[int, ...] | None = None) -> None:
+        """Take a matrix as it is, or as several of them, [experts, outputs, inputs]."""
+        self.matrix = matrix
+        self.shape = shape or matrix.shape
+
+    def rows(self, first: int, last: int) -> Tensor:
+        per_row = self.matrix.shape[0] // self.shape[0]
+        values = _decode(self.matrix, first * per_row, last * per_row)
+        return torch.from_numpy(values).reshape(last - first, *self.shape[1:])
+
+
+class JoinedExperts(EncodedWeight):
+    """The gates and the other inner projections of experts, one behind the other: [experts, outputs, inputs]."""
+
+    def __init__(self, gate: GgufWeight, up: GgufWeight) -> None:
+        experts, outputs, inputs = gate.shape
+        self.shape = (experts, outputs + up.shape[1], inputs)
+        self._parts = (gate, up)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return torch.cat([part.rows(first, last) for part in self._parts], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Vector:
+    """A weight that is no matrix, such as a norm's or a bias, of this shape."""
+
+    values: NDArray[np.float32]
+    shape: tuple[int, ...]
+
+    def decoded(self, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(self.values).reshape(self.shape).to(dtype)
+
+
+def read_weight(
+    file: GgufFile, source: Source, shape: tuple[int, ...], heads: int, kv_heads: int
+) -> EncodedWeight | Vector:
+    """Return the weight of this shape. GgufError for a tensor that is missing or has another shape."""
+    tensors = [file.tensor(name) for name in source.names]
+    wanted = (shape[0], shape[1] // len(tensors), *shape[2:]) if source.change == Change.JOIN else shape
+    for tensor in tensors:
+        # One row of a matrix may be stored as a vector.
+        if tensor.shape != wanted and (1, *tensor.shape) != wanted:
+            raise damaged(
+                file.path, f"tensor {tensor.name} is {list(tensor.shape)}, and by the metadata it is {list(wanted)}"
+            )
+    order = None
+    if source.change in (Change.REORDER_QUERY, Change.REORDER_KEY):
+        order = _stored_rows(shape[0], heads if source.change == Change.REORDER_QUERY else kv_heads)
+    if len(tensors[0].shape) == 1:
+        values = tensors[0].values()
+        if order is not None:
+            values = values[order]
+        return Vector(values - 1 if source.change == Change.LESS_ONE else values, shape)
+    weights = [GgufWeight(tensor.matrix, wanted) for tensor in tensors]
+    if source.change == Change.JOIN:
+        return JoinedExperts(weights[0], weights[1])
+    return weights[0] if order is None else GgufWeight(weights[0].matrix.in_order(order))
+
+
+def _stored_rows(outputs: int, heads: int) -> NDArray[np.int64]:
+    """Return the stored row of each output of a query or key projection.
+
+    transformers rotates output i of a head with output i + half; llama.cpp rotates neighbours, so files have them side
+    by side.
+    """
+    half = outputs // heads // 2
+    rows = np.arange(outputs, dtype=np.int64).reshape(heads, half, 2)
+    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
+
+
+def _decode(matrix: Matrix, first: int, last: int) -> NDArray[np.float32]:
+    """Decode rows a few at a time, so that what is made on the way stays in a cache; many rows in several threads."""
+    values = np.empty((last - first, matrix.shape[1]), np.float32)
+    threads = torch.get_num_threads() if values.size >= _WORTH_THREADS else 1
+
+    def fill(part: int) -> None:
+        """Decode every `threads`-th piece."""
+        for start in range(first + part * OUTPUTS_AT_A_TIME, last, threads * OUTPUTS_AT_A_TIME):
+            stop = min(start + OUTPUTS_AT_A_TIME, last)
+            values[start - first : stop - first] = matrix.decode(start, stop)
+
+    if threads == 1:
+        fill(0)
+        return values
+    with ThreadPoolExecutor(threads, "decode") as pool:
+        for _ in pool.map(fill, range(threads)):
+            pass
+    return values
