@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shared.gguf.config import config_of
-from shared.gguf.file import is_gguf, open_gguf
+from shared.gguf.format import is_gguf
 from shared.pair_template import PairTemplate, chat_pair, qwen_template
 
 # What a server does with a checkpoint: generate text, or one task of pooling.
@@ -105,6 +104,10 @@ class PoolingFiles:
     def read(cls, source: str | Path) -> PoolingFiles:
         """Read a directory or hub name, or a GGUF file. ValueError names the file that is broken or lacks something."""
         if is_gguf(source):
+            # numpy comes with it, and few processes that want a task have a GGUF file.
+            from shared.gguf.config import config_of
+            from shared.gguf.file import open_gguf
+
             return cls(source=str(source), config=config_of(open_gguf(source)))
         modules = _json_of(source, "modules.json")
         if modules is not None and not isinstance(modules, list):

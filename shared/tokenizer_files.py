@@ -11,8 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared.gguf.fast_tokenizer import gguf_tokenizer
-from shared.gguf.file import is_gguf
+from shared.gguf.format import is_gguf
 from shared.load_errors import broken_file
 
 _TOKENIZER = "tokenizer.json"
@@ -32,6 +31,8 @@ def load_tokenizer(model: str) -> Any:
     """Load the tokenizer of a directory or hub name, or of a GGUF file, on the tokenizers library. ValueError says what
     is missing."""
     if is_gguf(model):
+        from shared.gguf.fast_tokenizer import gguf_tokenizer
+
         return gguf_tokenizer(model)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

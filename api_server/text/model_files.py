@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from interfaces import SamplingParamsGenerationConfigDefaults
-from shared.gguf.file import is_gguf, open_gguf
+from shared.gguf.file import open_gguf
+from shared.gguf.format import is_gguf
 from shared.gguf.special_tokens import end_tokens
 from shared.tokenizer_files import file_of, read_json
 

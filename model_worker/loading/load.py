@@ -27,7 +27,8 @@ from model_worker.loading.rope import pin_longrope
 from model_worker.loading.weights import load_weights, reported_weights
 from model_worker.model import LoadedModel, Progress, check_positions, max_position_of
 from model_worker.vision.family import is_composite
-from shared.gguf.file import is_gguf, open_gguf
+from shared.gguf.file import open_gguf
+from shared.gguf.format import is_gguf
 
 
 def load_model(

@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.gguf.blocks import OUTPUTS_AT_A_TIME, decode
-from shared.gguf.format import BlockType, GgufError, damaged
+from shared.gguf.format import SUFFIX, BlockType, GgufError, damaged
 from shared.gguf.header import Header, TensorEntry, Texts, read_header
 
-SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 # Parts of a split model; files of many more are not made.
 _MOST_PARTS = 1000
@@ -180,11 +179,6 @@ def parts_of(path: str | Path) -> list[Path]:
         if not part.exists():
             raise GgufError(f"{path}: part {part.name} of the model is missing from its folder: get it, too")
     return parts
-
-
-def is_gguf(source: str | Path) -> bool:
-    """Whether a model's name is that of a GGUF file."""
-    return str(source).endswith(SUFFIX)
 
 
 def _check_parts(headers: list[Header]) -> None:

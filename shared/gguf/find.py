@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from shared.gguf.file import SUFFIX, is_gguf, parts_of
-from shared.gguf.format import GgufError
+from shared.gguf.file import parts_of
+from shared.gguf.format import SUFFIX, GgufError, is_gguf
 
 _TAGGED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+):(?P<tag>[\w.-]+)", re.ASCII)
 _PART = re.compile(r"-\d{5}-of-\d{5}$", re.ASCII)
@@ -58,15 +58,14 @@ def _models(names: Iterable[str]) -> list[str]:
 def _choose(where: str, names: Iterable[str], tag: str) -> str:
     """Return the one file whose name has the quantization's name."""
     models = _models(names)
-    pattern = re.compile(rf"(^|[-._/]){re.escape(tag)}($|[-._/])", re.IGNORECASE)
+    pattern = re.compile(rf"(^|[-._/]){re.escape(tag)}($|[-./])", re.IGNORECASE)
     found = [name for name in models if name == tag or pattern.search(_PART.sub("", name.removesuffix(SUFFIX)))]
     # A file Q4_K_M is not one of Q4_K, but UD-Q4_K_M beside it is another one of Q4_K_M: the shortest name is meant.
     found.sort(key=len)
     if not found or (len(found) > 1 and len(found[0]) == len(found[1])):
         known = ", ".join(found or models) or "none"
-        raise GgufError(
-            f"model '{where}:{tag}': {'several' if found else 'no'} GGUF files of it are {tag}; there are {known}"
-        )
+        count = "several" if found else "no"
+        raise GgufError(f"model '{where}:{tag}': {count} GGUF files of it are {tag}; name one of these: {known}")
     return found[0]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
+SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 # Tensors begin at multiples of this, unless general.alignment says otherwise.
@@ -12,7 +14,13 @@ MOST_DIMENSIONS = 4
 
 
 class GgufError(ValueError):
-    """A GGUF file that cannot be used. The message names the file, the field, the value and the remedy."""
+    """A GGUF file that cannot be used. The message names the file, the field, the value and the remedy.
+
+    It is one line, whatever names the file has.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(letter if letter.isprintable() else "?" for letter in message))
 
 
 class BlockType(NamedTuple):
@@ -90,3 +98,8 @@ NUMBERS = {
 def damaged(path: str, what: str) -> GgufError:
     """Return the error for a file whose parts do not fit together."""
     return GgufError(f"{path}: {what}; the file is damaged or was not copied to the end: get it again")
+
+
+def is_gguf(source: str | Path) -> bool:
+    """Whether a model's name is that of a GGUF file."""
+    return str(source).endswith(SUFFIX)

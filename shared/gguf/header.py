@@ -35,7 +35,8 @@ _U64 = struct.Struct("<Q")
 # The least bytes of an entry of the metadata (a key's length, its type, a byte), and of the table of tensors.
 _LEAST_ENTRY = 13
 _LEAST_TENSOR = 32
-_LONGEST_NAME = 1 << 16
+# Real names have up to 64 bytes.
+_LONGEST_NAME = 1 << 10
 _MOST_ALIGNMENT = 1 << 20
 # How the text begins that git keeps in place of a large file.
 _POINTER = b"version https://git-lfs"

@@ -115,13 +115,13 @@ def save_random_model(arch: str, path: Path, seed: int, config: dict[str, Any]) 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(arch, **config), dtype=torch.float32)
-        _widen(model)
+        widen(model)
     model.generation_config.eos_token_id = config["eos_token_id"]
     model.save_pretrained(path)
     return path
 
 
-def _widen(model: PreTrainedModel) -> None:
+def widen(model: PreTrainedModel) -> None:
     """Matrices that keep a vector's size, uneven norms and biases, and embeddings that do not predict themselves."""
     embedding_scale = 0.1 if model.config.tie_word_embeddings else 1.0
     with torch.no_grad():
