@@ -5,6 +5,7 @@ The package is an oracle: the product has its own reader, decoders and tables of
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.model_worker.tiny_models import widen
@@ -48,6 +50,22 @@ def plain_tokens(count: int) -> Tokens:
     texts += [f"[PAD{i}]" for i in range(len(texts), count)]
     kinds = [3, 3, 3, *([1] * len(names)), *([5] * count)]
     return Tokens("gpt2", texts[:count], kinds[:count], merges=[], pre="qwen2")
+
+
+def kinds_of(backend: Tokenizer, count: int) -> list[int]:
+    added = backend.get_added_tokens_decoder()
+    return [1 if i not in added else 3 if added[i].special else 4 for i in range(count)]
+
+
+def texts_of(backend: Tokenizer) -> list[str]:
+    ids = {token: text for text, token in backend.get_vocab(with_added_tokens=True).items()}
+    return [ids[token] for token in range(len(ids))]
+
+
+def byte_pairs(backend: Tokenizer, pre: str) -> Tokens:
+    texts = texts_of(backend)
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    return Tokens("gpt2", texts, kinds_of(backend, len(texts)), merges=[" ".join(pair) for pair in merges], pre=pre)
 
 
 def gguf_bytes() -> dict[int, str]:
@@ -85,6 +103,7 @@ def write_model(
     kind: str = "F32",
     tokens: Tokens | None = None,
     extra: Mapping[str, NDArray[np.float32]] | None = None,
+    template: str = "",
     **more: Any,
 ) -> PreTrainedModel:
     """Write a model with matrices in blocks of a kind, and give it the weights that they stand for.
@@ -95,6 +114,8 @@ def write_model(
     writer = GGUFWriter(path, architecture)
     write_config(writer, config, more)
     write_tokens(writer, tokens or plain_tokens(config.vocab_size))
+    if template:
+        writer.add_chat_template(template)
     random = np.random.default_rng(0)
     state = model.state_dict()
     with torch.no_grad():

@@ -30,7 +30,16 @@ from shared.endpoints import RunDirectory
 from shared.further_models import of_further_models
 from shared.settings import Settings, SettingsError
 from tests.deploy.stage import is_alive, wait_until_dead
+from tests.gguf_models import random_model, write_model
 
+GGUF_SIZE = {
+    "vocab_size": 262,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -69,9 +78,25 @@ def test_what_can_be_neither_is_refused(text: str) -> None:
 def test_a_file_and_a_folder_without_a_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="a folder without config"):
         resolve_model(Settings(model=str(tmp_path)))
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.bin"
     file.touch()
     with pytest.raises(SettingsError, match="is a file; give the folder"):
+        resolve_model(Settings(model=str(file)))
+
+
+def test_a_gguf_file_is_served_under_the_name_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tiny-GGUF"
+    folder.mkdir()
+    file = folder / "tiny-Q8_0.gguf"
+    write_model(file, random_model("llama", {**GGUF_SIZE, "pad_token_id": None}), "llama", "Q8_0")
+    for text, name in ((str(file), "tiny-Q8_0"), (str(folder), "tiny-GGUF")):
+        settings = resolve_model(Settings(model=text))
+        assert (settings.model, settings.public_model_name) == (str(file), name)
+    assert resolve_model(Settings(model=str(file), served_model_name="mine")).public_model_name == "mine"
+    with pytest.raises(SettingsError, match="these generate text only"):
+        resolve_model(Settings(model=str(file), task="embed"))
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(SettingsError, match=r"tiny-Q8_0\.gguf: .*the file is damaged"):
         resolve_model(Settings(model=str(file)))
 
 

@@ -19,7 +19,7 @@ from shared.gguf.format import GgufError
 from shared.gguf.splits import SPLITS
 from shared.gguf.tokenizer import check_tokenizer, tokenizer_of
 from shared.tokenizer_files import load_tokenizer
-from tests.gguf_models import Tokens, write_tokens
+from tests.gguf_models import Tokens, byte_pairs, kinds_of, texts_of, write_tokens
 
 EMBEDDED = Path(EMBEDDED_MODEL_PATH)
 WORDS = [
@@ -73,22 +73,6 @@ def write(path: Path, tokens: Tokens, architecture: str = "llama", **more: Any) 
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def kinds_of(backend: Tokenizer, count: int) -> list[int]:
-    added = backend.get_added_tokens_decoder()
-    return [1 if i not in added else 3 if added[i].special else 4 for i in range(count)]
-
-
-def texts_of(backend: Tokenizer) -> list[str]:
-    ids = {token: text for text, token in backend.get_vocab(with_added_tokens=True).items()}
-    return [ids[token] for token in range(len(ids))]
-
-
-def byte_pairs(backend: Tokenizer, pre: str) -> Tokens:
-    texts = texts_of(backend)
-    merges = json.loads(backend.to_str())["model"]["merges"]
-    return Tokens("gpt2", texts, kinds_of(backend, len(texts)), merges=[" ".join(pair) for pair in merges], pre=pre)
 
 
 def compare(found: Tokenizer, wanted: Tokenizer, add_special_tokens: bool = False) -> None:
