@@ -20,8 +20,8 @@ from tests.system.server import Server, free_port
 MESSAGES = [{"role": "user", "content": "What is a fox?"}]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "animal", "schema": {"enum": ["fox", "dog"]}}}
 QUESTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}),
-    ("/v1/completions", {"prompt": "The quick <|im_start|> brown", "logprobs": 2, "echo": True}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3, "ignore_eos": True}),
+    ("/v1/completions", {"prompt": "The quick <|im_start|> brown", "logprobs": 2, "echo": True, "ignore_eos": True}),
     ("/v1/chat/completions", {"messages": MESSAGES, "response_format": SCHEMA}),
 ]
 
