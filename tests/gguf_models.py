@@ -82,7 +82,8 @@ def random_model(kind: str, config: Mapping[str, Any], seed: int = 0) -> PreTrai
             AutoConfig.for_model(kind, **config), dtype=torch.float32
         )
         widen(model)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def random_blocks(name: str, rows: int, inputs: int, random: np.random.Generator) -> NDArray[np.uint8]:

@@ -175,7 +175,7 @@ def test_scaled_rotation(parameters: dict[str, Any], metadata: dict[str, Any], t
 def test_factors_of_llama_3(tmp_path: Path) -> None:
     """The file has only the factors that these parameters make of the frequencies."""
     path = tmp_path / "model.gguf"
-    values = {"rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    values: dict[str, Any] = {"rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     values = {**values, "rope_type": "llama3", "original_max_position_embeddings": 32}
     model = random_model("llama", {**SIZE, "rope_parameters": values})
     plain = 1e4 ** -(np.arange(0, 16, 2, dtype=np.float32) / 16)
@@ -197,8 +197,9 @@ def test_longrope(tmp_path: Path) -> None:
     }
     size = {**SIZE, "original_max_position_embeddings": 64, "rope_parameters": rope, "sliding_window": None}
     model = random_model("phi3", size)
+    original: dict[str, Any] = {"rope.scaling.original_context_length": 64}
     factors = {"rope_factors_long.weight": long, "rope_factors_short.weight": short}
-    write_model(path, model, "phi3", extra=factors, **{"rope.scaling.original_context_length": 64})
+    write_model(path, model, "phi3", extra=factors, **original)
     torch.testing.assert_close(logits(load(path, max_model_len=60).model), logits(model), rtol=1e-4, atol=1e-4)
 
 

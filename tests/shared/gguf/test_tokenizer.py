@@ -182,7 +182,7 @@ def test_ends_template_and_special_tokens(tmp_path: Path) -> None:
 
 def test_several_templates(tmp_path: Path) -> None:
     backend = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
-    more = {"chat_template": "A", "chat_templates": ["tool_use"], "chat_template.tool_use": "B"}
+    more: dict[str, Any] = {"chat_template": "A", "chat_templates": ["tool_use"], "chat_template.tool_use": "B"}
     path = write(tmp_path / "m.gguf", byte_pairs(backend, "qwen2"), **more)
     assert tokenizer_of(open_gguf(path)).chat_template == {"default": "A", "tool_use": "B"}
 
