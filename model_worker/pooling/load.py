@@ -37,8 +37,9 @@ from model_worker.loading.checkpoint import (
     read_config,
     weights_dtype,
 )
+from model_worker.loading.quantized.read import is_quantized
 from model_worker.loading.rope import pin_longrope
-from model_worker.loading.weights import reported_weights
+from model_worker.loading.weights import open_checkpoint, reported_weights
 from model_worker.model import ModelRefused, Progress, check_positions, first_line
 from model_worker.pooling import verify
 from model_worker.pooling.attention import PACKED_ATTENTION
@@ -243,6 +244,13 @@ def _load(files: PoolingFiles, config: PreTrainedConfig, task: str, dtype: torch
         if auto is not AutoModel:
             raise ModelRefused(architecture, f"task {task}: it is an encoder-decoder, and only its encoder embeds")
         auto = AutoModelForTextEncoding
+    checkpoint, scheme = open_checkpoint(files.source, config, architecture, files.transformer_path)
+    if is_quantized(checkpoint, scheme):
+        raise ModelRefused(
+            architecture,
+            f"task {task}: its weights are quantized ({scheme.method or 'as the names of its tensors show'}), and such "
+            "ones are read for generation only; serve the unquantized model, with --quantization int8 if you like",
+        )
     try:
         model, info = auto.from_pretrained(
             files.source,

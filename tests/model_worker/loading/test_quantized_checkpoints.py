@@ -19,6 +19,7 @@ from model_worker.loading.quantized.read import read_weights
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import open_stored
 from model_worker.model import LoadedModel, ModelRefused
+from model_worker.pooling.load import load_pooling
 from tests.model_worker.loading.quantized_checkpoints import (
     FORMATS,
     alter_config,
@@ -218,3 +219,10 @@ def test_a_config_that_says_nothing_of_the_scheme_changes_nothing(llama: Path, t
     path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["w8a8"], said=False)
     alter_config(path, quantization_config=None)
     torch.testing.assert_close(logits(load(path).model), logits(exact(path)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_pooling_refuses_quantized_weights(said: bool, llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["fp8 of tensors"], said=said)
+    with pytest.raises(ModelRefused, match="task embed: its weights are quantized"):
+        load_pooling(path, task="embed")
