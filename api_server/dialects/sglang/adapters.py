@@ -62,7 +62,6 @@ def routes() -> list[Route]:
         body=LoadLoRAAdapter,
         answer=LoRAUpdateOutput,
         errors=errors,
-        example={"lora_name": "sql", "lora_path": "/adapters/sql"},
     )
     sent = Document(
         "Load an adapter from the request", TAG, body=LoadLoRAAdapterFromTensors, answer=LoRAUpdateOutput, errors=errors
@@ -73,7 +72,6 @@ def routes() -> list[Route]:
         body=UnloadLoRAAdapter,
         answer=LoRAUpdateOutput,
         errors=errors,
-        example={"lora_name": "sql"},
     )
     return [
         endpoint("/load_lora_adapter", operators_only(load_adapter), render_error, document=load),

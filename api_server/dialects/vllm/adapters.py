@@ -51,9 +51,8 @@ def routes() -> list[Route]:
         TAG,
         body=LoadAdapterBody,
         errors=errors,
-        example={"lora_name": "sql", "lora_path": "/adapters/sql"},
     )
-    unload = Document("Unload an adapter", TAG, body=UnloadAdapterBody, errors=errors, example={"lora_name": "sql"})
+    unload = Document("Unload an adapter", TAG, body=UnloadAdapterBody, errors=errors)
     return [
         endpoint("/v1/load_lora_adapter", operators_only(load_adapter), render_error, document=load),
         endpoint("/v1/unload_lora_adapter", operators_only(unload_adapter), render_error, document=unload),
