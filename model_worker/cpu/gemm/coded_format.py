@@ -26,11 +26,13 @@ from model_worker.cpu.simd.dot_codes import (
     finish_codes,
     multiply_codes,
 )
-from model_worker.cpu.simd.elements import INSIDE, carray, half_widened, pointer
+from model_worker.cpu.simd.elements import INSIDE, carray, pointer
 from model_worker.cpu.simd.fixed_point import BASE, room_for, split
+from model_worker.cpu.simd.group_numbers import expand_numbers, expand_zeros
 
 # The header of a panel, int32: what each of its numbers is. Places are bytes from the beginning of a half, -1 for what
-# is not there; a ratio is how many units have one number in common. A unit is a group, or half of one for SHORT_BITS.
+# is not there; a count is that of an output's numbers, each for as many units. A unit is a group, or half of one for
+# SHORT_BITS. Steps are int8, one for each unit; zeros are bytes, as many as scales.
 (
     BITS,
     HALF_BYTES,
@@ -38,18 +40,17 @@ from model_worker.cpu.simd.fixed_point import BASE, room_for, split
     CODES_PLACE,
     ZERO,
     SCALES_WIDE,
-    SCALES_RATIO,
+    SCALES_COUNT,
     STEPS_PLACE,
-    STEPS_RATIO,
     ZEROS_PLACE,
-    ZEROS_RATIO,
     LEAST_PLACE,
     LEAST_WIDE,
-    LEAST_RATIO,
+    LEAST_COUNT,
     LEAST_STEPS_PLACE,
-    LEAST_STEPS_RATIO,
-    FIELDS,
-) = range(17)
+    NAMED,
+) = range(14)
+# Numbers of a header: as many as fill a line of memory.
+FIELDS = 16
 HEADER_BYTES = 4 * FIELDS
 NOT_THERE = -1
 # Halves of panels whose scales a core keeps: two panels are multiplied in turns where one is gate and the other up.
@@ -159,54 +160,17 @@ def _sum_digits(values: Any, rows: int, width: int, sums: Any) -> None:
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _expand_numbers(place: int, wide: int, ratio: int, out: Any) -> None:
-    """Write numbers of float32, or of float16, to out[unit, lane]; `ratio` units have one in common."""
-    for unit in range(len(out)):
-        to = out[unit]
-        number = unit // ratio
-        if wide:
-            floats = carray(pointer(place + 4 * HALF * number), HALF, np.float32)
-            for lane in range(HALF):
-                to[lane] = floats[lane]
-        else:
-            halves = carray(pointer(place + 2 * HALF * number), HALF, np.uint16)
-            for lane in range(HALF):
-                to[lane] = half_widened(halves[lane])
-
-
-@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _multiply_steps(place: int, ratio: int, out: Any) -> None:
-    for unit in range(len(out)):
-        to = out[unit]
-        steps = carray(pointer(place + HALF * (unit // ratio)), HALF, np.int8)
-        for lane in range(HALF):
-            to[lane] *= np.float32(steps[lane])
-
-
-@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _subtract_zeros(place: int, ratio: int, scales: Any, out: Any) -> None:
-    for unit in range(len(out)):
-        to = out[unit]
-        of_unit = scales[unit]
-        zeros = carray(pointer(place + HALF * (unit // ratio)), HALF, np.uint8)
-        for lane in range(HALF):
-            to[lane] -= of_unit[lane] * np.float32(zeros[lane])
-
-
-@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _expand(place: int, header: Any, scales: Any, least: Any) -> None:
-    """Write the scales of a half, and its minimums if it has any, as float32 [units, HALF]."""
-    _expand_numbers(place, header[SCALES_WIDE], header[SCALES_RATIO], scales)
-    if header[STEPS_PLACE] != NOT_THERE:
-        _multiply_steps(place + header[STEPS_PLACE], header[STEPS_RATIO], scales)
-    if header[LEAST_PLACE] != NOT_THERE:
-        _expand_numbers(place + header[LEAST_PLACE], header[LEAST_WIDE], header[LEAST_RATIO], least)
-        if header[LEAST_STEPS_PLACE] != NOT_THERE:
-            _multiply_steps(place + header[LEAST_STEPS_PLACE], header[LEAST_STEPS_RATIO], least)
-    elif header[ZEROS_PLACE] != NOT_THERE:
-        least[:] = np.float32(0.0)
+def _expand(place: int, header: Any, units: int, scales: int, least: int) -> None:
+    """Write the scales of a half, and its minimums if it has any, as float32 [units, HALF] at these addresses."""
+    count = int(header[SCALES_COUNT])
+    steps = place + header[STEPS_PLACE] if header[STEPS_PLACE] != NOT_THERE else 0
+    expand_numbers(place, int(header[SCALES_WIDE]), count, units // count, steps, scales)
     if header[ZEROS_PLACE] != NOT_THERE:
-        _subtract_zeros(place + header[ZEROS_PLACE], header[ZEROS_RATIO], scales, least)
+        expand_zeros(place + header[ZEROS_PLACE], count, units // count, scales, least)
+    if header[LEAST_PLACE] != NOT_THERE:
+        count = int(header[LEAST_COUNT])
+        steps = place + header[LEAST_STEPS_PLACE] if header[LEAST_STEPS_PLACE] != NOT_THERE else 0
+        expand_numbers(place + header[LEAST_PLACE], int(header[LEAST_WIDE]), count, units // count, steps, least)
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
@@ -221,7 +185,7 @@ def _expanded(place: int, header: Any, units: int, in_pieces: bool, expanded: An
         kept = places[_KEPT_HALVES]
         places[_KEPT_HALVES] = (kept + 1) % _KEPT_HALVES
     places[kept] = place
-    _expand(place, header, expanded.scales[kept, :units], expanded.least[kept, :units])
+    _expand(place, header, units, expanded.scales[kept].ctypes.data, expanded.least[kept].ctypes.data)
     return kept
 
 

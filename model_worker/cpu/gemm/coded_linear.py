@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from model_worker.cpu.gemm import coded_format as fields
 from model_worker.cpu.gemm.coded_format import FIELDS, HEADER_BYTES, NOT_THERE, CodedFormat, coded_format
-from model_worker.cpu.gemm.codes import Codes, Grouped
+from model_worker.cpu.gemm.codes import BITS, Codes, Grouped
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS, SHORT_BITS, SUM_INPUTS
@@ -79,7 +79,9 @@ class Layout(NamedTuple):
             place = getattr(fields, f"{name.upper()}_PLACE", None)
             if place is not None:
                 header[place] = numbers.place
-            header[getattr(fields, f"{name.upper()}_RATIO")] = self.units // numbers.groups
+            count = getattr(fields, f"{name.upper()}_COUNT", None)
+            if count is not None:
+                header[count] = numbers.groups
             wide = getattr(fields, f"{name.upper()}_WIDE", None)
             if wide is not None:
                 header[wide] = int(numbers.dtype == np.float32)
@@ -169,26 +171,36 @@ class CodedEmbedding(nn.Module):
 
 
 def _normalised(codes: Codes) -> Codes:
-    """Return the same weight without a table, in codes of as many bits as panels hold."""
+    """Return the same weight without a table, in codes of as many bits as panels hold, with steps for each unit."""
     inputs = codes.codes.shape[1]
-    units = {group.groups for group in (codes.scales, codes.minimums) if group is not None}
-    units |= set() if isinstance(codes.zeros, int) else {codes.zeros.shape[1]}
+    groups = [codes.scales, *([] if codes.minimums is None else [codes.minimums])]
+    counts = {array.shape[1] for group in groups for array in group if array is not None}
     if inputs % GROUP_INPUTS:
         raise UnsupportedCodes(f"{inputs} inputs are not a multiple of {GROUP_INPUTS}")
-    is_short = any(inputs // count < GROUP_INPUTS for count in units)
-    unit = SUM_INPUTS if is_short else GROUP_INPUTS
-    if any(inputs % count or inputs // count % unit for count in units):
+    is_short = any(inputs // count < GROUP_INPUTS for count in counts)
+    unit = SUM_INPUTS if is_short or codes.bits == SHORT_BITS else GROUP_INPUTS
+    if any(inputs % count or inputs // count % unit for count in counts):
         raise UnsupportedCodes(f"its groups are not of {SUM_INPUTS}, or of multiples of {GROUP_INPUTS} inputs")
-    bits = codes.bits
-    if codes.table is not None:
-        if not isinstance(codes.zeros, int):
-            raise UnsupportedCodes("it has a table and zeros")
-        values = (codes.table.astype(np.int16) + _MIDDLE).astype(np.uint8)[codes.codes]
-        codes = codes._replace(codes=values, zeros=codes.zeros + _MIDDLE, table=None)
-        bits = 8
+    if not isinstance(codes.zeros, int):
+        plain = codes.table is None and codes.minimums is None and codes.scales.steps is None
+        if not plain or codes.zeros.shape[1] != codes.scales.groups:
+            raise UnsupportedCodes("its zeros are not those of its scales, or it has a table, steps or minimums, too")
+    bits = codes.bits if codes.table is None else 8
     if is_short and bits > SHORT_BITS:
         raise UnsupportedCodes(f"its groups of {SUM_INPUTS} have codes of more than {SHORT_BITS} bits")
-    return codes._replace(bits=SHORT_BITS if is_short else max(4, bits if bits < 7 else 8))
+    if codes.table is not None:
+        values = (codes.table.astype(np.int16) + _MIDDLE).astype(np.uint8)[codes.codes]
+        codes = codes._replace(codes=values, zeros=int(codes.zeros) + _MIDDLE, table=None)
+    return codes._replace(
+        bits=SHORT_BITS if is_short else max(min(BITS), bits if bits < 7 else 8),
+        scales=_by_unit(codes.scales, inputs // unit),
+        minimums=None if codes.minimums is None else _by_unit(codes.minimums, inputs // unit),
+    )
+
+
+def _by_unit(numbers: Grouped, units: int) -> Grouped:
+    steps = numbers.steps
+    return Grouped(numbers.base, None if steps is None else np.repeat(steps, units // steps.shape[1], axis=1))
 
 
 def layout_of(codes: Codes) -> Layout:

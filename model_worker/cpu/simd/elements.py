@@ -90,22 +90,6 @@ def number_of(typing: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def half_widened(typing: Any, bits: Any) -> Any:
-    """Convert a finite float16's bits to float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(32)
-        whole = builder.zext(args[0], word)
-        magnitude = builder.shl(builder.and_(whole, ir.Constant(word, 0x7FFF)), ir.Constant(word, 13))
-        # Both have subnormals: the difference of their exponents' offsets is a factor.
-        value = builder.fmul(builder.bitcast(magnitude, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**112))
-        sign = builder.shl(builder.and_(whole, ir.Constant(word, 0x8000)), ir.Constant(word, 16))
-        return builder.bitcast(builder.or_(builder.bitcast(value, word), sign), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
-
-
-@intrinsic
 def pointer(typing: Any, address: Any) -> Any:
     """Convert an address to a pointer as numba's `carray` takes it."""
 
