@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -22,9 +22,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model_worker.cpu.fused.layer import Weights
-from model_worker.cpu.gemm.coded_linear import CodedLinear
-from model_worker.cpu.gemm.int8_linear import Int8Linear
-from model_worker.cpu.gemm.packed_linear import PackedLinear
+from model_worker.cpu.gemm.packed_linear import Packed
 from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import LANES
 from model_worker.kv_cache import LayerShape
@@ -40,7 +38,6 @@ _SPLIT = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _ATTENTION = [_SPLIT, _SPLIT | {"q_norm", "k_norm"}, {"qkv_proj", "o_proj"}]
 _MLP = [{"gate_proj", "up_proj", "down_proj", "act_fn"}, {"gate_up_proj", "down_proj", "activation_fn"}]
 _NOTHING = np.empty(0, np.float32)
-Packed = PackedLinear | Int8Linear | CodedLinear
 
 
 def _mentioned(*modules: type[nn.Module]) -> set[str]:
@@ -140,7 +137,8 @@ class DecoderWeights:
             len({tuple(p.width for p in row) for row in self.projections}) == 1, "its layers have different widths"
         )
         used = [*(p for row in self.projections for p in row), self.head]
-        _require(len({type(p.linear) for p in used}) == 1, "its linear layers are of different kinds")
+        alike = any(all(isinstance(p.linear, kind) for p in used) for kind in get_args(Packed))
+        _require(alike, "its linear layers are of different kinds")
         fitting = all(p.linear.dtype == self._loaded.dtype and p.first % PANEL == 0 for p in used)
         _require(fitting, f"its linear layers have other types, or widths that are no multiples of {PANEL}")
         unbiased = (*(p for row in self.projections for p in row[3:]), self.head)

@@ -366,8 +366,7 @@ class FusedStack:
         elements = max(at_a_time * width_of(max(self._widths)), tokens * width_of(hidden))
         head_linear = self._modules.head.linear
         if isinstance(head_linear, CodedLinear):
-            # Codes are multiplied by 16 bits of each activation, of which bfloat16 has eight.
-            operand = np.dtype(np.float32)
+            operand = np.dtype(head_linear.operand_element)
             weight_format: WeightFormat = coded_format(self._cores, tokens, elements, max(self._widths))
         else:
             operand = of_attention

@@ -1,8 +1,9 @@
 """The format of panels of codes: several kinds of codes in one, since each panel says of which kind it is.
 
 A panel is a header, then two halves of 32 outputs. A half is its scales, zeros and minimums, as the file has them, then
-groups of codes as dot_codes.py describes them. So the matrices of a model, and the products of one phase, may have any
-kinds, and all are compiled once. coded_linear.py lays panels out.
+groups of codes as code_groups.py describes them. Or it is a header and words of bfloat16, as in word_format.py. So
+the matrices of a model, and the products of one phase, may have any kinds, and all are compiled once. coded_panels.py
+lays panels out.
 
 An operand is multiplied as fixed-point digits of 16 bits (fixed_point.py), for which each core has room of its own,
 and for the scales of the halves that it multiplies, as float32.
@@ -16,7 +17,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
+from model_worker.cpu.gemm.weight_format import HALF, HALVES, LANE_BYTES, PANEL
+from model_worker.cpu.gemm.word_format import multiply_words, word_steps
+from model_worker.cpu.simd.dot_bf16 import STEP_BYTES
 from model_worker.cpu.simd.dot_codes import (
     CODED_DIGITS,
     CODED_ROWS,
@@ -52,6 +55,8 @@ from model_worker.cpu.simd.group_numbers import expand_numbers, expand_zeros
 # Numbers of a header: as many as fill a line of memory.
 FIELDS = 16
 HEADER_BYTES = 4 * FIELDS
+# Bits of weights that are bfloat16: some matrices of a quantised model are left so, lm_head as a rule.
+WORD_BITS = 16
 NOT_THERE = -1
 # Halves of panels whose scales a core keeps: two panels are multiplied in turns where one is gate and the other up.
 _KEPT_HALVES = 2 * HALVES
@@ -101,9 +106,13 @@ class CodedFormat(NamedTuple):
     def panel_at(self, operand: Any, panels: int, unit: int) -> tuple[int, int]:
         half = half_bytes_of(panels)
         panel = panels + (unit // HALVES) * (HEADER_BYTES + HALVES * half)
+        if bits_of(panels) == WORD_BITS:
+            half = HALF * LANE_BYTES
         return panel + HEADER_BYTES + (unit % HALVES) * half, panel
 
     def layout(self, operand: Any, panel: tuple[int, int]) -> tuple[int, int, int]:
+        if bits_of(panel[1]) == WORD_BITS:
+            return 0, STEP_BYTES, word_steps(operand, self.like)
         steps = operand.shape[1] // GROUP_INPUTS
         return 0, HALVES * half_bytes_of(panel[1]) // steps, steps
 
@@ -112,6 +121,9 @@ class CodedFormat(NamedTuple):
     ) -> None:
         place, header = panel
         width = operand.shape[1]
+        if bits_of(header) == WORD_BITS:
+            multiply_words(operand, self.like, first, rows, place, whole, prefetching, tile)
+            return
         in_pieces = operand.shape[0] > CODED_ROWS
         _multiply_half(self.digits, self.expanded, width, in_pieces, first, rows, place, header, 0, prefetching, tile)
         if whole:
@@ -140,6 +152,12 @@ def coded_format(cores: int, rows: int, elements: int, inputs: int) -> CodedForm
 def half_bytes_of(header: int) -> int:
     """Return the bytes of half a panel, given the address of the panel."""
     return int(carray(pointer(header), FIELDS, np.int32)[HALF_BYTES])
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def bits_of(header: int) -> int:
+    """Return the bits of a weight, given the address of its panel."""
+    return int(carray(pointer(header), FIELDS, np.int32)[BITS])
 
 
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)

@@ -1,14 +1,14 @@
 """Linear layers whose weights stay in codes of 4, 5, 6 or 8 bits, as a quantised checkpoint has them.
 
-Knows how codes lie in memory when they are multiplied, and how a weight is read a few outputs at a time, so that it
-never exists dequantised. Does not know files (codes.py says what a reader gives), nor how a product is computed
-(coded_format.py does).
+Knows how a weight is read a few outputs at a time, so that it never exists dequantised. Does not know files (codes.py
+says what a reader gives), nor how codes lie in memory (coded_panels.py), nor how a product is computed
+(coded_format.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,76 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model_worker.cpu.gemm import coded_format as fields
-from model_worker.cpu.gemm.coded_format import FIELDS, HEADER_BYTES, NOT_THERE, CodedFormat, coded_format
-from model_worker.cpu.gemm.codes import BITS, Codes, Grouped
+from model_worker.cpu.gemm.coded_format import HEADER_BYTES, WORD_BITS, CodedFormat, coded_format
+from model_worker.cpu.gemm.coded_panels import Layout, UnsupportedCodes, layout_of, normalised, pack, unpacked
+from model_worker.cpu.gemm.codes import Codes
 from model_worker.cpu.gemm.panel_linear import PanelLinear
-from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
-from model_worker.cpu.simd.dot_codes import GROUP_INPUTS, SHORT_BITS, SUM_INPUTS
-from model_worker.cpu.simd.fixed_point import PLACES, WORD_BYTES
+from model_worker.cpu.gemm.weight_format import HALVES, LANE_BYTES, PANEL
+from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
+
+__all__ = ["CodedEmbedding", "CodedLinear", "Read", "UnsupportedCodes"]
 
 # Gives the codes of outputs from the first number up to the second.
 Read = Callable[[int, int], Codes]
 
 # Outputs that are read at a time.
 READ_OUTPUTS = 4 * PANEL
-_LINE_BYTES = 64
-_STEPS = GROUP_INPUTS // WORD_BYTES
-_MIDDLE = 128
-# The input of a step for each byte of a word, and the byte for each input.
-_INPUT_OF_BYTE = np.array(PLACES)
-_BYTE_OF_INPUT = np.argsort(_INPUT_OF_BYTE)
-
-
-class UnsupportedCodes(ValueError):
-    """Panels cannot hold these codes; the message completes "since"."""
-
-
-class Numbers(NamedTuple):
-    """Where numbers of groups lie in half a panel."""
-
-    place: int
-    dtype: np.dtype[Any]
-    groups: int
-
-
-class Layout(NamedTuple):
-    """How the codes of a weight lie in memory."""
-
-    bits: int
-    inputs: int
-    units: int  # of each output: groups, or halves of groups for SHORT_BITS
-    zero: int
-    numbers: dict[str, Numbers]  # scales, steps, zeros, least, least_steps: those that there are
-    codes_place: int
-
-    @property
-    def half_bytes(self) -> int:
-        return self.codes_place + self.inputs // GROUP_INPUTS * self.bits * 4 * HALF
-
-    @property
-    def panel_bytes(self) -> int:
-        return HEADER_BYTES + HALVES * self.half_bytes
-
-    def header(self) -> NDArray[np.int32]:
-        """Return the header of each panel."""
-        header = np.full(FIELDS, NOT_THERE, np.int32)
-        header[fields.BITS] = self.bits
-        header[fields.HALF_BYTES] = self.half_bytes
-        header[fields.GROUPS] = self.inputs // GROUP_INPUTS
-        header[fields.CODES_PLACE] = self.codes_place
-        header[fields.ZERO] = self.zero
-        for name, numbers in self.numbers.items():
-            place = getattr(fields, f"{name.upper()}_PLACE", None)
-            if place is not None:
-                header[place] = numbers.place
-            count = getattr(fields, f"{name.upper()}_COUNT", None)
-            if count is not None:
-                header[count] = numbers.groups
-            wide = getattr(fields, f"{name.upper()}_WIDE", None)
-            if wide is not None:
-                header[wide] = int(numbers.dtype == np.float32)
-        return header
 
 
 class CodedLinear(PanelLinear):
@@ -95,18 +39,21 @@ class CodedLinear(PanelLinear):
         """Read the weight [outputs, inputs]. Raises UnsupportedCodes if panels cannot hold it."""
         super().__init__(shape, bias, dtype)
         outputs = shape[0]
-        # Computes in plain torch, where no kernels are compiled.
-        self.plain = False
         for first in range(0, outputs, READ_OUTPUTS):
-            codes = _normalised(read(first, min(first + READ_OUTPUTS, outputs)))
+            codes = normalised(read(first, min(first + READ_OUTPUTS, outputs)))
             if first == 0:
                 self.layout = layout_of(codes)
-                # Memory of torch begins with a line, that of numpy does not.
-                memory = torch.empty(-(-outputs // PANEL), self.layout.panel_bytes, dtype=torch.uint8)
-                # [panel, header, then halves]: coded_format.py says what a header is, `_pack` the rest.
-                self.panels: NDArray[np.uint8] = memory.numpy()
-                self.panels[:, :HEADER_BYTES] = self.layout.header().view(np.uint8)
-            _pack(codes, self.layout, self._halves[first // PANEL : (first + READ_OUTPUTS) // PANEL])
+                # [panel, header, then halves as `pack` writes them]
+                self.panels: NDArray[np.uint8] = self._empty_panels()
+            pack(codes, self.layout, self._halves[first // PANEL : (first + READ_OUTPUTS) // PANEL])
+
+    def _empty_panels(self) -> NDArray[np.uint8]:
+        """Return panels with nothing but headers."""
+        # Memory of torch begins with a line, that of numpy does not.
+        memory = torch.empty(-(-self.out_features // PANEL), self.layout.panel_bytes, dtype=torch.uint8)
+        panels: NDArray[np.uint8] = memory.numpy()
+        panels[:, :HEADER_BYTES] = self.layout.header().view(np.uint8)
+        return panels
 
     @property
     def _halves(self) -> NDArray[np.uint8]:
@@ -117,15 +64,7 @@ class CodedLinear(PanelLinear):
         return view
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.plain:
-            return self.multiply(x)
-        parts = [
-            functional.linear(x.float(), torch.from_numpy(self.codes(np.arange(first, end)).weight))
-            for first in range(0, self.out_features, READ_OUTPUTS)
-            for end in [min(first + READ_OUTPUTS, self.out_features)]
-        ]
-        out = torch.cat(parts, dim=-1)
-        return (out if self.bias is None else out + self.bias.float()).to(self.dtype)
+        return self.multiply(x)
 
     @property
     def weight(self) -> Tensor:
@@ -134,18 +73,54 @@ class CodedLinear(PanelLinear):
     def rows(self, numbers: Tensor) -> Tensor:
         """Return some outputs' weights, float32 [.., inputs]: as rows of an embedding, too."""
         flat = numbers.detach().reshape(-1).numpy()
-        return torch.from_numpy(self.codes(flat).weight).reshape(*numbers.shape, self.in_features)
+        return torch.from_numpy(self._rows(flat)).reshape(*numbers.shape, self.in_features)
+
+    def _rows(self, numbers: NDArray[np.int64]) -> NDArray[np.float32]:
+        return self.codes(numbers).weight
 
     def codes(self, numbers: NDArray[np.int64]) -> Codes:
         """Return the codes of some outputs."""
-        return _unpacked(self.layout, self._halves, numbers)
+        return unpacked(self.layout, self._halves, numbers)
 
     @property
     def input_width(self) -> int:
         return self.in_features
 
+    @property
+    def operand_element(self) -> Any:
+        # Codes are multiplied by 16 bits of each activation, of which bfloat16 has eight.
+        return np.float32
+
     def weight_format(self, cores: int, rows: int, elements: int) -> CodedFormat:
         return coded_format(cores, rows, elements, self.in_features)
+
+
+class WordLinear(CodedLinear):
+    """A linear layer with a bfloat16 weight in a model whose other layers are in codes: in panels like theirs."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """Take a weight whose values are all bfloat16's, of an even number of inputs."""
+        PanelLinear.__init__(self, tuple(weight.shape), bias, dtype)
+        self.layout = Layout(WORD_BITS, self.in_features, 0, 0, {}, 0)
+        self.panels = self._empty_panels()
+        padded = functional.pad(weight.detach().bfloat16(), (0, 0, 0, -self.out_features % PANEL))
+        words = padded.view(torch.int32).reshape(len(self.panels), PANEL, -1).transpose(1, 2).contiguous()
+        self.panels[:, HEADER_BYTES:] = words.reshape(len(words), -1).view(torch.uint8).numpy()
+
+    def _rows(self, numbers: NDArray[np.int64]) -> NDArray[np.float32]:
+        words = np.lib.stride_tricks.as_strided(
+            self.panels[0, HEADER_BYTES:].view(np.uint32),
+            (len(self.panels), self.in_features // 2, PANEL),
+            (self.layout.panel_bytes, PANEL * LANE_BYTES, LANE_BYTES),
+        )
+        halves = np.ascontiguousarray(words[numbers // PANEL, :, numbers % PANEL]).view(np.uint16)
+        weight: NDArray[np.float32] = (halves.astype(np.uint32) << 16).view(np.float32)
+        return weight
+
+
+def can_be_words(weight: Tensor) -> bool:
+    """Whether a weight fits panels of bfloat16 beside those of codes, exactly."""
+    return weight.shape[1] % GROUP_INPUTS == 0 and bool((weight == weight.bfloat16()).all())
 
 
 class CodedEmbedding(nn.Module):
@@ -168,153 +143,3 @@ class CodedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.linear.rows(tokens).to(self.linear.dtype)
-
-
-def _normalised(codes: Codes) -> Codes:
-    """Return the same weight without a table, in codes of as many bits as panels hold, with steps for each unit."""
-    inputs = codes.codes.shape[1]
-    groups = [codes.scales, *([] if codes.minimums is None else [codes.minimums])]
-    counts = {array.shape[1] for group in groups for array in group if array is not None}
-    if inputs % GROUP_INPUTS:
-        raise UnsupportedCodes(f"{inputs} inputs are not a multiple of {GROUP_INPUTS}")
-    is_short = any(inputs // count < GROUP_INPUTS for count in counts)
-    unit = SUM_INPUTS if is_short or codes.bits == SHORT_BITS else GROUP_INPUTS
-    if any(inputs % count or inputs // count % unit for count in counts):
-        raise UnsupportedCodes(f"its groups are not of {SUM_INPUTS}, or of multiples of {GROUP_INPUTS} inputs")
-    if not isinstance(codes.zeros, int):
-        plain = codes.table is None and codes.minimums is None and codes.scales.steps is None
-        if not plain or codes.zeros.shape[1] != codes.scales.groups:
-            raise UnsupportedCodes("its zeros are not those of its scales, or it has a table, steps or minimums, too")
-    bits = codes.bits if codes.table is None else 8
-    if is_short and bits > SHORT_BITS:
-        raise UnsupportedCodes(f"its groups of {SUM_INPUTS} have codes of more than {SHORT_BITS} bits")
-    if codes.table is not None:
-        values = (codes.table.astype(np.int16) + _MIDDLE).astype(np.uint8)[codes.codes]
-        codes = codes._replace(codes=values, zeros=int(codes.zeros) + _MIDDLE, table=None)
-    return codes._replace(
-        bits=SHORT_BITS if is_short else max(min(BITS), bits if bits < 7 else 8),
-        scales=_by_unit(codes.scales, inputs // unit),
-        minimums=None if codes.minimums is None else _by_unit(codes.minimums, inputs // unit),
-    )
-
-
-def _by_unit(numbers: Grouped, units: int) -> Grouped:
-    steps = numbers.steps
-    return Grouped(numbers.base, None if steps is None else np.repeat(steps, units // steps.shape[1], axis=1))
-
-
-def layout_of(codes: Codes) -> Layout:
-    """Return how these codes lie in memory, and those of the same weight's other outputs."""
-    inputs = codes.codes.shape[1]
-    unit = SUM_INPUTS if codes.bits == SHORT_BITS else GROUP_INPUTS
-    place = 0
-    numbers = {}
-    for name, array in _arrays(codes).items():
-        numbers[name] = Numbers(place, array.dtype, array.shape[1])
-        place += array.shape[1] * HALF * array.dtype.itemsize
-    zero = codes.zeros if isinstance(codes.zeros, int) else 0
-    return Layout(codes.bits, inputs, inputs // unit, zero, numbers, -(-place // _LINE_BYTES) * _LINE_BYTES)
-
-
-def _arrays(codes: Codes) -> dict[str, NDArray[Any]]:
-    """Return the arrays [outputs, groups] that there are, in the order in which they lie in memory."""
-    least = codes.minimums
-    found = {
-        "scales": _as_float(codes.scales.base),
-        "steps": _as_int8(codes.scales.steps),
-        "zeros": None if isinstance(codes.zeros, int) else codes.zeros.astype(np.uint8),
-        "least": None if least is None else _as_float(least.base),
-        "least_steps": None if least is None else _as_int8(least.steps),
-    }
-    return {name: array for name, array in found.items() if array is not None}
-
-
-def _as_float(array: NDArray[Any]) -> NDArray[Any]:
-    return array if array.dtype == np.float16 else array.astype(np.float32)
-
-
-def _as_int8(array: NDArray[Any] | None) -> NDArray[np.int8] | None:
-    if array is None:
-        return None
-    if array.size and array.max() > np.iinfo(np.int8).max:
-        raise UnsupportedCodes("the steps of its scales are larger than 127")
-    return array.astype(np.int8)
-
-
-def _pack(codes: Codes, layout: Layout, halves: NDArray[np.uint8]) -> None:
-    """Write the codes of some outputs to halves [panel, half, bytes], padded with zeros.
-
-    A half begins with the numbers of its groups, [group, HALF] each; then come the words of codes, [group, word, HALF].
-    """
-    if layout_of(codes) != layout:
-        raise UnsupportedCodes("the parts of a weight have different layouts")
-    count = len(halves) * HALVES
-    padding = ((0, count * HALF - len(codes.codes)), (0, 0))
-    for name, array in _arrays(codes).items():
-        padded = np.pad(array, padding).reshape(count, HALF, -1).transpose(0, 2, 1)
-        place = layout.numbers[name].place
-        bytes_of = np.ascontiguousarray(padded).view(np.uint8).reshape(-1, HALVES, padded[0].nbytes)
-        halves[..., place : place + bytes_of.shape[-1]] = bytes_of
-    steps = np.pad(codes.codes, padding).reshape(count * HALF, -1, _STEPS, WORD_BYTES)[..., _INPUT_OF_BYTE]
-    words = _words(steps, layout.bits).reshape(count, HALF, -1).transpose(0, 2, 1)
-    halves[..., layout.codes_place :] = np.ascontiguousarray(words).view(np.uint8).reshape(-1, HALVES, words[0].nbytes)
-
-
-def _words(steps: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Return codes [.., group, step, byte] as words [.., group, word]: dot_codes.py says how they lie there."""
-    if bits == 8:
-        return np.ascontiguousarray(steps).view(np.uint32)[..., 0]
-    nibbles = (steps[..., 0::2, :] & 15) | steps[..., 1::2, :] << 4
-    upper = steps >> 4
-    planes = []
-    if bits == 5:
-        planes = [_joined([upper[..., step, :] << step for step in range(_STEPS)])]
-    elif bits == SHORT_BITS:
-        half = _STEPS // 2
-        planes = [_joined([upper[..., first + i, :] << 2 * i for i in range(half)]) for first in (0, half)]
-    every = np.concatenate([nibbles, *(plane[..., None, :] for plane in planes)], axis=-2)
-    return np.ascontiguousarray(every).view(np.uint32)[..., 0]
-
-
-def _joined(parts: list[NDArray[Any]]) -> NDArray[np.uint8]:
-    """Return parts joined that have no bits in common."""
-    joined: NDArray[np.uint8] = np.bitwise_or.reduce(parts)
-    return joined
-
-
-def _steps_of(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
-    """Return the codes that `_words` has made words of."""
-    every = np.ascontiguousarray(words)[..., None].view(np.uint8)
-    if bits == 8:
-        return every
-    nibbles = every[..., :4, :]
-    steps = np.stack([nibbles & 15, nibbles >> 4], axis=-2).reshape(*nibbles.shape[:-2], _STEPS, WORD_BYTES)
-    for step in range(_STEPS):
-        if bits == 5:
-            steps[..., step, :] |= (every[..., 4, :] >> step & 1) << 4
-        elif bits == SHORT_BITS:
-            steps[..., step, :] |= (every[..., 4 + step // 4, :] >> 2 * (step % 4) & 3) << 4
-    return steps
-
-
-def _unpacked(layout: Layout, halves: NDArray[np.uint8], numbers: NDArray[np.int64]) -> Codes:
-    """Return the codes of some outputs, out of halves [panel, half, bytes]."""
-    panel, half, lane = numbers // PANEL, numbers % PANEL // HALF, numbers % HALF
-
-    def at(place: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        part = halves[..., place : place + count * HALF * dtype.itemsize].view(dtype)
-        strides = *part.strides[:2], HALF * dtype.itemsize, dtype.itemsize
-        found: NDArray[Any] = np.lib.stride_tricks.as_strided(part, (*part.shape[:2], count, HALF), strides)
-        return found[panel, half, :, lane]
-
-    found = {name: at(*place) for name, place in layout.numbers.items()}
-    groups = layout.inputs // GROUP_INPUTS
-    words = at(layout.codes_place, np.dtype(np.uint32), groups * layout.bits)
-    steps = _steps_of(words.reshape(len(numbers), groups, layout.bits), layout.bits)
-    return Codes(
-        codes=steps[..., _BYTE_OF_INPUT].reshape(len(numbers), layout.inputs),
-        bits=layout.bits,
-        scales=Grouped(found["scales"], found.get("steps")),
-        zeros=found.get("zeros", layout.zero),
-        minimums=Grouped(found["least"], found.get("least_steps")) if "least" in found else None,
-    )

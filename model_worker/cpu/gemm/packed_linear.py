@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model_worker.cpu.gemm.coded_linear import CodedLinear, WordLinear, can_be_words
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, QuantizedWeight
 from model_worker.cpu.gemm.int8_linear import Int8Linear, Quantized, quantize
 from model_worker.cpu.gemm.panel_linear import PanelLinear
@@ -76,6 +77,9 @@ class PackedLinear(PanelLinear):
         return word_format(self.element)
 
 
+Packed = PackedLinear | Int8Linear | CodedLinear
+
+
 @functools.cache
 def _onednn_packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies weights of this type here."""
@@ -130,27 +134,29 @@ def quantize_linears(model: nn.Module) -> dict[nn.Module, Quantized]:
 
 def pack_linears(
     model: nn.Module, progress: Progress | None = None, quantized: dict[nn.Module, Quantized] | None = None
-) -> list[PackedLinear | Int8Linear]:
-    """Swap every plain linear module of a CPU model for a packed one that is verified. Returns the packed ones.
+) -> list[Packed]:
+    """Swap every plain linear module of a CPU model for a packed one that is verified. Returns all that are packed.
 
+    In a model with weights in codes the others get panels like theirs, so that one format has them all.
     Those that `quantize_linears` has quantized become int8 ones, and leave `quantized`, so that no weight is kept
     twice. One that another module shares, such as a tied embedding's, stays there beside its packed copy. An encoded
     one is decoded for that, one at a time.
     """
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     linears = [(parent, name, child) for parent, name, child in found if _can_be_packed(child)]
+    coded = [module for module in model.modules() if isinstance(module, CodedLinear)]
     swapped: dict[nn.Module, nn.Module | None] = {}
     for done, (parent, name, linear) in enumerate(linears, start=1):
         if linear not in swapped:
             plain = linear.plain() if isinstance(linear, EncodedLinear) else linear
-            proven = _proven(plain, None if quantized is None else quantized.pop(linear, None))
+            proven = _proven(plain, None if quantized is None else quantized.pop(linear, None), bool(coded))
             swapped[linear] = plain if proven is None and plain is not linear else proven
         packed = swapped[linear]
         if packed is not None:
             setattr(parent, name, packed)
         if progress is not None:
             progress(done, len(linears))
-    packed_ones = [packed for packed in swapped.values() if isinstance(packed, PackedLinear | Int8Linear)]
+    packed_ones = [*coded, *(packed for packed in swapped.values() if isinstance(packed, Packed))]
     panels = [packed.panels for packed in packed_ones]
     # Moving what is there takes half a second for a quarter of a gigabyte, and may be done while it is read.
     Thread(target=keep_in_huge_pages, args=(panels,), kwargs={"written": True}, name="huge-pages").start()
@@ -192,14 +198,19 @@ def _weight(module: nn.Module) -> Tensor:
     return weight
 
 
-def _proven(linear: nn.Module, quantized: Quantized | None) -> PackedLinear | Int8Linear | None:
+def _proven(linear: nn.Module, quantized: Quantized | None, among_codes: bool) -> Packed | None:
     """Return the packed form of a linear module, if it computes the same."""
     weight = _weight(linear)
     bias = linear.bias
     assert bias is None or isinstance(bias, Tensor)
-    packed: PackedLinear | Int8Linear
+    packed: Packed
     with torch.inference_mode():
-        packed = PackedLinear(weight, bias) if quantized is None else Int8Linear(quantized, bias, weight.dtype)
+        if quantized is not None:
+            packed = Int8Linear(quantized, bias, weight.dtype)
+        elif among_codes and can_be_words(weight):
+            packed = WordLinear(weight, bias, weight.dtype)
+        else:
+            packed = PackedLinear(weight, bias)
         x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         want = linear(x).float()
         got = packed(x).float()

@@ -61,13 +61,18 @@ class PanelLinear(nn.Module, ABC):
         """Return numpy's type of elements: uint16 stands for bfloat16."""
         return np.uint16 if self.dtype == torch.bfloat16 else np.float32
 
+    @property
+    def operand_element(self) -> Any:
+        """Return numpy's type of the elements of operands."""
+        return operand_dtype(self.element)
+
     def multiply(self, x: Tensor) -> Tensor:
         """Compute x . weight + bias by our own kernel."""
         rows = x.detach().reshape(-1, self.in_features).to(self.dtype)
         padded = functional.pad(rows, (0, self.input_width - self.in_features)).contiguous()
         out = torch.empty(len(rows), self.out_features, dtype=self.dtype)
         cores = self._cores(len(rows))
-        operand = _numbers(padded if operand_dtype(self.element) == self.element else padded.float())
+        operand = _numbers(padded if self.operand_element == self.element else padded.float())
         weight_format = self.weight_format(cores, len(rows), operand.size)
         arguments = operand, self.panels.ctypes.data, self._added, _numbers(out), weight_format
         thread_pool(cores).run(run_product, cores, *arguments)

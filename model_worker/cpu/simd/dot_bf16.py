@@ -146,7 +146,8 @@ class Operand:
         width = builder.extract_value(array.shape, 1)
         one = ir.Constant(INDEX, 1)
         pairs = like.dtype == types.uint16
-        assert kind.dtype == (like.dtype if HAS_BF16_DOT else types.float32)
+        # A float32 operand of bfloat16 weights is multiplied as it is, also by processors that multiply bfloat16.
+        assert kind.dtype == types.float32 or (HAS_BF16_DOT and kind.dtype == like.dtype)
         in_pairs = kind.dtype == types.uint16
         self.parts = 2 if pairs and not in_pairs else 1
         self.step = float_by_float if not pairs else _pairs_by_pairs if in_pairs else float_by_pairs
