@@ -186,6 +186,8 @@ async def _serve(models: list[_Model], role: str, listener: socket.socket) -> No
 async def _warm(server: ServerState) -> None:
     """Starts the helper processes, so that no first request waits for them: that of images once a worker sees."""
     await server.constraints.start()
+    if server.settings.vision:
+        await server.image_facts.warm()
     while server.max_model_len is None:  # noqa: ASYNC110 (a heartbeat brings it, and no event)
         await asyncio.sleep(1.0)
     if server.sees:

@@ -24,6 +24,7 @@ from api_server.engine.health import Health
 from api_server.engine.retry_after import RetryAfterEstimator
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.media.client import MediaClient
+from api_server.media.facts import ImageFacts
 from api_server.media.images import Images
 from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK, PooledModel
 from api_server.text.sealed_text import Seal
@@ -150,7 +151,13 @@ class ServerState:
         most_of_video = self.settings.max_video_tokens or most * _VIDEO_FACTOR
         client = MediaClient({"model": self.settings.model, "most_tokens": most, "most_video_tokens": most_of_video})
         most_bytes = parse_memory(self.settings.media_cache, "media_cache") or 0
-        return Images(client, self.engine.segments, most_bytes, self.image_key, self._observe_image)
+        limits = (most, most_of_video)
+        segments = self.engine.segments
+        return Images(self.image_facts, client, limits, segments, most_bytes, self.image_key, self._observe_image)
+
+    @cached_property
+    def image_facts(self) -> ImageFacts:
+        return ImageFacts(self.settings.model)
 
     def _image_tokens(self) -> int:
         workers = self.engine.status.workers if self.engine.status else []

@@ -18,6 +18,7 @@ from typing import Any
 
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.media.client import MediaClient, ProcessLost
+from api_server.media.facts import ImageFacts, Vision
 from api_server.media.protocol import Answer, unpacked
 from interfaces import ImageWishes, Segments, Shareable, SharedMemoryArray, VideoWishes
 
@@ -31,24 +32,6 @@ _NAMES = 3
 _CANNOT_BE_TOO_LARGE = 3
 # Attempts at an image. The process may have died of something else.
 _ATTEMPTS = 2
-
-
-@dataclass(frozen=True)
-class Vision:
-    """Facts of the model that a prompt with images is made with (processors.py: Facts)."""
-
-    placeholder: str
-    mark: str
-    token_id: int
-    token: str
-    behind_images: str
-    behind_prompt: str
-    fingerprint: str
-    video_placeholder: str = ""
-    video_mark: str = ""
-    video_token_id: int = -1
-    video_token: str = ""
-    no_videos: str = ""
 
 
 @dataclass(eq=False)
@@ -86,11 +69,14 @@ class ProcessedImage:
 class Images:
     """The processed images of one API process.
 
-    `segments` own the arrays; None: arrays travel in messages. `key` makes the hashes such that no client can search
-    for two images of one hash. `observe` is called for each image with the seconds of its processing, 0 for a hit.
+    `limits` are the most tokens of an image and of a video. `segments` own the arrays; None: arrays travel in
+    messages. `key` makes the hashes such that no client can search for two images of one hash.
+    `observe` is called for each image with the seconds of its processing, 0 for a hit.
     """
 
+    facts: ImageFacts
     client: MediaClient
+    limits: tuple[int, int]
     segments: Segments | None
     most_bytes: int
     key: bytes
@@ -99,19 +85,11 @@ class Images:
     _kept_bytes: int = 0
     _coming: dict[bytes, asyncio.Task[ProcessedImage]] = field(default_factory=dict)
     _coming_bytes: int = 0
-    _vision: Vision | None = None
 
     async def vision(self) -> Vision:
         """Facts of the model. Raises RequestFailed when its images cannot be processed here."""
-        for _ in range(_ATTEMPTS if self._vision is None else 0):
-            try:
-                self._vision = Vision(**await self.client.facts())
-                break
-            except ProcessLost:
-                continue
-        if self._vision is None:
-            raise _lost()
-        return self._vision
+        vision = await self.facts.read()
+        return replace(vision, fingerprint=f"{vision.fingerprint}\0{self.limits}")
 
     async def processed(self, images: Sequence[bytes], options: Sequence[ImageWishes]) -> list[ProcessedImage]:
         """Processes the images of a request. Raises RequestFailed that names the image by its field."""

@@ -38,7 +38,7 @@ WALL_SECONDS = 60.0
 MEMORY_BYTES = 2 << 30
 # Images processed at once, if there are as many cores.
 CHILDREN = 4
-# Processing yields to token generation.
+# Reading images yields to token generation, and so does the start of this process.
 NICENESS = 5
 
 _TOO_SLOW = f"takes more than {CPU_SECONDS:g} s of processor time to read: send a smaller one"
@@ -58,7 +58,7 @@ class MediaProcess:
             cpu_seconds=CPU_SECONDS,
             wall_seconds=WALL_SECONDS,
             memory_bytes=MEMORY_BYTES,
-            niceness=NICENESS,
+            niceness=0,  # this process has been nice since its start
             at_once=max(1, min(CHILDREN, usable_cores())),
         )
         LimitedChildren(limits, lambda job: outcome(self._processor, job), self._answer).run(requests, unpacker)
@@ -125,6 +125,7 @@ def send(answers: Any, message: Any) -> None:
 
 def main() -> None:
     become("media_process")
+    os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the API process ends this one
     warnings.simplefilter("ignore")  # they are about metadata of strangers' files
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

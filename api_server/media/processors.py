@@ -1,4 +1,4 @@
-"""The model's own image processor, as transformers has it, without torch. Runs in the media process only.
+"""The model's own image processor, as transformers has it, without torch.
 
 It gives the arrays that the model's `get_image_features` takes, under the names of its parameters, and the text that
 stands for one image in a prompt. Knows transformers' processor classes; knows no file format.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTextEncoding,
@@ -59,6 +60,8 @@ from model_worker.pooling.modules import vector_modules
 from model_worker.pooling.pooler import Pooler
 from model_worker.pooling.smoothing import scale_inputs, smooth
 from model_worker.pooling.texts import Texts
+from model_worker.vision.composite import decoder_of
+from model_worker.vision.family import is_composite
 from shared.load_errors import broken_file
 from shared.pooling_files import PoolingFiles, task_of
 
@@ -143,6 +146,7 @@ def load_pooling(
     check_positions(max_model_len, limit)
     with reported_weights(progress):
         model = _load(files, config, wanted, _dtype(dtype, config, target))
+    config = model.config
     nn.Module.to(model, target)
     length = min(limit, max_model_len or limit)
     pin_longrope(model, length)
@@ -236,6 +240,9 @@ def multiplies_bfloat16() -> bool:
 def _load(files: PoolingFiles, config: PreTrainedConfig, task: str, dtype: torch.dtype | str) -> PreTrainedModel:
     architecture = str((config.architectures or [config.model_type])[0])
     auto: Any = _CLASSES[task]
+    composite = auto is AutoModel and is_composite(config)
+    if composite:
+        auto = AutoModelForImageTextToText
     if task in ("rerank", "classify") and files.score_modules:
         auto = AutoModel
     elif task == "rerank" and (files.of_kind("LogitScore") or not architecture.endswith("ForSequenceClassification")):
@@ -263,6 +270,9 @@ def _load(files: PoolingFiles, config: PreTrainedConfig, task: str, dtype: torch
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(architecture, broken_file(files.source) or first_line(error)) from error
+    if composite:
+        # Texts go through its text model alone.
+        model = decoder_of(model)
     base = model.base_model is model
     missing = sorted(key for key in info["missing_keys"] if not (base and key.startswith("pooler.")))
     if missing:

@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from api_server.media.decode import ImageRefused
-from api_server.media.images import ProcessedImage, Vision
+from api_server.media.facts import Vision
+from api_server.media.images import ProcessedImage
 from api_server.media.processors import LOW_DETAIL_TOKENS, NoProcessor, Processor
 from api_server.text.image_prompt import Pictures
 from api_server.text.tokenizer import Tokenizer

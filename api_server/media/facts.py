@@ -1,0 +1,72 @@
+"""Facts of the served model's image processor, read once in each API process.
+
+A text to a model with eyes needs no more of images than these, so it never waits for the media process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+from api_server.errors import ErrorKind, RequestFailed
+from api_server.media.processors import NoProcessor, Processor
+
+log = logging.getLogger("tokenyard")
+
+
+@dataclass(frozen=True)
+class Vision:
+    """Facts of the model that a prompt with images is made with (processors.py: Facts)."""
+
+    placeholder: str
+    mark: str
+    token_id: int
+    token: str
+    behind_images: str
+    behind_prompt: str
+    fingerprint: str
+    video_placeholder: str = ""
+    video_mark: str = ""
+    video_token_id: int = -1
+    video_token: str = ""
+    no_videos: str = ""
+
+
+class ImageFacts:
+    """The facts of one model, which are read in a thread when they are first wanted."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._reading: asyncio.Future[Vision] | None = None
+
+    async def warm(self) -> None:
+        """Reads the facts of a model whose config has a vision tower, so that no request waits for them."""
+        if await asyncio.to_thread(self._has_tower):
+            try:
+                await self.read()
+            except RequestFailed as error:
+                log.info("%s", error)
+
+    async def read(self) -> Vision:
+        """The facts. Raises RequestFailed when the model's images cannot be processed here."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(asyncio.to_thread(self._read))
+        try:
+            # Other requests may wait for the same reading when this one's client goes away.
+            return await asyncio.shield(self._reading)
+        except NoProcessor as error:
+            message = f"this model takes no images on this server: {error}"
+            raise RequestFailed(ErrorKind.UNSUPPORTED, message) from None
+
+    def _read(self) -> Vision:
+        return Vision(**dataclasses.asdict(Processor(self._model, 0).facts))
+
+    def _has_tower(self) -> bool:
+        from transformers import PreTrainedConfig
+
+        try:
+            return "vision_config" in PreTrainedConfig.get_config_dict(self._model)[0]
+        except (OSError, ValueError):
+            return False
