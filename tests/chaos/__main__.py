@@ -1,4 +1,4 @@
-"""The long forms: `python -m tests.chaos kills|fuzz|texts|vanish|slow|overload|unfair|soak|all`, with a report.
+"""The long forms: `python -m tests.chaos kills|fuzz|pictures|texts|vanish|slow|overload|unfair|soak|all`.
 
 They start servers of a tiny model of their own (or of `--model`; texts always have a tiny encoder), so they need
 nothing but a few free minutes.
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.chaos import killing, load, texts
+from tests.chaos import killing, load, pictures, texts
 from tests.system.served_model import make_model
 
 
@@ -57,6 +57,7 @@ def main() -> int:
 FORMS: dict[str, Callable[[argparse.Namespace], dict[str, object]]] = {
     "kills": killing.kills,
     "fuzz": killing.fuzz,
+    "pictures": pictures.pictures,
     "texts": texts.texts,
     "vanish": load.vanish,
     "slow": load.slow,
