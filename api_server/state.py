@@ -153,7 +153,16 @@ class ServerState:
         most_bytes = parse_memory(self.settings.media_cache, "media_cache") or 0
         limits = (most, most_of_video)
         segments = self.engine.segments
-        return Images(self.image_facts, client, limits, segments, most_bytes, self.image_key, self._observe_image)
+        return Images(
+            self.image_facts,
+            client,
+            limits,
+            segments,
+            most_bytes,
+            self.image_key,
+            observe=self._observe_image,
+            most_videos=self.settings.limit_images,
+        )
 
     @cached_property
     def image_facts(self) -> ImageFacts:

@@ -1,8 +1,9 @@
 """The images and videos of requests as arrays, each processed once while it is in the cache.
 
 Clients send a conversation's images again with each turn, so that a hit costs only the hash of its bytes. Equal images
-that arrive together share one computation, and hits never wait behind it. Knows the cache and the owner of its arrays;
-the media process knows how images are read.
+that arrive together share one computation, and hits never wait behind it. Videos leave room in the media process for
+images, and what no request waits for any more is not read. Knows the cache and the owner of its arrays; the media
+process knows how images are read.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from typing import Any
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.media.client import MediaClient, ProcessLost
 from api_server.media.facts import ImageFacts, Vision
-from api_server.media.protocol import Answer, unpacked
+from api_server.media.protocol import Answer, jobs_at_once, unpacked
 from interfaces import ImageWishes, Segments, Shareable, SharedMemoryArray, VideoWishes
 
-# Most images that are being processed or wait for it.
+# Most images and videos that are being processed or wait for it, and most videos among them.
 MOST_WAITING = 256
+MOST_VIDEOS_WAITING = 32
 # Most bytes of these images.
 MOST_WAITING_BYTES = 256 << 20
 # Names of segments that go with a job. Few arrays of an image are large.
 _NAMES = 3
 # Up to this number of images a request cannot have too many pixels together.
 _CANNOT_BE_TOO_LARGE = 3
+# Images that the media process has at once for each that it reads. The others wait here, where they can be dropped.
+_SENT_FOR_EACH = 2
+# Share of the cache that one image or video may take.
+_LARGEST_SHARE = 0.5
 # Attempts at an image. The process may have died of something else.
 _ATTEMPTS = 2
 
@@ -65,13 +71,35 @@ class ProcessedImage:
         return sum(array.nbytes for array in self.arrays.values()) + len(self.run)
 
 
+@dataclass(eq=False)
+class _Coming:
+    """An image or a video that is being processed or waits for it."""
+
+    size: int
+    is_clip: bool
+    # Requests that wait for it.
+    waiters: int = 0
+    # Whether the media process has it, which reads it to the end.
+    is_sent: bool = False
+    task: asyncio.Task[ProcessedImage] = field(init=False)
+
+
+def _image_slots() -> asyncio.Semaphore:
+    return asyncio.Semaphore(jobs_at_once() * _SENT_FOR_EACH)
+
+
+def _video_slots() -> asyncio.Semaphore:
+    return asyncio.Semaphore(jobs_at_once() - 1)
+
+
 @dataclass
 class Images:
     """The processed images of one API process.
 
     `limits` are the most tokens of an image and of a video. `segments` own the arrays; None: arrays travel in
     messages. `key` makes the hashes such that no client can search for two images of one hash.
-    `observe` is called for each image with the seconds of its processing, 0 for a hit.
+    `observe` is called for each image with the seconds of its processing, 0 for a hit. `most_videos` are the most
+    videos of one request.
     """
 
     facts: ImageFacts
@@ -81,10 +109,13 @@ class Images:
     most_bytes: int
     key: bytes
     observe: Callable[[float], None] = lambda seconds: None
+    most_videos: int = MOST_VIDEOS_WAITING
     _kept: OrderedDict[bytes, ProcessedImage] = field(default_factory=OrderedDict)
     _kept_bytes: int = 0
-    _coming: dict[bytes, asyncio.Task[ProcessedImage]] = field(default_factory=dict)
+    _coming: dict[bytes, _Coming] = field(default_factory=dict)
     _coming_bytes: int = 0
+    _image_slots: asyncio.Semaphore = field(default_factory=_image_slots)
+    _video_slots: asyncio.Semaphore = field(default_factory=_video_slots)
 
     async def vision(self) -> Vision:
         """Facts of the model. Raises RequestFailed when its images cannot be processed here."""
@@ -119,14 +150,22 @@ class Images:
     async def _all(
         self, keys: Sequence[bytes], jobs: Sequence[dict[str, Any]], fields: Sequence[str], kind: str
     ) -> list[ProcessedImage]:
-        found = [self._find(key, job) for key, job in zip(keys, jobs, strict=True)]
+        found: list[ProcessedImage | _Coming] = []
         try:
-            return [image if isinstance(image, ProcessedImage) else await asyncio.shield(image) for image in found]
+            for key, job in zip(keys, jobs, strict=True):
+                found.append(self._find(key, job))
+            # A task is shielded: when the client goes away, others may wait for the same image.
+            return [image if isinstance(image, ProcessedImage) else await asyncio.shield(image.task) for image in found]
         except _Refused as refused:
             where = next(fields[i] for i, image in enumerate(found) if _has_failed(image, refused))
             raise invalid(f"{where}: the {kind} {refused}", where) from None
+        finally:
+            for key, image in zip(keys, found, strict=False):
+                if isinstance(image, _Coming):
+                    self._leave(key, image)
 
-    def _find(self, key: bytes, job: dict[str, Any]) -> ProcessedImage | asyncio.Task[ProcessedImage]:
+    def _find(self, key: bytes, job: dict[str, Any]) -> ProcessedImage | _Coming:
+        """The image, or what it comes from, which one more request waits for until it leaves."""
         kept = self._kept.get(key)
         if kept is not None:
             self._kept.move_to_end(key)
@@ -134,30 +173,55 @@ class Images:
             return kept
         coming = self._coming.get(key)
         if coming is None:
-            size = len(job["image"]) + sum(map(len, job["video"]))
-            if len(self._coming) >= MOST_WAITING or self._coming_bytes + size > MOST_WAITING_BYTES:
-                message = f"{len(self._coming)} images wait to be read; retry later"
-                raise RequestFailed(ErrorKind.OVERLOADED, message, retry_after=RETRY_AFTER_SECONDS)
-            # A task of its own: when the client goes away, others may wait for the same image.
-            coming = self._coming[key] = asyncio.create_task(self._process(key, job))
-            self._coming_bytes += size
-            coming.add_done_callback(lambda task: self._done(key, task, size))
+            coming = _Coming(len(job["image"]) + sum(map(len, job["video"])), bool(job["video"]))
+            self._check_room(coming)
+            coming.task = asyncio.create_task(self._process(key, job, coming))
+            self._coming[key] = coming
+            self._coming_bytes += coming.size
+            coming.task.add_done_callback(lambda task: self._done(key, coming, task))
+        coming.waiters += 1
         return coming
 
-    def _done(self, key: bytes, task: asyncio.Task[ProcessedImage], size: int) -> None:
-        del self._coming[key]
-        self._coming_bytes -= size
+    def _check_room(self, new: _Coming) -> None:
+        clips = sum(coming.is_clip for coming in self._coming.values())
+        most_clips = max(MOST_VIDEOS_WAITING, self.most_videos)
+        if new.is_clip and clips >= most_clips:
+            message = f"{clips} videos wait to be read; retry later"
+        elif len(self._coming) >= MOST_WAITING or self._coming_bytes + new.size > MOST_WAITING_BYTES:
+            message = f"{len(self._coming)} images wait to be read; retry later"
+        else:
+            return
+        raise RequestFailed(ErrorKind.OVERLOADED, message, retry_after=RETRY_AFTER_SECONDS)
+
+    def _leave(self, key: bytes, coming: _Coming) -> None:
+        """A request waits no more. What waits for its turn is dropped with the last one."""
+        coming.waiters -= 1
+        if coming.waiters == 0 and not coming.is_sent and not coming.task.done():
+            coming.task.cancel()
+            self._remove(key, coming)
+
+    def _remove(self, key: bytes, coming: _Coming) -> None:
+        if self._coming.get(key) is coming:
+            del self._coming[key]
+            self._coming_bytes -= coming.size
+
+    def _done(self, key: bytes, coming: _Coming, task: asyncio.Task[ProcessedImage]) -> None:
+        self._remove(key, coming)
         if task.cancelled() or task.exception() is not None:
             return
         image = task.result()
+        if image.nbytes > self.most_bytes * _LARGEST_SHARE:
+            return  # it would take the place of all others
         self._kept[key] = image
         self._kept_bytes += image.nbytes
         while self._kept_bytes > self.most_bytes and self._kept:
             self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
-    async def _process(self, key: bytes, job: dict[str, Any]) -> ProcessedImage:
+    async def _process(self, key: bytes, job: dict[str, Any], coming: _Coming) -> ProcessedImage:
         began = time.monotonic()
-        found = await self._ask(job)
+        async with self._video_slots if coming.is_clip else self._image_slots:
+            coming.is_sent = True
+            found = await self._ask(job)
         self.observe(time.monotonic() - began)
         arrays = {name: unpacked(array) for name, array in found["arrays"].items()}
         image_hash = int.from_bytes(key[:8], "little") >> 1
@@ -192,7 +256,8 @@ class Images:
     async def _check_sizes(self, images: Sequence[bytes], options: Sequence[ImageWishes]) -> None:
         """Refuses a request whose images have too many pixels together, by their headers."""
         try:
-            await self._ask(_job(measure=list(images)))
+            async with self._image_slots:
+                await self._ask(_job(measure=list(images)))
         except _Refused as refused:
             where = options[refused.index].field
             raise invalid(f"{where}: the image {refused}", where) from None
@@ -243,8 +308,8 @@ class _Refused(Exception):
         self.index = index
 
 
-def _has_failed(image: ProcessedImage | asyncio.Task[ProcessedImage], error: _Refused) -> bool:
-    return isinstance(image, asyncio.Task) and image.done() and image.exception() is error
+def _has_failed(image: ProcessedImage | _Coming, error: _Refused) -> bool:
+    return isinstance(image, _Coming) and image.task.done() and image.task.exception() is error
 
 
 def _release(segments: Segments, held: list[SharedMemoryArray], loop: asyncio.AbstractEventLoop) -> None:

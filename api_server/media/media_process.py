@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from api_server.media.decode import MOST_PIXELS_TOGETHER, ImageRefused, decoded, size_of
-from api_server.media.protocol import Answer, Job, Start, packed
+from api_server.media.protocol import Answer, Job, Start, jobs_at_once, packed
 from api_server.media.video_processors import VideoArrays
 from api_server.media.video_sampling import Ask
 from api_server.media.videos import open_video, warm_up
@@ -26,7 +26,6 @@ from shared.hidden_torch import hide_torch
 from shared.limited_children import FAILED, LimitedChildren, Limits
 from shared.liveness import become
 from shared.pipe_messages import message_unpacker
-from shared.resources import usable_cores
 
 if TYPE_CHECKING:
     from api_server.media.processors import Arrays, Processor
@@ -36,8 +35,6 @@ CPU_SECONDS = 20.0
 WALL_SECONDS = 60.0
 # Memory of a child beyond that of this process.
 MEMORY_BYTES = 2 << 30
-# Images processed at once, if there are as many cores.
-CHILDREN = 4
 # Reading images yields to token generation, and so does the start of this process.
 NICENESS = 5
 
@@ -59,7 +56,7 @@ class MediaProcess:
             wall_seconds=WALL_SECONDS,
             memory_bytes=MEMORY_BYTES,
             niceness=0,  # this process has been nice since its start
-            at_once=max(1, min(CHILDREN, usable_cores())),
+            at_once=jobs_at_once(),
         )
         LimitedChildren(limits, lambda job: outcome(self._processor, job), self._answer).run(requests, unpacker)
 

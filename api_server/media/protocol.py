@@ -12,6 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import MESSAGE_THRESHOLD, Shareable, SharedMemoryArray, fill
+from shared.resources import usable_cores
+
+# Most images and videos that are read at once, if there are as many cores.
+_MOST_AT_ONCE = 4
+
+
+def jobs_at_once() -> int:
+    """Number of jobs that the media process does at once: two at least, so that an image need not wait for a video."""
+    return max(2, min(_MOST_AT_ONCE, usable_cores()))
 
 
 class Start(TypedDict):

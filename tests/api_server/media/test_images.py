@@ -1,0 +1,147 @@
+"""The images of an API process: videos leave room for images, and what no client waits for is not read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from api_server.errors import ErrorKind, RequestFailed
+from api_server.media import images as images_module
+from api_server.media.client import MediaClient
+from api_server.media.facts import ImageFacts, Vision
+from api_server.media.images import Images, ProcessedImage
+from api_server.media.protocol import Answer, jobs_at_once, packed
+
+START: Any = {"model": "m", "most_tokens": 1, "most_video_tokens": 1}
+
+
+class Facts(ImageFacts):
+    async def read(self) -> Vision:
+        return Vision("<i>", "<i>", 1, "<i>", "", "", "f", video_placeholder="<v>", video_token_id=1)
+
+
+class Client(MediaClient):
+    """A media process that answers when the test says so."""
+
+    def __init__(self, floats: int = 10) -> None:
+        super().__init__(START)
+        self.asked: list[bytes] = []
+        self.open = asyncio.Event()
+        self.floats = floats
+
+    async def ask(self, job: dict[str, Any]) -> Answer:
+        self.asked.append(job["video"][0] if job["video"] else job["image"])
+        await self.open.wait()
+        return {"run": "r", "arrays": {"pixel_values": packed(np.zeros(self.floats, np.float32), [])}}
+
+
+def made(client: Client, most_bytes: int = 1 << 20) -> Images:
+    return Images(Facts("m"), client, (1, 1), None, most_bytes, b"key")
+
+
+def names(kind: str, count: int) -> list[bytes]:
+    return [f"{kind}{i}".encode() for i in range(count)]
+
+
+async def settled(work: Coroutine[Any, Any, list[ProcessedImage]]) -> asyncio.Task[list[ProcessedImage]]:
+    """A request that has come as far as it can."""
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0.1)
+    return task
+
+
+def test_videos_leave_room_for_images() -> None:
+    async def run() -> None:
+        client = Client()
+        images = made(client)
+        videos = await settled(images.processed_videos(names("v", 20), []))
+        assert len(client.asked) == jobs_at_once() - 1
+        picture = await settled(images.processed([b"i"], []))
+        assert client.asked[-1] == b"i"
+        client.open.set()
+        assert len(await videos) == 20
+        assert len(await picture) == 1
+        assert len(client.asked) == 21
+
+    asyncio.run(run())
+
+
+def test_what_no_client_waits_for_is_not_read() -> None:
+    async def run() -> None:
+        client = Client()
+        images = made(client)
+        gone = await settled(images.processed_videos(names("v", 20), []))
+        stays = await settled(images.processed_videos(names("v", 12)[10:], []))
+        gone.cancel()
+        await asyncio.sleep(0.1)
+        sent = jobs_at_once() - 1
+        assert len(images._coming) == sent + 2
+        client.open.set()
+        assert len(await stays) == 2
+        assert sorted(client.asked) == sorted([*names("v", sent), b"v10", b"v11"])
+        assert (len(images._coming), images._coming_bytes) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_video_that_was_dropped_is_read_when_it_comes_again() -> None:
+    async def run() -> None:
+        client = Client()
+        images = made(client)
+        first = await settled(images.processed_videos(names("v", 20), []))
+        first.cancel()
+        again = asyncio.create_task(images.processed_videos([b"v19"], []))
+        client.open.set()
+        assert len(await again) == 1
+
+    asyncio.run(run())
+
+
+def test_few_videos_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images_module, "MOST_VIDEOS_WAITING", 4)
+
+    async def run() -> None:
+        client = Client()
+        images = made(client)
+        images.most_videos = 1
+        waiting = await settled(images.processed_videos(names("v", 4), []))
+        with pytest.raises(RequestFailed, match="4 videos wait to be read") as refused:
+            await images.processed_videos([b"another"], [])
+        assert refused.value.kind is ErrorKind.OVERLOADED
+        client.open.set()
+        assert len(await images.processed([b"i"], [])) == 1
+        assert len(await waiting) == 4
+
+    asyncio.run(run())
+
+
+def test_a_refused_request_drops_what_it_had_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images_module, "MOST_WAITING", 30)
+    monkeypatch.setattr(images_module, "MOST_VIDEOS_WAITING", 40)
+
+    async def run() -> None:
+        client = Client()
+        images = made(client)
+        with pytest.raises(RequestFailed, match="30 images wait to be read"):
+            await images.processed_videos(names("v", 31), [])
+        assert not images._coming
+        assert not client.asked
+
+    asyncio.run(run())
+
+
+def test_what_would_fill_the_cache_is_not_kept() -> None:
+    async def run() -> None:
+        client = Client(floats=1000)
+        images = made(client, most_bytes=9000)
+        client.open.set()
+        await images.processed([b"i"], [])
+        client.floats = 1500
+        await images.processed_videos([b"v"], [])
+        assert [image.is_clip for image in images._kept.values()] == [False]
+
+    asyncio.run(run())
