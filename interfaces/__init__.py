@@ -88,8 +88,8 @@ context.vision: TextAndVisionContext
 messages: Action AdapterAnswer AdapterFailed AdapterLoaded AdapterOrder AdapterState AdapterStatus Batch BatchResult
     CUT_IMAGES Cancel Detach DropAdapter EPOCHS_OF_A_SUPERVISOR Finish GENERATE Goodbye Hello Inquiry InquiryAnswer
     Join LoadAdapter NO_IMAGES Order OrderAnswer REGISTRATION_SIZE Ready Results Retire RowGrammar SchedulingOptions
-    SessionAction SessionAnswer SessionMedium SessionOrder Status Step StepResult Submit Unknown Vectors
-    WHOLE_IMAGES WHOLE_PROMPTS WorkerGoodbye WorkerHello WorkerStatus
+    SESSION_MEDIA_BYTES SessionAction SessionAnswer SessionMedium SessionOrder Status Step StepResult Submit Unknown
+    Vectors WHOLE_IMAGES WHOLE_PROMPTS WorkerGoodbye WorkerHello WorkerStatus
 messages.hidden_states: HiddenStates
 messages.logprob_reports: LogprobReports
 messages.token_runs: TokenRuns

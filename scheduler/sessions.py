@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from interfaces import SessionAction, SessionAnswer, SessionMedium, SessionOrder
+from interfaces import SESSION_MEDIA_BYTES, SessionAction, SessionAnswer, SessionMedium, SessionOrder
 
 MAX_SESSIONS = 1024
-# In all turns of one session together. Beyond, its oldest turns are forgotten.
+# In all turns of one session together. Beyond, its oldest turns are forgotten, but never the newest.
 MAX_TOKENS = 1 << 18
 # Bytes of images and videos in all turns of one session, and in all sessions. Beyond, the oldest turns are forgotten,
 # and the sessions that were not used for the longest time are closed.
-MAX_MEDIA_BYTES = 64 << 20
+MAX_MEDIA_BYTES = SESSION_MEDIA_BYTES
 MAX_MEDIA_BYTES_TOGETHER = 512 << 20
 # An unused session is closed after this time, unless it was opened with another.
 IDLE_SECONDS = 3600.0
@@ -48,11 +48,15 @@ class Session:
     turns: dict[str, Turn] = field(default_factory=dict)
 
     def keep(self, name: str, turn: Turn) -> None:
-        """Keep a turn, and forget the oldest ones if there are too many tokens, or bytes of images."""
+        """Keep a turn, and forget the oldest others if there are too many tokens, or bytes of images."""
         self.turns.pop(name, None)
-        self.turns[name] = replace(turn, media=[self._known(medium) for medium in turn.media])
+        media: list[SessionMedium] = []
+        for medium in turn.media:
+            media.append(self._known(medium, media))
+        self.turns[name] = replace(turn, media=media)
         size = sum(len(each.tokens) for each in self.turns.values())
-        for oldest in list(self.turns):
+        # The newest is the last. A session that forgot it could not go on.
+        for oldest in list(self.turns)[:-1]:
             if size <= MAX_TOKENS and self.media_bytes <= MAX_MEDIA_BYTES:
                 break
             size -= len(self.turns.pop(oldest).tokens)
@@ -63,16 +67,24 @@ class Session:
         media = {id(medium): medium for turn in self.turns.values() for medium in turn.media}
         return sum(len(file) for medium in media.values() for file in medium.files)
 
-    def _known(self, medium: SessionMedium) -> SessionMedium:
-        """The same image, from another turn if there is one: turns have those of the turns that they continue."""
-        known = (each for turn in self.turns.values() for each in turn.media if each == medium)
-        return next(known, medium)
+    def _known(self, medium: SessionMedium, before: Sequence[SessionMedium]) -> SessionMedium:
+        """The same image, from another turn if there is one: turns have those of the turns that they continue.
+
+        `before` are those of its own turn.
+        """
+        media = (each for turn in self.turns.values() for each in turn.media)
+        return next((each for each in (*media, *before) if each == medium), medium)
 
     def drop_after(self, name: str) -> None:
         """Forget the turns that continued `name`, and those after them."""
-        for child in [child for child, turn in self.turns.items() if turn.parent == name]:
-            if self.turns.pop(child, None) is not None:
-                self.drop_after(child)
+        children: dict[str, list[str]] = {}
+        for child, turn in self.turns.items():
+            children.setdefault(turn.parent, []).append(child)
+        forgotten = children.pop(name, [])
+        while forgotten:
+            child = forgotten.pop()
+            self.turns.pop(child, None)
+            forgotten += children.pop(child, [])
 
 
 class Sessions:

@@ -67,7 +67,8 @@ class Pictures:
             looks = {(image.is_clip, self._token_id(image)) for image in self.images}
             if len(looks) > 1 and len(self.token_ids) == 1:
                 message = (
-                    f"{self.field} has runs of images and of videos, which cannot be told apart: send placeholders"
+                    f"{self.field} has runs of images and of videos, which cannot be told apart: send placeholders, "
+                    "and in a session images alone or videos alone"
                 )
                 raise invalid(message, self.field)
             return self

@@ -27,6 +27,7 @@ from interfaces.messages.adapters import (
 )
 from interfaces.messages.api import (
     REGISTRATION_SIZE,
+    SESSION_MEDIA_BYTES,
     Action,
     Cancel,
     Detach,
@@ -74,6 +75,7 @@ __all__ = [
     "GENERATE",
     "NO_IMAGES",
     "REGISTRATION_SIZE",
+    "SESSION_MEDIA_BYTES",
     "WHOLE_IMAGES",
     "WHOLE_PROMPTS",
     "Action",

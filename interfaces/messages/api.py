@@ -283,6 +283,10 @@ class OrderAnswer:
     requests: int
 
 
+# Most bytes of the images and videos of one session's turns. A turn that would have more is refused before it runs.
+SESSION_MEDIA_BYTES = 64 << 20
+
+
 class SessionAction:
     """Codes of `SessionOrder.action`.
 

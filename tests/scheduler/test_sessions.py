@@ -66,6 +66,16 @@ def test_a_turn_that_is_its_own_parent_ends_no_process() -> None:
     assert recall(sessions, "a", replace=True) == [1]
 
 
+def test_a_long_chain_is_forgotten() -> None:
+    sessions = Sessions()
+    ask(sessions, SessionAction.OPEN)
+    for i in range(3000):
+        remember(sessions, str(i), [1], str(i - 1))
+    assert recall(sessions, "0", replace=True) == [1]
+    assert "Invalid request session id" in str(recall(sessions, "1"))
+    assert "Invalid request session id" in str(recall(sessions, "2999"))
+
+
 def test_unused_sessions_end() -> None:
     clock = Clock()
     sessions = Sessions(clock)
@@ -92,6 +102,9 @@ def test_what_is_kept_is_bounded() -> None:
     assert [isinstance(recall(sessions, str(i)), list) for i in range(5)] == [False, True, True, True, True]
     remember(sessions, "4", [4])
     assert recall(sessions, "4") == [4]
+    remember(sessions, "5", [5] * (MAX_TOKENS + 1))
+    assert len(recall(sessions, "5")) == MAX_TOKENS + 1, "the newest turn is kept"
+    assert "Invalid request session id" in str(recall(sessions, "4"))
     for i in range(MAX_SESSIONS - 1):
         assert ask(sessions, SessionAction.OPEN, f"s{i}").refused == ""
     assert "close some" in ask(sessions, SessionAction.OPEN, "one more").refused
@@ -132,3 +145,19 @@ def test_images_are_kept_once_and_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     keep("c", "1", 7, 8)
     assert kept("a", "3") is None, "the session that was not used for the longest time is closed"
     assert kept("c", "1") == [picture(7), picture(8)]
+
+
+def test_the_newest_turn_of_a_chain_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler.sessions, "MAX_MEDIA_BYTES", 2500)
+    sessions = Sessions()
+    ask(sessions, SessionAction.OPEN)
+    chain: list[SessionMedium] = []
+    for name in range(4):
+        # Each turn has the images of those before, and one of them twice.
+        chain = [*chain, picture(name), picture(name)]
+        fields: dict[str, Any] = {"tokens": np.ones(1, np.int32), "media": chain, "parent": str(name - 1)}
+        ask(sessions, SessionAction.REMEMBER, request=str(name), **fields)
+        assert ask(sessions, SessionAction.RECALL, request=str(name)).media == chain
+        if name == 1:
+            assert recall(sessions, "0") == [1], "equal images of one turn count once"
+    assert "Invalid request session id" in str(recall(sessions, "2"))

@@ -26,6 +26,7 @@ from api_server.dialects.sglang.schema import ErrorResponse, GenerateRequest
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.web.endpoint import Call, Document, endpoint
 from interfaces import (
+    SESSION_MEDIA_BYTES,
     ImageWishes,
     RequestID,
     SessionAction,
@@ -113,6 +114,7 @@ async def resumed(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
         images=[*images, *item.images],
         videos=[*videos, *item.videos],
     )
+    _check_size(_kept(seen))
     return replace(batch, items=[seen])
 
 
@@ -122,12 +124,11 @@ async def remember(call: Call, body: GenerateRequest, item: Item, choice: Choice
     if params is None or choice.finish is None or choice.finish.kind == "cancelled":
         return
     tokens = np.array([*choice.prompt_token_ids.tolist(), *choice.token_ids], np.int32)
-    media = [*map(_medium, item.images), *map(_medium, item.videos)]
     fields: Mapping[str, Any] = {
         "tokens": tokens,
         "prompt_len": choice.prompt_tokens,
         "parent": params.rid or "",
-        "media": media,
+        "media": _kept(item),
     }
     await _ask(call, SessionAction.REMEMBER, params.id, request=item.rid, **fields)
 
@@ -145,6 +146,25 @@ async def _ids(call: Call, item: Item, add_special_tokens: bool | None) -> list[
     )
     ids: list[int] = (await call.server.tokenizer.prompt(request, call.server.max_model_len)).tokens.tolist()
     return ids
+
+
+def _kept(item: Item) -> list[SessionMedium]:
+    """The images and videos of a turn as its session keeps them."""
+    return [*map(_medium, item.images), *map(_medium, item.videos)]
+
+
+def _check_size(media: Sequence[SessionMedium]) -> None:
+    """Refuses a turn that its session could not keep. Equal images count once. Raises RequestFailed."""
+    if sum(len(file) for medium in media for file in medium.files) <= SESSION_MEDIA_BYTES:
+        return
+    different = {(medium.is_video, medium.options, *medium.files): medium.files for medium in media}
+    size = sum(len(file) for files in different.values() for file in files)
+    if size > SESSION_MEDIA_BYTES:
+        raise invalid(
+            f"session_params: the session and this request have images and videos of {size} bytes together; at most "
+            f"{SESSION_MEDIA_BYTES} are possible: send smaller ones, or open another session",
+            "session_params",
+        )
 
 
 def _medium(part: LoadedImage | LoadedVideo) -> SessionMedium:

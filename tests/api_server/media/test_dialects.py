@@ -439,12 +439,12 @@ def test_segments_go_with_the_request_and_the_cache(start: Start, tmp_path: Path
     path = models.write(tmp_path / "large", "llava")
     settings = path / "preprocessor_config.json"
     settings.write_text(settings.read_text().replace("28", "224"))
-    live = start(path, Tokenizer.load(str(path)), media_cache="1MiB")
+    live = start(path, Tokenizer.load(str(path)), media_cache="1500KiB")
     segments = live.state.engine.segments
     assert segments is not None
     for seed in range(4):
         ok(live, CHAT, chat(image_part(png(seed)), text_part("What?")))
-    live.double.wait(lambda: len(segments) == 1)  # each is 602 kB: the cache holds one
+    live.double.wait(lambda: len(segments) == 2)  # each is 602 kB: the cache holds two
     assert context(live).images[0].pixel_values.nbytes == 224 * 224 * 3 * 4
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from api_server.dialects.sglang import sessions
 from api_server.text.tokenizer import Tokenizer
 from interfaces import TextAndVisionContext
 from shared.endpoints import RunDirectory
@@ -240,3 +241,20 @@ def test_a_session_keeps_its_images_and_videos(watching: LiveServer) -> None:
     response = post(watching, GENERATE, body)
     assert response.status_code == 400
     assert "cuts the tokens of an image: choose another offset" in response.text
+
+
+def test_a_turn_that_its_session_cannot_keep_is_refused(watching: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = clips.animation(count=4, milliseconds=1000)
+    monkeypatch.setattr(sessions, "SESSION_MEDIA_BYTES", len(GIF) + len(other) - 1)
+    ok(watching, "/open_session", {"capacity_of_str_len": 1000, "session_id": "s2"})
+    params: dict[str, Any] = {"id": "s2"}
+    first = session_turn(watching, PROMPT, "a", {"video_data": uri(GIF)}, **params)
+    # The same video counts once.
+    assert session_turn(watching, PROMPT, "b", {"video_data": uri(GIF)}, rid="a", **params) == first * 2
+    submits = len(watching.double.submits)
+    body = {"text": PROMPT, "rid": "c", "session_params": {"id": "s2", "rid": "b"}, "video_data": uri(other)}
+    response = post(watching, GENERATE, body)
+    assert response.status_code == 400
+    assert f"videos of {len(GIF) + len(other)} bytes together; at most" in response.text
+    assert len(watching.double.submits) == submits
+    assert session_turn(watching, " So?", "d", {}, rid="b", **params) == first * 2
