@@ -23,6 +23,8 @@ MOST_BYTES = 48 << 20
 MOST_BYTES_TOGETHER = 96 << 20
 # Most frames that a client may send as images, or ask for.
 MOST_FRAMES = 768
+# Most files of all videos of a request, each frame that a client sends being one.
+MOST_FILES = 768
 # Highest number of frames for each second.
 MOST_FPS = 240.0
 
@@ -77,6 +79,7 @@ async def load_sources(
     if len(sources) > most:
         raise invalid(f"{path} has {len(sources)} videos; at most {most} are possible in one request: send fewer", path)
     files = [file for source in sources for file in source.files]
+    _check_files(files, most, path)
     data = iter(await bytes_of(server, files, Budget("video", MOST_BYTES, MOST_BYTES_TOGETHER, path)))
     loaded = []
     for source in sources:
@@ -84,6 +87,23 @@ async def load_sources(
         wishes = VideoWishes(source.field, source.fps, source.num_frames, **(bounds or {}))
         loaded.append(LoadedVideo(data=content if source.is_frames else content[0], options=wishes))
     return loaded
+
+
+def _check_files(files: Sequence[ImageSource], most_urls: int, path: str) -> None:
+    """Refuses a request with too many frames, or with too many URLs to fetch. Raises RequestFailed."""
+    if len(files) > MOST_FILES:
+        raise invalid(
+            f"{path} has videos of {len(files)} frames and files together; at most {MOST_FILES} are possible in one "
+            "request: send fewer",
+            path,
+        )
+    urls = sum(file.form == "url" for file in files)
+    if urls > most_urls:
+        raise invalid(
+            f"{path} has videos with {urls} URLs; at most {most_urls} are possible in one request: send a video file, "
+            "or the frames themselves as data URIs",
+            path,
+        )
 
 
 def openai_part(part: Mapping[str, Any], path: str, options: Mapping[str, Any] | None = None) -> VideoSource | None:
@@ -95,9 +115,9 @@ def openai_part(part: Mapping[str, Any], path: str, options: Mapping[str, Any] |
     if key is None:
         return None
     given = part.get(key, part.get("url"))
-    if isinstance(given, Mapping):
-        return read_source(given.get("url"), f"{path}.{key}", dict(options or {}) | dict(part) | dict(given))
-    return read_source(given, f"{path}.{key}", dict(options or {}) | dict(part))
+    inner = given if isinstance(given, Mapping) else {}
+    own = {name: value for name, value in {**part, **inner}.items() if name in _OPTIONS and value is not None}
+    return read_source(inner.get("url") if inner is given else given, f"{path}.{key}", own or options or {})
 
 
 def read_source(given: Any, field: str, options: Mapping[str, Any], bare_base64: bool = False) -> VideoSource:

@@ -77,20 +77,24 @@ class Processor:
     def __init__(self, model: str, most_tokens: int, most_video_tokens: int = 0) -> None:
         """Loads the processor. Raises NoProcessor."""
         self._most_tokens = most_tokens
+        self.videos: VideoProcessor | None = None
         try:
             self._processor = _load(model)
+            self._read(model, most_video_tokens or most_tokens)
         except NoProcessor:
             raise
         except Exception as error:  # files of a model raise whatever comes
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             raise NoProcessor(f"its image processor cannot be loaded without torchvision: {reason}") from error
-        self.facts = _facts(self._processor, f"{model}\0{most_tokens}")
-        self.videos: VideoProcessor | None = None
+
+    def _read(self, model: str, most_video_tokens: int) -> None:
+        """Reads the facts of the loaded processor."""
+        self.facts = _facts(self._processor, f"{model}\0{self._most_tokens}")
         reason = _why_no_videos(self._processor)
         if reason:
             self.facts = replace(self.facts, no_videos=reason)
         else:
-            self.videos = VideoProcessor(self._processor, _video_settings(model), most_video_tokens or most_tokens)
+            self.videos = VideoProcessor(self._processor, _video_settings(model), most_video_tokens)
             self.facts = _with_videos(self.facts, self._processor, self.videos)
 
     def process(self, image: Image.Image, detail: str, pixels: dict[str, int]) -> Arrays:
@@ -230,7 +234,15 @@ def _why_no_videos(processor: Any) -> str:
         return "videos are not supported for this type of model"
     if type(processor).__name__ == "SmolVLMProcessor" and importlib.util.find_spec("num2words") is None:
         return "its texts about videos need the package num2words: install tokenyard[video]"
+    if _has_video_token(processor) and processor.video_token_id in (None, processor.tokenizer.unk_token_id):
+        return f"its tokenizer has no token {processor.video_token}"
     return ""
+
+
+def _has_video_token(processor: Any) -> bool:
+    """Whether the features of videos have a token of their own. Other models give them the token of images."""
+    name = type(processor).__name__
+    return FORMS[name].is_video and name != "Glm4vProcessor"
 
 
 def _video_settings(model: str) -> dict[str, Any]:
@@ -251,10 +263,7 @@ def _video_settings(model: str) -> dict[str, Any]:
 
 def _with_videos(facts: Facts, processor: Any, videos: VideoProcessor) -> Facts:
     placeholder = processor.video_token
-    # Models without a token for the features of videos give those the token of images.
-    token_id = facts.token_id
-    if videos.form.is_video and type(processor).__name__ != "Glm4vProcessor":
-        token_id = int(processor.video_token_id)
+    token_id = int(processor.video_token_id) if _has_video_token(processor) else facts.token_id
     settings = facts.fingerprint + videos.fingerprint
     return replace(
         facts,

@@ -194,7 +194,8 @@ class VideoProcessor:
             height, width = int(height * scale), int(width * scale)
         if max(height, width) > _LONGEST_SHAPE * min(height, width):
             raise ImageRefused(f"has frames of {width} x {height} pixels: the sides may differ {_LONGEST_SHAPE} times")
-        return _within(height, width, unit, (frames, count if in_time else 1), (shortest, longest))
+        size = _within(height, width, unit, (frames, count if in_time else 1), (shortest, longest))
+        return _shortened(size, unit, self._most_tokens // steps)
 
     def tiles(self, source: Source, indices: list[int]) -> NDArray[np.float32]:
         """Frames of the model's own size, [frames, 3, height, width]."""
@@ -217,6 +218,19 @@ def _within(height: int, width: int, unit: int, frames: tuple[int, int], pixels:
         tall = math.ceil(height * grow / unit) * unit
         wide = math.ceil(width * grow / unit) * unit
     return tall, wide
+
+
+def _shortened(size: tuple[int, int], unit: int, most_tokens: int) -> tuple[int, int]:
+    """A size of at most this number of tokens, each a square of `unit` pixels, by its longer side.
+
+    The short side of a narrow frame is a unit already, and cannot pay for the longer one.
+    """
+    tall, wide = size
+    if tall * wide <= most_tokens * unit * unit:
+        return size
+    if tall < wide:
+        return tall, max(1, most_tokens // (tall // unit)) * unit
+    return max(1, most_tokens // (wide // unit)) * unit, wide
 
 
 def _smolvlm(

@@ -211,6 +211,8 @@ class _File:
         if stream.codec_context is None:
             raise ImageRefused("has pictures in a form that cannot be decoded here: send H.264, VP9 or AV1")
         stream.thread_type = "NONE"
+        # The decoder of AV1 has threads of its own, by default one for each core of the host. So has `to_ndarray`.
+        stream.codec_context.thread_count = 1
         return container, stream
 
     def _measured(self) -> Clip:
@@ -257,7 +259,7 @@ class _File:
 
     def _image(self, frame: Any) -> Image.Image:
         _check_size(frame.width, frame.height)
-        image: Image.Image = Image.fromarray(frame.to_ndarray(format="rgb24"))
+        image: Image.Image = Image.fromarray(frame.to_ndarray(format="rgb24", threads=1))
         turn = _turn(frame)
         return image.transpose(_TURNS[turn]) if turn in _TURNS else image
 

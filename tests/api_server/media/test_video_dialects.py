@@ -151,6 +151,8 @@ def test_wishes_of_a_client(watching: LiveServer) -> None:
     assert frames(video_part(uri(GIF), fps=4)) == 8
     assert frames(video_part(uri(GIF)), media_io_kwargs={"video": {"fps": 3}}) == 6
     assert frames(video_part(uri(GIF), fps=4), media_io_kwargs={"video": {"fps": 3}}) == 8
+    assert frames(video_part(uri(GIF), num_frames=4), media_io_kwargs={"video": {"fps": 3}}) == 4
+    assert frames(video_part(uri(GIF)) | {"num_frames": 4}, media_io_kwargs={"video": {"fps": 3}}) == 4
 
 
 def test_images_and_videos_in_one_message(watching: LiveServer) -> None:
@@ -190,6 +192,17 @@ def test_bad_videos_are_refused_and_name_their_part(watching: LiveServer, part: 
     response = post(watching, CHAT, chat(part, text_part(QUESTION)))
     assert response.status_code == 400, response.text
     assert complaint in response.json()["error"]["message"]
+
+
+def test_a_request_has_few_urls_and_frames(watching: LiveServer) -> None:
+    urls = [f"http://example.com/{i}.png" for i in range(20)]
+    response = post(watching, CHAT, chat(video_part(urls), video_part(urls), text_part(QUESTION)))
+    assert response.status_code == 400, response.text
+    assert "messages has videos with 40 URLs; at most 32 are possible" in response.json()["error"]["message"]
+    many = [uri(FRAMES[0], "image/png")] * 400
+    response = post(watching, CHAT, chat(video_part(many), video_part(many), text_part(QUESTION)))
+    assert response.status_code == 400, response.text
+    assert "messages has videos of 800 frames and files together; at most 768" in response.json()["error"]["message"]
 
 
 def test_places_and_videos_must_be_as_many(watching: LiveServer) -> None:

@@ -9,6 +9,8 @@ import importlib
 import importlib.machinery
 import io
 import itertools
+import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from transformers.video_utils import VideoMetadata
 
 from api_server.media import video_sampling
 from api_server.media.decode import ImageRefused
-from api_server.media.processors import Processor
+from api_server.media.processors import NoProcessor, Processor
 from api_server.media.video_processors import FORMS, VideoArrays, VideoProcessor
 from api_server.media.video_sampling import Ask, Rule
 from api_server.media.videos import Clip, open_video
@@ -197,6 +199,40 @@ def test_a_video_has_at_most_the_tokens_of_the_operator(name: str, directory: Ca
         processor = Processor(str(directory(name)), 1280, most)
         run = processed(directory(name), most=most).run
         assert 0 < run.count(processor.facts.video_token) <= most
+
+
+@pytest.mark.parametrize(
+    ("form", "in_time"), [("Qwen2VLProcessor", False), ("Qwen3VLProcessor", True), ("Glm4vProcessor", True)]
+)
+def test_narrow_frames_have_at_most_the_tokens_of_the_operator(form: str, in_time: bool) -> None:
+    unit = FORMS[form].usual["patch_size"] * 2
+    for most, count, size in itertools.product((20, 384, 5120), (2, 3, 31, 40), ((20000, 101), (101, 20000), (90, 80))):
+        height, width = video_processor(form, most)._fitted(Clip(count, 2.0, 1.0, *size), count, {}, in_time)
+        tokens = math.ceil(count / 2) * (height // unit) * (width // unit)
+        assert 0 < tokens <= most, (most, count, size)
+        assert tokens * 4 > min(most, 4 * math.ceil(count / 2)), "no frame is shrunk further than it must be"
+
+
+def test_a_model_without_a_token_for_videos_takes_images(tmp_path: Path) -> None:
+    path = models.write(tmp_path / "trimmed", "qwen2_vl")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        file = path / name
+        file.write_text(file.read_text().replace("<|video_pad|>", "<|other|>"))
+    settings = path / "tokenizer_config.json"
+    found = json.loads(settings.read_text())
+    found.pop("video_token", None)
+    settings.write_text(json.dumps(found))
+    processor = Processor(str(path), 1280)
+    assert processor.videos is None
+    assert "has no token" in processor.facts.no_videos
+    assert processor.facts.placeholder == "<|image_pad|>"
+
+
+def test_files_that_cannot_be_read_are_no_processor(tmp_path: Path) -> None:
+    path = models.write(tmp_path / "odd", "qwen2_vl")
+    (path / "video_preprocessor_config.json").write_text(json.dumps({"size": 7}))
+    with pytest.raises(NoProcessor, match="cannot be loaded"):
+        Processor(str(path), 1280)
 
 
 def test_wishes_that_cannot_be_met_say_why(directory: Callable[[str], Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ pytest.importorskip("av", reason="video files need the extra video")
         ("libx264", "mpegts"),
         ("libvpx", "webm"),
         ("libvpx-vp9", "matroska"),
+        ("libsvtav1", "webm"),
         ("mpeg4", "avi"),
         ("mpeg2video", "mpeg"),
     ],
@@ -35,6 +37,18 @@ def test_a_file_gives_the_frames_that_are_asked_for(codec: str, form: str) -> No
     assert clip.fps == pytest.approx(10)
     assert clip.seconds == pytest.approx(2)
     assert [clips.number(image) for image in source.frames([0, 3, 3, 7, 19])] == [0, 3, 3, 7, 19]
+
+
+def test_a_video_is_decoded_by_one_thread() -> None:
+    source = open_video([clips.file(codec="libsvtav1", form="webm", size=(640, 480))], False, None)
+    frames = source.frames(range(20))
+    before = threads()
+    next(frames)
+    assert threads() == before
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
