@@ -1,7 +1,8 @@
 """The figures under the names that TGI's and SGLang's dashboards use.
 
 Derived from this server's own families at scrape time, so nothing is counted twice. A name appears only where its
-meaning is the same; bucket bounds are this server's.
+meaning is the same; bucket bounds are this server's. Where the server has several models, facts of schedulers are those
+of the first one.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _GAUGES = {
 def aliases(families: Mapping[str, Metric], model_name: str) -> Iterator[Metric]:
     """Every alias whose source is among `families`. SGLang's names carry `model_name`, as upstream."""
     labels = {"model_name": model_name}
+    families = dict(_of_model(families, model_name))
     for name, source in _GAUGES.items():
         if source in families:
             yield _gauge(name, source, total(families, source), labels)
@@ -61,6 +63,18 @@ def aliases(families: Mapping[str, Metric], model_name: str) -> Iterator[Metric]
     yield from _tgi_requests(families)
     yield from _sglang_requests(families, labels)
     yield from _sglang_memory(families, labels)
+
+
+def _of_model(families: Mapping[str, Metric], model_name: str) -> Iterator[tuple[str, Metric]]:
+    """The families without the samples of other models, and without families that had no others."""
+    for name, family in families.items():
+        samples = [sample for sample in family.samples if sample.labels.get("model", model_name) == model_name]
+        if len(samples) == len(family.samples):
+            yield name, family
+        elif samples:
+            found = Metric(name, family.documentation, family.type)
+            found.samples = samples
+            yield name, found
 
 
 def total(families: Mapping[str, Metric], name: str, **labels: str) -> float:

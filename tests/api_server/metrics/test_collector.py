@@ -206,7 +206,22 @@ def test_sizes_are_histograms_and_several_models_have_labels() -> None:
         assert value(found, "tokenyard_scheduler_ready", model=model) == ready
     assert value(found, "tokenyard_scheduler_silent_seconds", model="embed") == 0.5
     assert value(found, "tokenyard_scheduler_batch_texts_bucket", model="embed", le="4.0") == 3
-    assert value(found, "tgi_batch_current_size") == 10
+    assert value(found, "tgi_batch_current_size") == 5
+
+
+def test_other_names_show_the_first_model() -> None:
+    workers = [WorkerStatus("cpu", 0, 1, 2, 100, blocks_used=30, blocks_cached=5, steps=40, seconds_since_step=0.5)]
+    status = Status(9, True, "", workers, 7, 5, 4096, 128, 16, 32000, {})
+    others = [ModelState("embed", status, 0.5)]
+    metrics = Metrics("chat", ["/generate"])
+    found = parse(metrics.exposition(status, others=others).decode())
+    assert value(found, "sglang:num_used_tokens", model_name="chat") == 30 * 16
+    assert value(found, "sglang:max_total_num_tokens", model_name="chat") == 100 * 16
+    assert value(found, "sglang:num_queue_reqs", model_name="chat") == value(found, "tgi_queue_size") == 7
+    silent = metrics.exposition(status, 60.0, others=others).decode()
+    assert "sglang:num_queue_reqs" not in silent
+    assert "tgi_queue_size" not in silent
+    assert "sglang:num_used_tokens" not in silent
 
 
 def test_what_is_past_is_not_shown_as_present() -> None:
