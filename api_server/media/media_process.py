@@ -38,7 +38,7 @@ MEMORY_BYTES = 2 << 30
 # Reading images yields to token generation, and so does the start of this process.
 NICENESS = 5
 
-_TOO_SLOW = f"takes more than {CPU_SECONDS:g} s of processor time to read: send a smaller one"
+_TOO_SLOW = f"takes more than {CPU_SECONDS:g} s of processor time to read: send a smaller or shorter one"
 _TOO_LARGE = f"takes more than {MEMORY_BYTES >> 20} MB of memory to read: send a smaller one"
 _CRASHED = "cannot be read: its decoder crashed, or ran out of memory"
 

@@ -16,7 +16,8 @@ from PIL import Image
 
 from api_server.media.decode import MOST_PIXELS, ImageRefused, decoded, flat, opened, reason
 
-# Longest video, in seconds.
+# Longest video, in seconds. The processor time of a child ends most of them sooner: each frame up to the last one that
+# the model sees is decoded.
 MOST_SECONDS = 3600.0
 # Most frames of a video file. They are counted, and decoded up to the last one that the model sees.
 MOST_FILE_FRAMES = 200_000
