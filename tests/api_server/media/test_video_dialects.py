@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from api_server.dialects.sglang import sessions
@@ -170,6 +173,18 @@ def test_a_video_is_read_once(watching: LiveServer) -> None:
     for _ in range(3):
         ok(watching, CHAT, body)
     assert len(images._kept) == before + 1
+
+
+def test_a_waiting_video_is_dropped_with_its_client(watching: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = watching.state.images
+    monkeypatch.setattr(images, "_video_slots", asyncio.Semaphore(0))
+    body = chat(video_part(uri(clips.animation(count=7))), text_part(QUESTION))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(httpx.post, watching.url + CHAT, json=body, timeout=1.0)
+        watching.double.wait(lambda: len(images._coming) == 1)
+        with pytest.raises(httpx.ReadTimeout):
+            asked.result()
+    watching.double.wait(lambda: not images._coming)
 
 
 @pytest.mark.parametrize(
