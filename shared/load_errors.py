@@ -7,10 +7,11 @@ name that does not exist and for a network that is down.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from shared.json_files import parse_json, read_json_file
 
 # Errors of the machine: the same call may work later.
 _PASSING = frozenset(
@@ -20,6 +21,8 @@ _PASSING = frozenset(
 _NETWORK = frozenset(("TransportError", "ConnectionError", "LocalEntryNotFoundError", "TimeoutError"))
 # The beginning of a file that stands for one in git's large file storage.
 _POINTER = b"version https://git-lfs.github.com/spec/"
+# Bytes of the longest header of a safetensors file, by the format.
+_LONGEST_HEADER = 100_000_000
 
 
 def may_pass(error: BaseException) -> bool:
@@ -82,7 +85,7 @@ def missing_weights(folder: Path) -> str:
 
 def _base_of(path: Path) -> str:
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        return str(read_json_file(path)["base_model_name_or_path"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
@@ -96,7 +99,7 @@ def _refuse_pointer(path: Path) -> None:
 
 def _check_json(path: Path) -> None:
     _refuse_pointer(path)
-    json.loads(path.read_text(encoding="utf-8"))
+    read_json_file(path)
 
 
 def _check_weights(path: Path) -> None:
@@ -108,7 +111,9 @@ def _check_weights(path: Path) -> None:
         size = os.fstat(file.fileno()).st_size
         if length > size:
             raise ValueError(f"it has {size} bytes, too few for its header; was it copied to the end?")
-        header = json.loads(file.read(length))
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"it says that its header has {length} bytes; {_LONGEST_HEADER} are allowed: get it anew")
+        header = parse_json(file.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is no object; download it anew")
     ends = (value["data_offsets"][1] for name, value in header.items() if name != "__metadata__")

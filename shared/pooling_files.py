@@ -6,7 +6,6 @@ Knows neither torch nor transformers' models, so that the API server reads the s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.gguf.format import is_gguf
+from shared.json_files import read_json_file
 from shared.pair_template import PairTemplate, chat_pair, qwen_template
 
 # What a server does with a checkpoint: generate text, or one task of pooling.
@@ -370,7 +370,7 @@ def _json_of(source: str | Path, name: str) -> Any:
     if path is None:
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json_file(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}; copy the file again") from error
 

@@ -7,11 +7,11 @@ so that a process can hide torch first (hidden_torch.py).
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 from shared.gguf.format import is_gguf
+from shared.json_files import read_json_file
 from shared.load_errors import broken_file
 
 _TOKENIZER = "tokenizer.json"
@@ -99,7 +99,7 @@ def read_json(model: str, name: str) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json_file(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

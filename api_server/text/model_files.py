@@ -6,7 +6,6 @@ when the server starts, and those that change nothing for it change nothing here
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from interfaces import SamplingParamsGenerationConfigDefaults
 from shared.gguf.file import open_gguf
 from shared.gguf.format import is_gguf
 from shared.gguf.special_tokens import end_tokens
+from shared.json_files import read_json_file
 from shared.tokenizer_files import file_of, read_json
 
 log = logging.getLogger("tokenyard")
@@ -68,8 +68,13 @@ _Read = tuple[Any, str]
 
 def _number(value: Any) -> float:
     """The value as a number; NaN, which is within no bounds, for anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else math.nan
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _temperature(value: Any) -> _Read:
@@ -135,7 +140,7 @@ def read_generation_config(model: str) -> dict[str, Any]:
     config: dict[str, Any] = {}
     if path is not None:
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json_file(path)
         except (OSError, ValueError) as error:
             log.warning("%s of %s is ignored: %s", _FILE, model, error)
             found = {}
@@ -158,7 +163,7 @@ def processor_template(model: str) -> str | dict[str, str] | None:
     if path is None:
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["chat_template"]
+        found = read_json_file(path)["chat_template"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("chat_template.json of %s is ignored: %s", model, error)
         return None

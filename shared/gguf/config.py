@@ -27,6 +27,8 @@ _PATTERNS = {"gemma2": 2, "gemma3": 6}
 _LOCAL_THETA = 10_000.0
 # Rotation scaling that llama.cpp and transformers know by the same rule.
 _SCALINGS = ("none", "linear", "yarn", "longrope")
+# Numbers that are divided by.
+_LEAST_FACTOR = 1e-6
 LONG_FACTORS = "rope_factors_long.weight"
 SHORT_FACTORS = "rope_factors_short.weight"
 
@@ -256,10 +258,13 @@ def _rope(metadata: _Metadata, head_dim: int) -> Values:
         if metadata.architecture != "phi3" or turned > head_dim:
             raise file.wrong(metadata.key("rope.dimension_count"), f"{head_dim}, the width of a head")
         values["partial_rotary_factor"] = turned / head_dim
-    if LONG_FACTORS in file.tensors:
+    if LONG_FACTORS in file.tensors or SHORT_FACTORS in file.tensors:
         return {**values, **_longrope(metadata, turned)}
     kind = file.text(metadata.key("rope.scaling.type"), "none")
+    # Files write 0 for none.
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0)) or 1.0
+    if factor < _LEAST_FACTOR:
+        raise file.wrong(metadata.key("rope.scaling.factor"), f"0 or a number from {_LEAST_FACTOR:g}")
     if kind not in _SCALINGS or kind == "longrope":
         raise file.wrong(metadata.key("rope.scaling.type"), f"one of {', '.join(_SCALINGS[:3])}")
     if kind == "yarn":
@@ -278,8 +283,8 @@ def _yarn(metadata: _Metadata, factor: float) -> Values:
             "rope.scaling.original_context_length", max(1, round(context / factor))
         ),
         "attention_factor": attention * (0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0),
-        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
+        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0, _LEAST_FACTOR),
+        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0, _LEAST_FACTOR),
     }
 
 

@@ -18,6 +18,8 @@ from shared.gguf.header import Header, TensorEntry, Texts, read_header
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.ASCII)
 # Parts of a split model; files of many more are not made.
 _MOST_PARTS = 1000
+# Letters of a token. Those of models have up to a hundred; merges are looked for at each place in a token.
+_LONGEST_TOKEN = 1000
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +83,12 @@ class GgufFile:
     @cached_property
     def tokens(self) -> list[str]:
         """The texts of the vocabulary's tokens."""
-        return self.texts("tokenizer.ggml.tokens")
+        found = self.texts("tokenizer.ggml.tokens")
+        for number, token in enumerate(found):
+            if len(token) > _LONGEST_TOKEN:
+                said = f"token {number} of tokenizer.ggml.tokens has {len(token)} letters"
+                raise damaged(self.path, f"{said}; up to {_LONGEST_TOKEN} can be read")
+        return found
 
     def wrong(self, key: str, wanted: str) -> GgufError:
         """Return the error for a metadata value."""

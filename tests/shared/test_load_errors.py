@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import tracemalloc
 from pathlib import Path
 
 import httpx
 import pytest
 
-from shared.load_errors import broken_file, may_pass
+from shared.load_errors import broken_file, may_pass, missing_weights
 
 WEIGHTS = Path(__file__).parents[2] / "deploy" / "embedded_model" / "weights"
 
@@ -55,6 +56,30 @@ def test_weights_that_were_cut_off_are_named(tmp_path: Path, length: int) -> Non
     whole = (WEIGHTS / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:length])
     assert str(tmp_path / "model.safetensors") in broken_file(str(tmp_path))
+
+
+def test_a_header_beyond_the_format_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((200_000_000).to_bytes(8, "little"))
+        file.truncate(300_000_000)
+    tracemalloc.start()
+    try:
+        assert "its header has 200000000 bytes; 100000000 are allowed" in broken_file(str(tmp_path))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_deeply_nested_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert broken_file(str(tmp_path)) == f"{tmp_path / 'config.json'}: its lists or objects are nested too deeply"
+    header = b"[" * 100_000
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "model.safetensors: its lists or objects are nested too deeply" in broken_file(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    assert "serve its base" in missing_weights(tmp_path)
 
 
 def test_broken_json_is_named_with_its_place(tmp_path: Path) -> None:

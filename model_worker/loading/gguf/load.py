@@ -49,8 +49,11 @@ def load_gguf(
     """Load the model. GgufError or ModelRefused says what is wrong with its weights."""
     kind = _dtype(file, dtype, device)
     lazily = device.type == "cpu"
-    with torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    except LOAD_ERRORS as error:
+        raise ModelRefused(architecture, f"{file.path}: {first_line(error)}") from error
     weights = _weights(file, skeleton)
     encoded = {
         name: weight
@@ -118,6 +121,9 @@ def _weights(file: GgufFile, skeleton: PreTrainedModel) -> dict[str, EncodedWeig
     kv_heads = config.num_key_value_heads
     tied = set(getattr(skeleton, "all_tied_weights_keys", None) or ())
     left = set(file.tensors) - NO_WEIGHTS
+    if ROTARY_FACTORS in file.tensors and not hasattr(skeleton.get_decoder().rotary_emb, "inv_freq"):
+        # Models with several rotations, which these factors do not tell apart.
+        left.add(ROTARY_FACTORS)
     found: dict[str, EncodedWeight | Vector] = {}
     for name, parameter in skeleton.state_dict().items():
         if name in tied:

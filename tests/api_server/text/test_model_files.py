@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from api_server.text.model_files import defaults
+from api_server.text.model_files import defaults, processor_template, read_generation_config
 from api_server.text.tokenizer import Tokenizer
 from interfaces import SamplingParamsInput, TextGenerationRequestMessage, combine
 from interfaces.base.request_id import RequestID
@@ -54,6 +54,7 @@ def test_no_sampling_is_greedy() -> None:
         ("top_p", -0.1),
         ("top_k", 1.5),
         ("top_k", -2),
+        pytest.param("top_k", 10**400, id="top_k-beyond floats"),
         ("min_p", 1.5),
         ("typical_p", 0),
         ("repetition_penalty", 0),
@@ -76,6 +77,14 @@ def load(copy: Path, **config: Any) -> Tokenizer:
     (copy / "generation_config.json").unlink(missing_ok=True)
     (copy / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     return Tokenizer.load(str(copy))
+
+
+def test_deeply_nested_files_are_left_out(copy: Path) -> None:
+    for name in ("generation_config.json", "chat_template.json"):
+        (copy / name).write_text("[" * 100_000)
+    (copy / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 5}))
+    assert read_generation_config(str(copy)) == {"eos_token_id": 5}
+    assert processor_template(str(copy)) is None
 
 
 @pytest.mark.parametrize("config", [{"eos_token_id": [5, 7]}, {"text_config": {"eos_token_id": [5, 7]}}])

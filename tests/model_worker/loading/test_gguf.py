@@ -246,6 +246,15 @@ def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:
         load(path)
 
 
+def test_factors_of_a_rotation_that_has_none_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    architecture, config, more = FAMILIES["gemma3_text"]
+    factors = {"rope_freqs.weight": np.ones(16, np.float32)}
+    write_model(path, random_model("gemma3_text", {**SIZE, **config}), architecture, extra=factors, **more)
+    with pytest.raises(GgufError, match=r"no place for 1 of its tensors, such as rope_freqs\.weight"):
+        load(path)
+
+
 def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = random_model("llama", SIZE)

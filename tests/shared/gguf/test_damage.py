@@ -7,13 +7,14 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.gguf.check import check_gguf
 from shared.gguf.format import GgufError
-from tests.gguf_models import random_model, write_model
+from tests.gguf_models import plain_tokens, random_model, write_model
 
 SIZE: dict[str, Any] = {
     "vocab_size": 262,
@@ -144,6 +145,28 @@ def test_sizes_that_no_tensor_has(whole: bytes, tmp_path: Path) -> None:
     ):
         assert field in complaint(replaced(whole, value(whole, key), "<I", 1 << 30), path)
     assert "context_length" in complaint(replaced(whole, value(whole, "llama.context_length"), "<I", 0), path)
+
+
+def test_numbers_of_the_rotation(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model = random_model("llama", SIZE)
+    for key, number in (("rope.scaling.factor", 1e-30), ("rope.scaling.yarn_beta_fast", 0.0)):
+        more: dict[str, Any] = {"rope.scaling.type": "yarn", key: number}
+        write_model(path, model, "llama", **more)
+        assert f"llama.{key} is" in complaint(path.read_bytes(), path)
+    write_model(path, model, "llama", extra={"rope_factors_short.weight": np.ones(8, np.float32)})
+    assert "it has no tensor rope_factors_long.weight" in complaint(path.read_bytes(), path)
+
+
+def test_a_token_of_many_letters(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    tokens = plain_tokens(SIZE["vocab_size"])
+    for length in (1000, 1001):
+        long = tokens._replace(texts=[*tokens.texts[:-1], "x" * length])
+        write_model(path, random_model("llama", SIZE), "llama", tokens=long)
+        if length == 1000:
+            check_gguf(str(path))
+    assert "token 261 of tokenizer.ggml.tokens has 1001 letters" in complaint(path.read_bytes(), path)
 
 
 def test_a_file_that_ends_early(whole: bytes, tmp_path: Path) -> None:
