@@ -6,7 +6,8 @@ Knows which ways to run a model there are. Does not know where weights come from
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,9 @@ from model_worker.loading.probe import probe_attention
 from model_worker.model import LoadedModel, ModelRefused, Progress, first_line, max_position_of
 
 log = logging.getLogger(__name__)
+
+# Errors of torch for numbers whose shape or type is not that of the format.
+_DECODING_ERRORS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def prepare(
@@ -43,13 +47,14 @@ def prepare(
     tokens = verify.tokens(config, device)
     waits = device.type == "cpu" and quantization == "none" and not has_kernels(model.dtype)
     if waits:
-        decode_linears(model)
+        _decode(model)
     count, size = _parameters(model)
     quantized = _quantize(model, architecture) if quantization == "int8" else {}
     packed: list[PanelLinear] = []
 
     def pack() -> None:
-        packed.extend(pack_linears(model, lambda done, total: progress("pack weights", done, total), quantized))
+        with _decoding(model):
+            packed.extend(pack_linears(model, lambda done, total: progress("pack weights", done, total), quantized))
 
     # Passes with encoded weights would decode them again and again. Packing verifies each layer by itself.
     if not waits and any(isinstance(module, EncodedLinear) for module in model.modules()):
@@ -141,8 +146,40 @@ def _parameters(model: PreTrainedModel) -> tuple[int, int]:
     )
 
 
+@contextmanager
+def _decoding(model: PreTrainedModel) -> Iterator[None]:
+    """Refuse a model with an encoded weight that cannot be decoded, and name it."""
+    try:
+        yield
+    except _DECODING_ERRORS as error:
+        name = next((name for name, module in model.named_modules() if _is_broken(module)), None)
+        if name is None:
+            raise
+        raise ModelRefused(type(model).__name__, f"the weight of {name} cannot be read: {first_line(error)}") from error
+
+
+def _is_broken(module: nn.Module) -> bool:
+    if not isinstance(module, EncodedLinear):
+        return False
+    try:
+        module.source.decoded(module.dtype)
+    except _DECODING_ERRORS:
+        return True
+    return False
+
+
+def _decode(model: PreTrainedModel) -> None:
+    """Make plain weights of encoded ones, for the time until kernels are compiled."""
+    if any(isinstance(module, EncodedLinear) for module in model.modules()):
+        said = "%s: its weights are decoded to %s in memory, since kernels are still to be compiled"
+        log.info(said, type(model).__name__, model.dtype)
+        with _decoding(model):
+            decode_linears(model)
+
+
 def _quantize(model: PreTrainedModel, architecture: str) -> dict[nn.Module, Quantized]:
-    quantized = quantize_linears(model)
+    with _decoding(model):
+        quantized = quantize_linears(model)
     if not quantized:
         raise ModelRefused(
             architecture, "it has no plain linear layer, and int8 quantizes only these; use quantization none"

@@ -151,6 +151,9 @@ def pack_linears(
             plain = linear.plain() if isinstance(linear, EncodedLinear) else linear
             proven = _proven(plain, None if quantized is None else quantized.pop(linear, None), bool(coded))
             swapped[linear] = plain if proven is None and plain is not linear else proven
+            if isinstance(linear, EncodedLinear):
+                # What is found here keeps the module until the end, and need not keep its weight.
+                del linear.source
         packed = swapped[linear]
         if packed is not None:
             setattr(parent, name, packed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from model_worker.cpu.gemm.encoded_linear import EncodedLinear, QuantizedWeight
+from model_worker.cpu.gemm.int8_linear import quantize
 from model_worker.cpu.gemm.packed_linear import PackedLinear, pack_linears
 from model_worker.cpu.gemm.weight_format import PANEL
 
@@ -115,3 +119,13 @@ def test_a_weight_that_is_packed_is_not_kept_in_its_plain_order() -> None:
     pack_linears(model)
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
     assert sum(layer.num_bytes for layer in model.modules() if isinstance(layer, PackedLinear)) == 2 * 64 * 128 * 4
+
+
+def test_encoded_weights_leave_memory_one_after_another() -> None:
+    sources = [QuantizedWeight(quantize(torch.randn(32, 48))) for _ in range(3)]
+    model = nn.Sequential(*(EncodedLinear(source, None, torch.float32) for source in sources))
+    kept = [weakref.ref(source) for source in sources]
+    sources.clear()
+    left: list[int] = []
+    pack_linears(model, lambda done, _: left.append(sum(source() is not None for source in kept)))
+    assert left == [2, 1, 0]

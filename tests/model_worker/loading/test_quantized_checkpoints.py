@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from model_worker.cpu.gemm.encoded_linear import EncodedLinear
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.loading.load import load_model
+from model_worker.loading.quantized.awq import AwqWeight
 from model_worker.loading.quantized.read import read_weights
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import open_stored
@@ -105,9 +107,11 @@ def test_four_bits_may_go_to_int8_panels(llama: Path, tmp_path: Path) -> None:
     assert error.norm() < 0.05 * logits(exact(path)).norm()
 
 
-def test_without_kernels_weights_are_plain(llama: Path, tmp_path: Path) -> None:
+def test_without_kernels_weights_are_plain(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["gptq"])
-    loaded = load(path, has_kernels=lambda _: False)
+    with caplog.at_level(logging.INFO):
+        loaded = load(path, has_kernels=lambda _: False)
+    assert "decoded to torch.float32 in memory, since kernels are still to be compiled" in caplog.text
     assert type(loaded.model.model.layers[0].mlp.up_proj) is torch.nn.Linear
     torch.testing.assert_close(logits(loaded.model), logits(exact(path)), rtol=1e-4, atol=1e-4)
 
@@ -205,6 +209,22 @@ def test_scales_of_zero_are_refused(llama: Path, tmp_path: Path) -> None:
     tensors[key] = torch.zeros_like(tensors[key])
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     assert f"{key} is all zeros" in refusal(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"has_kernels": lambda _: False}])
+def test_a_weight_that_cannot_be_decoded_is_named(
+    options: dict[str, Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["awq"])
+    rows = AwqWeight.rows
+
+    def broken(self: AwqWeight, first: int, last: int) -> torch.Tensor:
+        if "up_proj" in self._codes.name:
+            raise RuntimeError("sizes of tensors must match")
+        return rows(self, first, last)
+
+    monkeypatch.setattr(AwqWeight, "rows", broken)
+    assert "the weight of model.layers.0.mlp.up_proj cannot be read" in refusal(path, **options)
 
 
 def test_groups_beyond_the_scales_are_refused(llama: Path, tmp_path: Path) -> None:
