@@ -5,7 +5,6 @@ Knows where a checkpoint's files lie, and what people have in their place. Knows
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
+from shared.json_files import read_json_file
 from shared.load_errors import broken_file
 
 _WEIGHTS = "model.safetensors"
@@ -59,7 +59,7 @@ def stored_files(source: str | Path, subfolder: str = "") -> list[Path]:
         single = _file(source, _WEIGHTS, subfolder)
         return [] if single is None else [single]
     try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = read_json_file(index)["weight_map"]
         names = sorted(set(shards.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} cannot be read as an index of weights: {error!r}") from None
@@ -116,6 +116,8 @@ class Pool:
         self._left = dict(tensors)
         # Tensors that say how activations or K and V are to be rounded, which nothing here does.
         self.unused: list[str] = []
+        # The tensor that was taken last, which errors name.
+        self.last = ""
 
     def __iter__(self) -> Iterator[str]:
         """Names of the tensors that are left now, which may be taken meanwhile."""
@@ -132,10 +134,12 @@ class Pool:
 
     def take(self, name: str) -> Stored:
         """Take a tensor that is there."""
-        return self._left.pop(name)
+        found = self._left.pop(name)
+        self.last = name
+        return found
 
     def take_if(self, name: str) -> Stored | None:
-        return self._left.pop(name, None)
+        return self.take(name) if name in self._left else None
 
     def leave_unused(self, name: str) -> None:
         """Take a tensor that is not needed, if it is there."""

@@ -34,7 +34,17 @@ from shared.load_errors import broken_file, missing_weights
 log = logging.getLogger(__name__)
 
 # What transformers raises for weights that it cannot load.
-LOAD_ERRORS = (OSError, ValueError, ImportError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError)
+LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    ImportError,
+    RuntimeError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    SafetensorError,
+)
 _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
@@ -127,7 +137,7 @@ def load_quantized(
     """Load a model with quantized weights. `lazily` leaves those of linear layers encoded."""
     try:
         weights = read_weights(checkpoint, scheme)
-    except (ValueError, KeyError, TypeError, SafetensorError, OSError) as error:
+    except LOAD_ERRORS as error:
         raise ModelRefused(architecture, f"its quantized weights cannot be read: {_reason(error)}") from error
     config = _without_quantization(config)
     kind = _dtype(dtype, config, weights, architecture, device)
@@ -161,11 +171,11 @@ def load_quantized(
         log.warning("%s: %s names a quantization, and no weight of the files is quantized", architecture, scheme.file)
         return _typed(model)
     log.info(
-        "%s: %d weights quantized by %s are %s",
+        "%s: %d weights are quantized by %s%s",
         architecture,
         len(weights.encoded),
         weights.method or "a method that no file names",
-        "decoded one at a time into the panels of this CPU" if lazily else f"decoded to {kind} in memory",
+        ", and stay so until they are packed" if lazily else f", and decoded to {kind} in memory",
     )
     return _typed(model)
 

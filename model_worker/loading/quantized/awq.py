@@ -5,7 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import WORD_BITS, check_scales, spread, unpack
+from model_worker.loading.quantized.bits import (
+    WORD_BITS,
+    check_scales,
+    check_words,
+    group_width,
+    spread,
+    stated_sizes,
+    unpack,
+)
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
@@ -20,10 +28,11 @@ _VERSIONS = ("gemm", "exllama", "marlin", "")
 class AwqWeight(EncodedWeight):
     """A weight [out, in] of qweight i32 [in, out / 8], qzeros i32 [groups, out / 8] and scales [groups, out]."""
 
-    def __init__(self, codes: Stored, zeros: Stored, scales: Stored) -> None:
+    def __init__(self, codes: Stored, zeros: Stored, scales: Stored, width: int) -> None:
         self._codes = codes
         self._zeros = zeros
         self._scales = scales
+        self._width = width  # inputs of a group
         self.shape = (codes.shape[1] * _PER_WORD, codes.shape[0])
 
     def rows(self, first: int, last: int) -> Tensor:
@@ -31,7 +40,8 @@ class AwqWeight(EncodedWeight):
         codes = _in_order(self._codes[:, words])[:, : last - first].t()
         zeros = _in_order(self._zeros[:, words])[:, : last - first].t().float()
         scales = self._scales[:, first:last].float().t()
-        return (codes - spread(zeros, self.shape[1])) * spread(scales, self.shape[1])
+        inputs = self.shape[1]
+        return (codes - spread(zeros, inputs, self._width)) * spread(scales, inputs, self._width)
 
 
 def _in_order(words: Tensor) -> Tensor:
@@ -58,14 +68,16 @@ def take_awq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
         if scales is None or zeros is None:
             raise ValueError(f"{name} has no {'scales' if scales is None else 'qzeros'} beside it")
         codes = pool.take(name)
+        check_words(codes, zeros)
         groups = scales.shape[0]
         outputs = codes.shape[1] * _PER_WORD
-        if scales.shape != (groups, outputs) or zeros.shape != (groups, codes.shape[1]) or codes.shape[0] % groups:
+        if scales.shape != (groups, outputs) or zeros.shape != (groups, codes.shape[1]):
             raise ValueError(
                 f"{name} {list(codes.shape)}, its qzeros {list(zeros.shape)} and scales {list(scales.shape)} do not "
                 f"fit {_BITS} bits"
             )
+        width = group_width(name, codes.shape[0], groups, stated_sizes(scheme))
         check_scales(pool.take(scales.name))
         pool.take(zeros.name)
-        found[f"{module}{dot}weight"] = AwqWeight(codes, zeros, scales)
+        found[f"{module}{dot}weight"] = AwqWeight(codes, zeros, scales, width)
     return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
+from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Stored
 
 # Values of the sixteen codes of E2M1, the 4-bit float of MXFP4 and NVFP4.
@@ -12,6 +15,15 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 # Bits of packed numbers that divide a word.
 BITS = (2, 4, 8)
 WORD_BITS = 32
+# Fields by which GPTQModel and auto-round give some layers another quantization than the rest.
+_LAYERS_OF_THEIR_OWN = ("dynamic", "extra_config")
+
+
+def check_words(*packed: Stored) -> None:
+    """ValueError for packed numbers that are no words of 32 bits."""
+    for stored in packed:
+        if stored.dtype not in ("I32", "U32"):
+            raise ValueError(f"{stored.name} is {stored.dtype}; packed numbers are read from I32: download it anew")
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -31,12 +43,43 @@ def nibbles(data: Tensor, high_first: bool = False) -> Tensor:
     return torch.stack([high, low] if high_first else [low, high], dim=-1).flatten(-2).int()
 
 
-def spread(scales: Tensor, inputs: int) -> Tensor:
-    """Repeat [rows, groups] to [rows, inputs]: neighbouring inputs share one; the last group may be shorter."""
+def spread(scales: Tensor, inputs: int, width: int | None = None) -> Tensor:
+    """Repeat [rows, groups] to [rows, inputs]: `width` neighbours share one; the last group may be shorter.
+
+    Without a width the groups are equal.
+    """
     rows, groups = scales.shape
     if groups == 1:
         return scales.expand(rows, inputs)
-    return scales.repeat_interleave(-(-inputs // groups), dim=1)[:, :inputs]
+    return scales.repeat_interleave(width or inputs // groups, dim=1)[:, :inputs]
+
+
+def group_width(name: str, inputs: int, groups: int, stated: Iterable[int]) -> int:
+    """Return how many neighbouring inputs of a weight share a scale. ValueError if its scales are not so many.
+
+    One of the stated sizes must give this number of groups; -1 stands for a single group. Without any the groups are
+    equal.
+    """
+    sizes = [size if size > 0 else inputs for size in stated]
+    if not sizes and groups > 0 and inputs % groups == 0:
+        return inputs // groups
+    for size in sizes:
+        if -(-inputs // size) == groups:
+            return size
+    said = f"groups of {' or '.join(map(str, sizes))}, as its config says" if sizes else "equal groups"
+    raise ValueError(f"{name} has {inputs} inputs and {groups} groups of scales, which are not {said}")
+
+
+def stated_sizes(scheme: Scheme) -> list[int]:
+    """Return the size of groups that a config names; none where it may name others for some layers."""
+    size = scheme.get("group_size")
+    return [] if size is None or any(scheme.get(name) for name in _LAYERS_OF_THEIR_OWN) else [int(size)]
+
+
+def width_of(order: Tensor) -> int | None:
+    """Return how many neighbours share a group, by the group of each input; None if these are no neighbours."""
+    width = max(1, int((order == 0).sum()))
+    return width if torch.equal(order, torch.arange(len(order)) // width) else None
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:

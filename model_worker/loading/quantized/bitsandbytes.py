@@ -6,6 +6,7 @@ Blocks count through the whole matrix. Their greatest values may be quantized th
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from model_worker.loading.quantized.bits import nibbles
 from model_worker.loading.stored import Pool, Stored
 
 _STATE = ".quant_state.bitsandbytes__"
+# Values that 4 bits may stand for.
+_TABLE = 16
+# Bytes of the numbers that codes may be stored as.
+_BYTES = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 
 
 class BlockWeight(EncodedWeight):
@@ -59,16 +64,17 @@ def take_4bit(pool: Pool) -> dict[str, EncodedWeight]:
         state = json.loads(bytes(pool.take(name).read().tolist()))
         shape = tuple(int(size) for size in state["shape"])
         codes = pool.take(target)
-        if len(shape) != 2 or (shape[1] % 2 and shape[0] > 1):
+        if len(shape) != 2 or min(shape) < 1 or (shape[1] % 2 and shape[0] > 1):
             raise ValueError(f"{name} says shape {list(shape)}; only matrices with an even number of inputs are read")
         greatest = _greatest(pool, target, state)
         block = int(state["blocksize"])
         count = shape[0] * shape[1]
-        if len(greatest) * block < count or (codes.shape[0] * 2 < count and codes.dtype == "U8"):
-            raise ValueError(
-                f"{target} has {codes.shape[0]} bytes and {len(greatest)} blocks, too few for {list(shape)}"
-            )
+        held = math.prod(codes.shape) * _BYTES[codes.dtype]
+        if block < 1 or greatest.dim() != 1 or len(greatest) * block < count or held * 2 < count:
+            raise ValueError(f"{target} has {held} bytes and {greatest.numel()} blocks, too few for {list(shape)}")
         table = pool.take(f"{target}.quant_map").read()
+        if table.shape != (_TABLE,):
+            raise ValueError(f"{target}.quant_map has shape {list(table.shape)} and should have {[_TABLE]}")
         found[target] = BlockWeight(codes, shape, table, greatest, block)
     return found
 

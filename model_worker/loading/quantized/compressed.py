@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import BITS, WORD_BITS, check_scales, spread, unpack
+from model_worker.loading.quantized.bits import (
+    BITS,
+    WORD_BITS,
+    check_scales,
+    check_words,
+    group_width,
+    spread,
+    unpack,
+    width_of,
+)
 from model_worker.loading.quantized.float4 import Float4Weight
 from model_worker.loading.quantized.scaled import FP8, ScaledWeight, scales_of
 from model_worker.loading.quantized.scheme import Scheme
@@ -34,7 +43,7 @@ FORMATS = (
 
 class PackedWeight(EncodedWeight):
     """A weight [out, in] of i32 [out, in * bits / 32] (codes less 2^(bits - 1)), scales [out, groups], zeros, and the
-    group of each input where it is not its neighbours'."""
+    group of each input, or how many neighbours share one."""
 
     def __init__(
         self,
@@ -43,7 +52,7 @@ class PackedWeight(EncodedWeight):
         bits: int,
         scales: Stored,
         zeros: Stored | None,
-        groups: Tensor | None,
+        groups: Tensor | int,
     ) -> None:
         self._codes = codes
         self._bits = bits
@@ -58,8 +67,8 @@ class PackedWeight(EncodedWeight):
         scales = self._scales[first:last].float()
         half = float(1 << (self._bits - 1))
         zeros = torch.full((1, 1), half) if self._zeros is None else self._zeros_of(first, last)
-        if self._groups is None:
-            return (codes - spread(zeros, inputs)) * spread(scales, inputs)
+        if isinstance(self._groups, int):
+            return (codes - spread(zeros, inputs, self._groups)) * spread(scales, inputs, self._groups)
         if zeros.shape[1] > 1:
             zeros = zeros[:, self._groups]
         return (codes - zeros) * scales[:, self._groups]
@@ -120,6 +129,7 @@ def _packed(pool: Pool, target: str, scheme: Scheme) -> EncodedWeight:
     scales = pool.take_if(f"{target}_scale")
     if sizes is None or scales is None:
         raise ValueError(f"{codes.name} has no {'weight_shape' if sizes is None else 'weight_scale'} beside it")
+    check_words(codes)
     outputs, inputs = (int(size) for size in sizes.read().tolist())
     bits = codes.shape[1] * WORD_BITS // max(1, inputs)
     named = {int(weights.get("num_bits", 0)) for weights in _weights(scheme)}
@@ -128,23 +138,44 @@ def _packed(pool: Pool, target: str, scheme: Scheme) -> EncodedWeight:
             f"{codes.name} has {bits} bits for each weight; {', '.join(map(str, BITS))} can be read here, and "
             f"{scheme.file} says num_bits {sorted(named)}"
         )
-    if codes.shape != (outputs, -(-inputs * bits // WORD_BITS)) or scales.shape[0] not in (1, outputs):
+    if codes.shape != (outputs, -(-inputs * bits // WORD_BITS)) or scales.shape[:-1] != (outputs,):
         raise ValueError(
-            f"{codes.name} {list(codes.shape)} and {scales.name} {list(scales.shape)} do not fit its shape"
+            f"{codes.name} {list(codes.shape)} and {scales.name} {list(scales.shape)} do not fit its shape "
+            f"{[outputs, inputs]}"
         )
     check_scales(scales)
     zeros = pool.take_if(f"{target}_zero_point")
+    if zeros is not None:
+        rows = -(-outputs * bits // WORD_BITS) if zeros.dtype == "I32" else outputs
+        if zeros.shape != (rows, scales.shape[1]):
+            raise ValueError(f"{zeros.name} has shape {list(zeros.shape)} and should have {[rows, scales.shape[1]]}")
     order = pool.take_if(f"{target}_g_idx")
-    groups = None if order is None else order.read().long()
-    if groups is not None and (int(groups.min()) < 0 or torch.equal(groups, _usual(inputs, scales.shape[1]))):
-        groups = None  # -1 stands for no order
-    if groups is not None and (groups.shape != (inputs,) or int(groups.max()) >= scales.shape[1]):
-        raise ValueError(f"{target}_g_idx names group {int(groups.max())}; there are {scales.shape[1]}")
+    groups = None if order is None else _groups(order, inputs, scales.shape[1])
+    if groups is None:
+        groups = group_width(codes.name, inputs, scales.shape[1], _group_sizes(scheme))
     return PackedWeight(codes, (outputs, inputs), bits, scales, zeros, groups)
 
 
-def _usual(inputs: int, groups: int) -> Tensor:
-    return torch.arange(inputs) // max(1, -(-inputs // groups))
+def _groups(order: Stored, inputs: int, groups: int) -> Tensor | int | None:
+    """Return the group of each input, or how many neighbours share one; None where the file has no order, only -1."""
+    if order.shape != (inputs,):
+        raise ValueError(f"{order.name} has shape {list(order.shape)} and should have {[inputs]}")
+    found = order.read().long()
+    if int(found.min()) < 0:
+        return None
+    if int(found.max()) >= groups:
+        raise ValueError(f"{order.name} names group {int(found.max())}; there are {groups}")
+    return width_of(found) or found
+
+
+def _group_sizes(scheme: Scheme) -> list[int]:
+    """Return the sizes of groups that config.json names; -1 for groups of all inputs."""
+    sizes = {
+        int(weights.get("group_size") or -1)
+        for weights in _weights(scheme)
+        if weights.get("group_size") or weights.get("strategy") == "channel"
+    }
+    return sorted(sizes, reverse=True)
 
 
 def _float4(pool: Pool, target: str) -> EncodedWeight:
@@ -153,7 +184,10 @@ def _float4(pool: Pool, target: str) -> EncodedWeight:
     if scales is None:
         raise ValueError(f"{codes.name} has no weight_scale beside it")
     whole = pool.take_if(f"{target}_global_scale")
-    return Float4Weight(codes, scales, 1.0 if whole is None else 1.0 / float(whole.read().float().max()))
+    if whole is None:
+        return Float4Weight(codes, scales, 1.0)
+    check_scales(whole)
+    return Float4Weight(codes, scales, 1.0 / float(whole.read().float().max()))
 
 
 def _scaled(pool: Pool, weight: Stored, scheme: Scheme) -> EncodedWeight:

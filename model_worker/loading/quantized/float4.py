@@ -10,6 +10,7 @@ from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.loading.quantized.bits import E2M1, check_scales, nibbles, powers_of_two, spread
+from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
 # Types of scales that are exponents of two.
@@ -20,15 +21,15 @@ class Float4Weight(EncodedWeight):
     """A weight [out, in] of u8 [out, in / 2], scales [out, groups] in FP8 or as exponents, and one scale of all."""
 
     def __init__(self, codes: Stored, scales: Stored, scale: float) -> None:
-        outputs, inputs = codes.shape[0], codes.shape[1] * 2
-        if len(scales.shape) != 2 or scales.shape[0] != outputs or inputs % scales.shape[1]:
+        fits = len(codes.shape) == len(scales.shape) == 2 and scales.shape[0] == codes.shape[0] and scales.shape[1] > 0
+        if not fits or codes.shape[1] * 2 % scales.shape[1]:
             raise ValueError(f"{codes.name} {list(codes.shape)} and {scales.name} {list(scales.shape)} do not fit")
         if scales.dtype not in _EXPONENTS:
             check_scales(scales)
         self._codes = codes
         self._scales = scales
         self._scale = scale
-        self.shape = (outputs, inputs)
+        self.shape = (codes.shape[0], codes.shape[1] * 2)
 
     def rows(self, first: int, last: int) -> Tensor:
         scales = self._scales[first:last]
@@ -54,7 +55,7 @@ class ExpertsWeight(EncodedWeight):
         return values.flatten(-2).transpose(1, 2)
 
 
-def take_experts(pool: Pool) -> dict[str, EncodedWeight]:
+def take_experts(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
     """Take the MXFP4 experts of gpt-oss."""
     found: dict[str, EncodedWeight] = {}
     for name in pool:
@@ -62,9 +63,10 @@ def take_experts(pool: Pool) -> dict[str, EncodedWeight]:
         if target == name:
             continue
         exponents = pool.take_if(f"{target}_scales")
-        if exponents is None:
+        if exponents is not None:
+            found[target] = ExpertsWeight(pool.take(name), exponents)
+        elif scheme.method == "mxfp4":
             raise ValueError(f"{name} has no {target}_scales beside it")
-        found[target] = ExpertsWeight(pool.take(name), exponents)
     return found
 
 
@@ -79,6 +81,7 @@ def take_modelopt(pool: Pool) -> dict[str, EncodedWeight]:
         scales = pool.take_if(f"{weight.name}_scale")
         if weight.dtype != "U8" or scales is None:
             raise ValueError(f"{name} has no NVFP4 weight and weight_scale beside it")
-        scale = float(pool.take(name).read().float().max())
+        check_scales(pool.take(name))
+        scale = float(whole.read().float().max())
         found[weight.name] = Float4Weight(pool.take(weight.name), scales, scale)
     return found

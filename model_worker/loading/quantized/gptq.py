@@ -5,11 +5,20 @@ Zeros of version 1 ("gptq") are stored less one, those of version 2 ("gptq_v2") 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import BITS, WORD_BITS, check_scales, spread, unpack
+from model_worker.loading.quantized.bits import (
+    BITS,
+    WORD_BITS,
+    check_scales,
+    check_words,
+    group_width,
+    spread,
+    stated_sizes,
+    unpack,
+    width_of,
+)
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
@@ -19,9 +28,9 @@ _VERSIONS = ("gptq", "gptq_v2")
 
 class GptqWeight(EncodedWeight):
     """A weight [out, in] of qweight i32 [in * bits / 32, out], qzeros i32 [groups, out * bits / 32], scales
-    [groups, out], and the group of each input."""
+    [groups, out], and the group of each input, or how many neighbours share one."""
 
-    def __init__(self, codes: Stored, zeros: Stored, scales: Stored, groups: Tensor | None, bits: int, first: int):
+    def __init__(self, codes: Stored, zeros: Stored, scales: Stored, groups: Tensor | int, bits: int, first: int):
         self._codes = codes
         self._zeros = zeros
         self._scales = scales
@@ -36,8 +45,9 @@ class GptqWeight(EncodedWeight):
         words = self._zeros[:, first // per_word : -(-last // per_word)]
         zeros = unpack(words, self._bits)[:, : last - first].float().t() + self._first
         scales = self._scales[:, first:last].float().t()
-        if self._groups is None:
-            return (codes - spread(zeros, self.shape[1])) * spread(scales, self.shape[1])
+        if isinstance(self._groups, int):
+            inputs = self.shape[1]
+            return (codes - spread(zeros, inputs, self._groups)) * spread(scales, inputs, self._groups)
         return (codes - zeros[:, self._groups]) * scales[:, self._groups]
 
 
@@ -54,6 +64,7 @@ def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
         if scales is None or zeros is None:
             raise ValueError(f"{name} has no {'scales' if scales is None else 'qzeros'} beside it")
         codes = pool.take(name)
+        check_words(codes, zeros)
         outputs = codes.shape[1]
         bits = int(scheme.get("bits", zeros.shape[1] * WORD_BITS // max(1, outputs)))
         if bits not in BITS:
@@ -72,7 +83,10 @@ def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
         check_scales(pool.take(scales.name))
         pool.take(zeros.name)
         order = pool.take_if(f"{module}.g_idx")
-        found[f"{module}{dot}weight"] = GptqWeight(codes, zeros, scales, _groups(order, inputs, groups), bits, first)
+        shared = (
+            group_width(name, inputs, groups, stated_sizes(scheme)) if order is None else _groups(order, inputs, groups)
+        )
+        found[f"{module}{dot}weight"] = GptqWeight(codes, zeros, scales, shared, bits, first)
     return found
 
 
@@ -95,14 +109,11 @@ def _added_to_zeros(scheme: Scheme, zeros: Stored, bits: int) -> int:
     return middle - int(stored.pop())
 
 
-def _groups(order: Stored | None, inputs: int, groups: int) -> Tensor | None:
-    """Return the group of each input, or None where neighbours share one."""
-    if order is None:
-        return None
+def _groups(order: Stored, inputs: int, groups: int) -> Tensor | int:
+    """Return the group of each input, or how many neighbours share one."""
     if order.shape != (inputs,):
         raise ValueError(f"{order.name} has shape {list(order.shape)} and should have {[inputs]}")
     found = order.read().long()
     if int(found.min()) < 0 or int(found.max()) >= groups:
         raise ValueError(f"{order.name} names group {int(found.max())} or {int(found.min())}; there are {groups}")
-    usual = torch.arange(inputs) // max(1, -(-inputs // groups))
-    return None if torch.equal(found, usual) else found
+    return width_of(found) or found

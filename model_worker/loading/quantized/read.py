@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
@@ -15,30 +15,41 @@ from model_worker.loading.quantized.scaled import FP8, take_fp8, take_int8
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.quantized.torchao import take_torchao
 from model_worker.loading.stored import Pool, Stored, StoredCheckpoint
+from model_worker.model import first_line
 
 # Ends of the names of tensors that belong to a quantized weight.
 _MARKS = (
     ".qweight",
     ".qzeros",
     ".SCB",
-    "_packed",
-    "_blocks",
-    "_scale",
-    "_scale_inv",
-    "_scale_2",
-    ".weight_scales",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".weight_scale_2",
 )
+# Ends that plain tensors have, too (Gemma's per_dim_scale): those beside a tensor of the same name, with another end,
+# belong to a quantized weight.
+_PARTNERS = {
+    "_blocks": ("_scales",),
+    "_packed": ("_scale", "_shape"),
+    "_scale": ("", "_packed"),
+    "_scale_inv": ("",),
+    "_scale_2": ("", "_packed"),
+    ".weight_scales": (".weight",),
+}
 # Scales of activations, and of K and V: these are not rounded here, so they are not needed.
 _UNUSED = (
+    ".activation_scale",
+    "_activation_scale",
     ".input_scale",
     ".input_global_scale",
     ".input_zero_point",
     ".output_scale",
     ".k_scale",
+    ".kv_scale",
     ".v_scale",
     ".q_scale",
     ".prob_output_scale",
-    ".pre_quant_scale_inv",
 )
 
 
@@ -54,17 +65,34 @@ class Weights:
 
 def is_quantized(checkpoint: StoredCheckpoint, scheme: Scheme) -> bool:
     """Whether files or tensors say that weights are quantized."""
-    return bool(scheme.method) or any(_is_mark(tensor) for tensor in checkpoint.tensors.values())
+    return bool(scheme.method) or any(_is_mark(tensor, checkpoint.tensors) for tensor in checkpoint.tensors.values())
 
 
-def _is_mark(tensor: Stored) -> bool:
-    quantized = tensor.dtype in FP8 or ".quant_state." in tensor.name
-    return quantized or (tensor.name.endswith(_MARKS) and ".embed_scale" not in tensor.name)
+def _is_mark(tensor: Stored, tensors: Mapping[str, Stored]) -> bool:
+    name = tensor.name
+    if tensor.dtype in FP8 or ".quant_state." in name or name.endswith(_MARKS):
+        return True
+    return any(
+        name.endswith(end) and any(f"{name.removesuffix(end)}{other}" in tensors for other in others)
+        for end, others in _PARTNERS.items()
+    )
 
 
 def read_weights(checkpoint: StoredCheckpoint, scheme: Scheme) -> Weights:
     """Give each tensor its meaning. ValueError names the first that cannot be read, before any weight is."""
     pool = Pool(checkpoint.tensors)
+    try:
+        return _read(checkpoint, scheme, pool)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        # Shapes and values that no format has.
+        found = checkpoint.tensors.get(pool.last)
+        named = f"{found.name} ({found.dtype} {list(found.shape)})" if found else "a tensor"
+        raise ValueError(
+            f"{named} or one beside it is malformed: {first_line(error)}; download the files anew"
+        ) from error
+
+
+def _read(checkpoint: StoredCheckpoint, scheme: Scheme, pool: Pool) -> Weights:
     for name in pool:
         if name.endswith(_UNUSED):
             pool.leave_unused(name)
@@ -83,11 +111,15 @@ def read_weights(checkpoint: StoredCheckpoint, scheme: Scheme) -> Weights:
     # The names of the others tell them apart.
     encoded |= take_4bit(pool)
     encoded |= take_int8(pool)
-    encoded |= take_experts(pool)
+    encoded |= take_experts(pool, scheme)
     encoded |= take_modelopt(pool)
     encoded |= take_compressed(pool, scheme)
     encoded |= take_fp8(pool, scheme)
-    if rest := [tensor for tensor in pool.left.values() if _is_mark(tensor)]:
+    # Whatever scales a layer with such a weight belongs to it, if nothing says otherwise.
+    layers = {key.rpartition(".")[0] for key in encoded}
+    scales = {name for name in pool if "_scale" in name.rpartition(".")[2] and name.rpartition(".")[0] in layers}
+    left = pool.left
+    if rest := [left[name] for name in left if name in scales or _is_mark(left[name], checkpoint.tensors)]:
         said = f"quant_method {method!r} of {scheme.file}" if method else "no file names a quantization, and"
         raise ValueError(
             f"{len(rest)} tensors of quantized weights cannot be read, such as {rest[0].name} ({rest[0].dtype} "
@@ -114,5 +146,5 @@ def _packed_along_outputs(tensors: Iterable[Stored]) -> bool:
         module, _, kind = name.rpartition(".")
         zeros = by_name.get(f"{module}.qzeros")
         if kind == "qweight" and zeros is not None:
-            return f"{module}.g_idx" not in by_name and zeros.shape[1] == tensor.shape[1]
+            return f"{module}.g_idx" not in by_name and zeros.shape[1:] == tensor.shape[1:]
     return False

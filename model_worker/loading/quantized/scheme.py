@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
+
+from shared.json_files import read_json_file
 
 # Methods whose tensors are read here, by the names that configs give them.
 METHODS = {
@@ -109,7 +110,7 @@ def _json(source: str | Path, name: str) -> dict[str, Any] | None:
     if found is None:
         return None
     try:
-        value = json.loads(Path(found).read_text(encoding="utf-8"))
+        value = read_json_file(Path(found))
     except (OSError, ValueError) as error:
         raise ValueError(f"{found}: {error}") from None
     if not isinstance(value, dict):

@@ -5,13 +5,13 @@ Classes that keep one number for each weight, unpacked, are read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.loading.quantized.scaled import ScaledWeight, scales_of
 from model_worker.loading.stored import Pool, Stored
+from shared.json_files import parse_json
 
 CLASSES = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 
@@ -39,7 +39,7 @@ def take_torchao(pool: Pool, metadata: Mapping[str, str]) -> dict[str, EncodedWe
 
 def _described(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
