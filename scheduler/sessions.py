@@ -37,6 +37,8 @@ class Turn:
     tokens: NDArray[np.int32]
     prompt_len: int
     media: Sequence[SessionMedium] = ()
+    # Names it among all turns of this scheduler.
+    number: int = 0
 
 
 @dataclass
@@ -93,6 +95,7 @@ class Sessions:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: dict[str, Session] = {}
+        self._turns = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -114,7 +117,8 @@ class Sessions:
                 refused = f"there is no action {order.action} for sessions"
         tokens, prompt_len = (turn.tokens, turn.prompt_len) if turn else (_NO_TOKENS, 0)
         media = list(turn.media) if turn else []
-        return SessionAnswer(incarnation, order.number, refused, tokens, prompt_len, media)
+        number = turn.number if turn else 0
+        return SessionAnswer(incarnation, order.number, refused, tokens, prompt_len, media, number)
 
     def forget_idle(self) -> None:
         """Close the sessions whose time is over."""
@@ -154,8 +158,12 @@ class Sessions:
         session = self._touched(order.session)
         if session is None:
             return _unknown(order.session)
-        session.keep(order.request, Turn(order.parent, order.tokens.copy(), order.prompt_len, order.media))
-        if order.media:
+        media = _with_known(order, session.turns.get(order.parent))
+        if media is None:
+            return f"the session {order.session!r} has the images of request {order.parent!r} no more"
+        self._turns += 1
+        session.keep(order.request, Turn(order.parent, order.tokens.copy(), order.prompt_len, media, self._turns))
+        if media:
             self._free_media()
         return ""
 
@@ -175,6 +183,15 @@ class Sessions:
         if session is not None:
             session.used = self._clock()
         return session
+
+
+def _with_known(order: SessionOrder, parent: Turn | None) -> list[SessionMedium] | None:
+    """The media of an order, with those of its parent for the ones without files. None if the parent is another one."""
+    known = parent.media if parent is not None and parent.number == order.parent_turn else ()
+    kinds = {kind: iter([medium for medium in known if medium.is_video is kind]) for kind in (False, True)}
+    media = [medium if medium.files else next(kinds[medium.is_video], None) for medium in order.media]
+    found = [medium for medium in media if medium is not None]
+    return found if len(found) == len(media) else None
 
 
 def _unknown(name: str) -> str:

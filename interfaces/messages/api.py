@@ -305,7 +305,8 @@ class SessionAction:
 class SessionMedium:
     """An image or a video of a session, as a client sent it: one file, or with `is_frames` images of its frames.
 
-    `options` are the client's wishes for it, as JSON.
+    `options` are the client's wishes for it, as JSON. Without files, in REMEMBER, it is the next medium of its kind in
+    the turn that the order names, which the session has already.
     """
 
     files: list[bytes]
@@ -319,7 +320,8 @@ class SessionMedium:
 class SessionOrder:
     """An action on a session. `number` is the replica's name for it, and comes back in the answer.
 
-    `media` are the images and the videos among the tokens, each kind in its order.
+    `media` are the images and the videos among the tokens, each kind in its order. `parent_turn` is the answer's `turn`
+    of RECALL, where media without files are those of `parent`: another turn may have taken its name since.
     """
 
     number: int
@@ -332,13 +334,14 @@ class SessionOrder:
     tokens: I32 = field(default_factory=lambda: np.empty(0, np.int32))
     prompt_len: int = 0
     media: list[SessionMedium] = field(default_factory=list)
+    parent_turn: int = 0
 
 
 @message(10)
 @dataclass(frozen=True, slots=True)
 class SessionAnswer:
     """Answers a session order: it was done, unless `refused` has a reason. `tokens` are those recalled, the prompt
-    first, and `media` what they stand for."""
+    first, and `media` what they stand for; `turn` is the turn's number in its scheduler, or 0."""
 
     incarnation: int
     number: int
@@ -346,6 +349,7 @@ class SessionAnswer:
     tokens: I32
     prompt_len: int
     media: list[SessionMedium] = field(default_factory=list)
+    turn: int = 0
 
 
 @message(12)

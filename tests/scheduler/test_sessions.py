@@ -161,3 +161,29 @@ def test_the_newest_turn_of_a_chain_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
         if name == 1:
             assert recall(sessions, "0") == [1], "equal images of one turn count once"
     assert "Invalid request session id" in str(recall(sessions, "2"))
+
+
+def test_a_turn_names_the_images_of_the_one_before() -> None:
+    sessions = Sessions()
+    ask(sessions, SessionAction.OPEN)
+    video = SessionMedium([b"v"], True, False, "{}")
+
+    def keep(name: str, media: list[SessionMedium], parent: str = "", turn: int = 0) -> str:
+        fields: dict[str, Any] = {"tokens": np.ones(1, np.int32), "media": media, "parent": parent}
+        return ask(sessions, SessionAction.REMEMBER, request=name, parent_turn=turn, **fields).refused
+
+    def recalled(name: str) -> SessionAnswer:
+        return ask(sessions, SessionAction.RECALL, request=name)
+
+    assert keep("a", [picture(1), picture(2), video]) == ""
+    first = recalled("a").turn
+    same_image = SessionMedium([], False, False, "{}")
+    same_video = SessionMedium([], True, False, "{}")
+    assert keep("b", [same_image, picture(3), same_video], "a", first) == ""
+    assert recalled("b").media == [picture(1), picture(3), video]
+    assert keep("c", [same_video, same_video], "a", first) == "the session 's' has the images of request 'a' no more"
+    assert recalled("c").refused
+    assert keep("a", [picture(4)]) == "", "another turn takes the name"
+    assert "no more" in keep("c", [same_image], "a", first)
+    assert "no more" in keep("c", [same_image], "gone", first)
+    assert recalled("a").turn > first

@@ -55,6 +55,8 @@ class Item:
     video_data: list[tuple[str, Any]] = field(default_factory=list)
     images: list[LoadedImage] = field(default_factory=list)
     videos: list[LoadedVideo] = field(default_factory=list)
+    # The scheduler's number of the turn of a session that it continues, or 0.
+    session_turn: int = 0
 
     @property
     def n(self) -> int:

@@ -37,6 +37,8 @@ from interfaces import (
 )
 
 LONGEST_SECONDS = 86400.0
+# The client's name of images and videos that come from its session.
+_FIELD = "session_params"
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -113,6 +115,7 @@ async def resumed(call: Call, body: GenerateRequest, batch: Batch) -> Batch:
         prompt=[*known.tolist(), *added],
         images=[*images, *item.images],
         videos=[*videos, *item.videos],
+        session_turn=answer.turn,
     )
     _check_size(_kept(seen))
     return replace(batch, items=[seen])
@@ -128,9 +131,16 @@ async def remember(call: Call, body: GenerateRequest, item: Item, choice: Choice
         "tokens": tokens,
         "prompt_len": choice.prompt_tokens,
         "parent": params.rid or "",
-        "media": _kept(item),
+        "parent_turn": item.session_turn,
     }
-    await _ask(call, SessionAction.REMEMBER, params.id, request=item.rid, **fields)
+    media = _kept(item)
+    # The session has the media of the turn before: sending them again would hold up the scheduler.
+    new = [
+        replace(medium, files=[]) if is_known else medium for medium, is_known in zip(media, _known(item), strict=True)
+    ]
+    answer = await _ask(call, SessionAction.REMEMBER, params.id, request=item.rid, media=new, **fields)
+    if answer.refused and new != media:
+        await _ask(call, SessionAction.REMEMBER, params.id, request=item.rid, media=media, **fields)
 
 
 async def _ids(call: Call, item: Item, add_special_tokens: bool | None) -> list[int]:
@@ -151,6 +161,12 @@ async def _ids(call: Call, item: Item, add_special_tokens: bool | None) -> list[
 def _kept(item: Item) -> list[SessionMedium]:
     """The images and videos of a turn as its session keeps them."""
     return [*map(_medium, item.images), *map(_medium, item.videos)]
+
+
+def _known(item: Item) -> list[bool]:
+    """Whether each of these comes from the turn that it continues."""
+    fields = [image.options.field for image in item.images] + [video.options.field for video in item.videos]
+    return [field == _FIELD for field in fields]
 
 
 def _check_size(media: Sequence[SessionMedium]) -> None:
@@ -179,7 +195,7 @@ async def _media(
     call: Call, known: NDArray[np.int32], kept: Sequence[SessionMedium]
 ) -> tuple[list[LoadedImage], list[LoadedVideo]]:
     """The images and videos of a session that are among its tokens. Raises RequestFailed when one of them is cut."""
-    field = "session_params"
+    field = _FIELD
     images = []
     videos = []
     for medium in kept:

@@ -14,7 +14,8 @@ import pytest
 
 from api_server.dialects.sglang import sessions
 from api_server.text.tokenizer import Tokenizer
-from interfaces import TextAndVisionContext
+from interfaces import SessionAction, SessionAnswer, SessionOrder, TextAndVisionContext
+from scheduler.sessions import Sessions
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.api_server.conftest import LiveServer, serving
@@ -286,3 +287,28 @@ def test_a_turn_that_its_session_cannot_keep_is_refused(watching: LiveServer, mo
     assert f"videos of {len(GIF) + len(other)} bytes together; at most" in response.text
     assert len(watching.double.submits) == submits
     assert session_turn(watching, " So?", "d", {}, rid="b", **params) == first * 2
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_session_gets_the_files_of_a_video_once(
+    watching: LiveServer, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
+) -> None:
+    name = f"once, {is_forgotten}"
+    kept = watching.double.sessions
+    sent: list[list[list[bytes]]] = []
+
+    def obey(order: SessionOrder, incarnation: int) -> SessionAnswer:
+        if order.action == SessionAction.REMEMBER:
+            sent.append([medium.files for medium in order.media])
+            if is_forgotten:
+                kept._open[name].turns.pop("a", None)
+        return Sessions.obey(kept, order, incarnation)
+
+    monkeypatch.setattr(kept, "obey", obey)
+    ok(watching, "/open_session", {"capacity_of_str_len": 1000, "session_id": name})
+    params: dict[str, Any] = {"id": name}
+    first = session_turn(watching, PROMPT, "a", {"video_data": uri(GIF)}, **params)
+    assert session_turn(watching, " So?", "b", {}, rid="a", **params) == first
+    # A turn whose parent is forgotten meanwhile is kept with all that it has.
+    assert sent == [[[GIF]], [[]], *[[[GIF]]] * is_forgotten]
+    assert session_turn(watching, " So?", "c", {}, rid="b", **params) == first

@@ -250,8 +250,10 @@ messages = st.one_of(
     ),
     st.builds(Order, i31, i31, st.lists(text, max_size=3)),
     st.builds(OrderAnswer, i31, i31, text, i31),
-    st.builds(SessionOrder, i31, i31, text, text, text, st.booleans(), st.floats(0, 1e6), column(np.int32), i31, media),
-    st.builds(SessionAnswer, i31, i31, text, column(np.int32), i31, media),
+    st.builds(
+        SessionOrder, i31, i31, text, text, text, st.booleans(), st.floats(0, 1e6), column(np.int32), i31, media, i31
+    ),
+    st.builds(SessionAnswer, i31, i31, text, column(np.int32), i31, media, i31),
     st.builds(AdapterOrder, i31, adapter_orders, st.booleans(), st.booleans()),
     st.builds(AdapterAnswer, i31, i31, adapter_statuses, text, i31, adapters),
     st.builds(LoadAdapter, i31, i31, i31, text, text),
