@@ -153,7 +153,7 @@ def build(
         _warm_up(sampler, loaded)
     else:
         _say_that_kernels_come()
-        compilation = kernel_cache.Compilation(loaded.dtype)
+        compilation = kernel_cache.Compilation(loaded.dtype, loaded.kernel_family)
     images = None if loaded.encoder is None else ImageRows(loaded.encoder, EncoderCache(loaded.encoder.cache_bytes))
     shared = DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, epoch), masks, images)
     if images is not None:

@@ -1,9 +1,9 @@
 """`python -m model_worker.compile_kernels --dtype bfloat16`: compiles the kernels of a CPU worker, or finds them.
 
 numba's code depends on the types of numbers and not on sizes: a model of one tiny layer compiles the kernels of all
-models that the fused stack runs, and the others share one for attention; a tiny encoder those of all encoders like
-BERT (--family encoder). They are kept in NUMBA_CACHE_DIR. Processes
-that want the same compile one after the other, so that the second one finds everything there.
+models that the fused stack runs, and the others share one for attention; one with weights in codes those of quantised
+files (--family coded), and a tiny encoder those of all encoders like BERT (--family encoder). They are kept in
+NUMBA_CACHE_DIR. Processes that want the same compile one after the other, and the second one finds everything there.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import argparse
 import fcntl
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from model_worker.attention import cpu
 from model_worker.cpu import kernel_cache
+from model_worker.cpu.gemm.codes import GROUP_INPUTS, Codes, Grouped
+from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
 from model_worker.cpu.simd import bf12
 from model_worker.grammar import apply_mask
 from model_worker.loading.checkpoint import DTYPES
@@ -49,11 +54,34 @@ def main() -> None:
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not kernel_cache.are_compiled(dtype, options.family):
-            compile_encoder(dtype) if options.family == kernel_cache.ENCODER else compile_kernels(dtype)
+            if options.family == kernel_cache.ENCODER:
+                compile_encoder(dtype)
+            else:
+                compile_kernels(dtype, options.family)
 
 
-def compile_kernels(dtype: torch.dtype) -> None:
-    """Run every kernel of a worker on a CPU whose weights have this type."""
+class _TinyCodes(EncodedWeight):
+    """A weight in codes, all of them equal. Weights in codes of all kinds run in the same kernels."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return torch.from_numpy(self.codes(first, last).weight)
+
+    @property
+    def codes(self) -> Callable[[int, int], Codes]:
+        inputs = self.shape[1]
+
+        def read(first: int, last: int) -> Codes:
+            scales = np.full((last - first, inputs // GROUP_INPUTS), 2.0**-6, np.float16)
+            return Codes(np.zeros((last - first, inputs), np.uint8), 4, Grouped(scales), 8)
+
+        return read
+
+
+def compile_kernels(dtype: torch.dtype, family: str = kernel_cache.DECODER) -> None:
+    """Run every kernel of a worker on a CPU whose weights have this type, or are in codes."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=64,
@@ -63,8 +91,12 @@ def compile_kernels(dtype: torch.dtype) -> None:
         num_key_value_heads=1,
         max_position_embeddings=256,
     )
-    model: Any = LlamaForCausalLM(config)
-    loaded = prepare(model.to(dtype).eval(), torch.device("cpu"), "none", lambda *_: None)
+    model: Any = LlamaForCausalLM(config).to(dtype)
+    if family == kernel_cache.CODED:
+        for name, linear in [(name, part) for name, part in model.named_modules() if type(part) is nn.Linear]:
+            codes = _TinyCodes((linear.out_features, linear.in_features))
+            model.set_submodule(name, EncodedLinear(codes, None, dtype))
+    loaded = prepare(model.eval(), torch.device("cpu"), "none", lambda *_: None)
     if loaded.stack is None:
         raise RuntimeError("the fused stack has not taken a model of its own form")
     ModelRunner(loaded, num_blocks=8, block_size=loaded.block_size).warm_up()
@@ -73,7 +105,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     bf12.warm_up()
     for masked in {torch.float32, dtype}:
         apply_mask.warm_up(masked)
-    kernel_cache.record_compiled(dtype)
+    kernel_cache.record_compiled(dtype, family)
 
 
 def compile_encoder(dtype: torch.dtype) -> None:

@@ -87,6 +87,7 @@ class LoadedModel:
     parameter_count: int
     parameter_bytes: int  # as they are kept: a quantized weight takes less, a packed tied embedding a second copy
     stack: CompiledStack | None = None  # the same model in one compiled call, for CPUs
+    kernel_family: str = "decoder"  # of the kernels that a CPU runs it with, as kernel_cache has them
     has_kernels: bool = True  # False while they are being compiled: a call would compile them here
     attention_name: str = "auto"  # the attention backend that serves this model, as ModelRunner takes it
     block_size: int = BLOCK_SIZE  # tokens of a KV block, as the backend likes them

@@ -26,10 +26,12 @@ log = logging.getLogger(__name__)
 _numba: Any = numba
 
 
-# Models whose kernels are compiled together: those that generate, and encoders that are built like BERT.
+# Models whose kernels are compiled together: those that generate, those of them whose weights are in codes, and
+# encoders that are built like BERT.
 DECODER = "decoder"
+CODED = "coded"
 ENCODER = "encoder"
-FAMILIES = (DECODER, ENCODER)
+FAMILIES = (DECODER, CODED, ENCODER)
 
 
 def are_compiled(dtype: torch.dtype, family: str = DECODER) -> bool:

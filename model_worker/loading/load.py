@@ -38,7 +38,7 @@ def load_model(
     progress: Progress,
     max_model_len: int | None = None,
     quantization: str = "none",
-    has_kernels: Callable[[torch.dtype], bool] = lambda _: True,
+    has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
     vision: bool = True,
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub name, or a GGUF file.

@@ -15,10 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model_worker.attention import cuda
+from model_worker.cpu import kernel_cache
 from model_worker.cpu.fused.stack import fused_stack
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, decode_linears
 from model_worker.cpu.gemm.int8_linear import Quantized
-from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
+from model_worker.cpu.gemm.packed_linear import keeps_codes, pack_linears, quantize_linears
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.loading import verify
 from model_worker.loading.probe import probe_attention
@@ -35,17 +36,18 @@ def prepare(
     device: torch.device,
     quantization: str,
     progress: Progress,
-    has_kernels: Callable[[torch.dtype], bool] = lambda _: True,
+    has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
 ) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it.
 
-    `has_kernels` says for the weights' dtype whether a CPU's kernels are compiled. Without them the model stays as it
-    is, and attends in plain torch.
+    `has_kernels` says for the weights' dtype whether a CPU's kernels of a family (`kernel_cache.FAMILIES`) are
+    compiled. Without them the model stays as it is, and attends in plain torch.
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     tokens = verify.tokens(config, device)
-    waits = device.type == "cpu" and quantization == "none" and not has_kernels(model.dtype)
+    family = kernel_cache.CODED if keeps_codes(model) else kernel_cache.DECODER
+    waits = device.type == "cpu" and quantization == "none" and not has_kernels(model.dtype, family)
     if waits:
         _decode(model)
     count, size = _parameters(model)
@@ -81,6 +83,7 @@ def prepare(
         eos_token_ids=_eos_token_ids(model),
         parameter_count=count,
         parameter_bytes=size,
+        kernel_family=family,
     )
     if waits:
         plain = replace(loaded, attention_name="reference", has_kernels=False)

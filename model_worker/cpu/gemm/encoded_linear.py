@@ -7,11 +7,13 @@ they are packed, slowly and in little memory. Knows no format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from model_worker.cpu.gemm.codes import Codes
 from model_worker.cpu.gemm.int8_linear import Quantized, quantize
 from model_worker.cpu.gemm.weight_format import PANEL
 
@@ -42,6 +44,11 @@ class EncodedWeight(ABC):
             last = min(first + self.step, self.shape[0])
             weight[first:last] = self.rows(first, last)
         return weight
+
+    @property
+    def codes(self) -> Callable[[int, int], Codes] | None:
+        """What gives the codes of outputs from the first number up to the second; None: panels hold no such codes."""
+        return None
 
     def quantized(self) -> Quantized:
         """Return the weight in int8 per output. A format of such numbers gives its own."""

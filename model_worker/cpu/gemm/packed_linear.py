@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model_worker.cpu.gemm.coded_linear import CodedLinear, WordLinear, can_be_words
+from model_worker.cpu.gemm.coded_linear import CodedLinear, UnsupportedCodes, WordLinear, can_be_words
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, QuantizedWeight
 from model_worker.cpu.gemm.int8_linear import Int8Linear, Quantized, quantize
 from model_worker.cpu.gemm.panel_linear import PanelLinear
@@ -27,6 +28,8 @@ from model_worker.cpu.gemm.weight_format import LANE_BYTES, PANEL
 from model_worker.cpu.gemm.word_format import WordFormat, word_format
 from model_worker.cpu.huge_pages import keep_in_huge_pages
 from model_worker.cpu.simd.fixed_point import MOST_INPUTS
+
+log = logging.getLogger(__name__)
 
 PACKED_DTYPES = (torch.bfloat16, torch.float32)
 # Relative error of a packed module against the one it replaces: another order of summation, nothing more.
@@ -137,11 +140,14 @@ def pack_linears(
 ) -> list[Packed]:
     """Swap every plain linear module of a CPU model for a packed one that is verified. Returns all that are packed.
 
-    In a model with weights in codes the others get panels like theirs, so that one format has them all.
+    Encoded weights whose codes panels hold keep them, where the model computes in bfloat16. In a model with weights in
+    codes the others get panels like theirs, so that one format has them all.
     Those that `quantize_linears` has quantized become int8 ones, and leave `quantized`, so that no weight is kept
     twice. One that another module shares, such as a tied embedding's, stays there beside its packed copy. An encoded
     one is decoded for that, one at a time.
     """
+    if not quantized:
+        _keep_codes(model)
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     linears = [(parent, name, child) for parent, name, child in found if _can_be_packed(child)]
     coded = [module for module in model.modules() if isinstance(module, CodedLinear)]
@@ -164,6 +170,48 @@ def pack_linears(
     # Moving what is there takes half a second for a quarter of a gigabyte, and may be done while it is read.
     Thread(target=keep_in_huge_pages, args=(panels,), kwargs={"written": True}, name="huge-pages").start()
     return packed_ones
+
+
+def keeps_codes(model: nn.Module) -> bool:
+    """Whether some weights stay in codes when the model is packed."""
+    return any(isinstance(module, EncodedLinear) and _has_codes(module) for module in model.modules())
+
+
+def _has_codes(linear: EncodedLinear) -> bool:
+    return linear.dtype == torch.bfloat16 and linear.source.codes is not None
+
+
+def _keep_codes(model: nn.Module) -> None:
+    """Swap encoded linear modules for verified ones in codes. Those that panels cannot hold stay as they are."""
+    kept: dict[nn.Module, CodedLinear | None] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not isinstance(child, EncodedLinear) or not _has_codes(child):
+                continue
+            if child not in kept:
+                kept[child] = _in_codes(child)
+            coded = kept[child]
+            if coded is not None:
+                setattr(parent, name, coded)
+
+
+def _in_codes(linear: EncodedLinear) -> CodedLinear | None:
+    """Return a linear module whose weight stays in codes, if its first outputs are those of the decoded weight."""
+    read = linear.source.codes
+    if read is None:
+        return None
+    try:
+        coded = CodedLinear((linear.out_features, linear.in_features), linear.bias, linear.dtype, read)
+    except UnsupportedCodes as reason:
+        log.info("a weight of %d outputs is decoded, since %s", linear.out_features, reason)
+        return None
+    outputs = min(linear.out_features, PANEL)
+    with torch.inference_mode():
+        x = torch.randn(2, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.dtype)
+        bias = None if linear.bias is None else linear.bias[:outputs].float()
+        want = functional.linear(x.float(), linear.source.rows(0, outputs), bias)
+        got = coded(x)[:, :outputs].float()
+    return coded if _agree(got, want, linear.dtype) else None
 
 
 def _can_be_packed(module: nn.Module) -> bool:
@@ -217,6 +265,11 @@ def _proven(linear: nn.Module, quantized: Quantized | None, among_codes: bool) -
         x = torch.randn(2, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
         want = linear(x).float()
         got = packed(x).float()
+    return packed if _agree(got, want, weight.dtype) else None
+
+
+def _agree(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+    """Whether products are the same but for their order of summation."""
     # A weight that is all zeros leaves nothing to divide by; its packed form must be exact then.
     error = (got - want).norm() / want.norm().clamp_min(torch.finfo(torch.float32).tiny)
-    return packed if float(error) < TOLERANCE[weight.dtype] else None
+    return float(error) < TOLERANCE[dtype]

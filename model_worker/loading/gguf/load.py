@@ -186,7 +186,9 @@ def _say(
         "%s: matrices of the GGUF file (%s) are %s",
         architecture,
         counted,
-        "decoded one at a time into the panels of this CPU" if lazily else f"decoded to {kind} in memory",
+        "kept in their bits where panels hold them, else decoded one at a time"
+        if lazily
+        else f"decoded to {kind} in memory",
     )
     experts = [weight for weight in weights.values() if len(weight.shape) > 2]
     if lazily and experts:

@@ -5,6 +5,7 @@ Knows how llama.cpp's converters change weights, and undoes that on rows of bloc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -13,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model_worker.cpu.gemm.codes import Codes
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.cpu.gemm.ggml_blocks import BLOCK_TYPES, codes_of
 from model_worker.loading.gguf.names import Change, Source
 from shared.gguf.blocks import OUTPUTS_AT_A_TIME
 from shared.gguf.file import GgufFile, Matrix
@@ -35,6 +38,13 @@ class GgufWeight(EncodedWeight):
         per_row = self.matrix.shape[0] // self.shape[0]
         values = _decode(self.matrix, first * per_row, last * per_row)
         return torch.from_numpy(values).reshape(last - first, *self.shape[1:])
+
+    @property
+    def codes(self) -> Callable[[int, int], Codes] | None:
+        kind = self.matrix.kind.name
+        if len(self.shape) != 2 or kind not in BLOCK_TYPES:
+            return None
+        return lambda first, last: codes_of(kind, np.ascontiguousarray(self.matrix.raw(first, last)))
 
 
 class JoinedExperts(EncodedWeight):

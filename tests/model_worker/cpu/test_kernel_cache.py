@@ -25,7 +25,7 @@ from tests.model_worker.tiny_models import tiny_model
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_kernels_the_model_computes_in_plain_torch(arch: str, dtype: str, tmp_path_factory: Any) -> None:
     path = tiny_model(arch, tmp_path_factory.getbasetemp())
-    plain = load_model(path, dtype, "cpu", lambda *_: None, has_kernels=lambda _: False)
+    plain = load_model(path, dtype, "cpu", lambda *_: None, has_kernels=lambda *_: False)
     fast = load_model(path, dtype, "cpu", lambda *_: None)
     assert plain.stack is None
     assert not plain.has_kernels
@@ -44,7 +44,7 @@ def test_without_kernels_the_model_computes_in_plain_torch(arch: str, dtype: str
 
 def test_int8_weights_are_kernels_in_any_case(tmp_path_factory: Any) -> None:
     path = tiny_model("llama", tmp_path_factory.getbasetemp())
-    loaded = load_model(path, "float32", "cpu", lambda *_: None, quantization="int8", has_kernels=lambda _: False)
+    loaded = load_model(path, "float32", "cpu", lambda *_: None, quantization="int8", has_kernels=lambda *_: False)
     assert loaded.has_kernels
 
 

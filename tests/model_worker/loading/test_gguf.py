@@ -96,7 +96,7 @@ def written(path: Path, family: str, kind: str, **size: Any) -> PreTrainedModel:
 
 
 def load(path: Path, dtype: str = "float32", kernels: bool = False, **options: Any) -> LoadedModel:
-    return load_model(str(path), dtype, "cpu", lambda *_: None, has_kernels=lambda _: kernels, **options)
+    return load_model(str(path), dtype, "cpu", lambda *_: None, has_kernels=lambda *_: kernels, **options)
 
 
 def logits(model: Any) -> torch.Tensor:
