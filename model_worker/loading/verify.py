@@ -7,6 +7,7 @@ needs an argument we do not pass gives other logits, whatever its architecture c
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,13 @@ def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool
 
 
 def rows_are_invariant(loaded: LoadedModel, tokens: Tensor) -> bool:
-    """Whether a token gets the same logits, bit for bit, whatever else is in its pass and however its prompt is cut."""
+    """Whether a token gets the same logits, bit for bit, whatever else is in its pass and however its prompt is cut.
+
+    In layers with a window sums begin where the window of a piece's first token does, so cuts change them.
+    """
+    longest = loaded.max_position or math.inf
+    if any((layer.sliding_window or math.inf) < longest for layer in loaded.attention.params):
+        return False
     backend = ModelRunner(loaded, num_blocks=8, block_size=STACK_BLOCK_SIZE, attention="cpu").backend
     sequences = tokens.numpy()
 

@@ -75,6 +75,13 @@ def test_company_and_pieces_change_no_bit(tmp_path: Path, arch: str, dtype: str,
         assert torch.equal(found[sequence], wanted), f"seed {seed}, sequence {sequence} in one piece"
 
 
+def test_models_with_windows_are_not_invariant(tmp_path: Path) -> None:
+    """Sums over a window begin where that of a piece's first token does."""
+    loaded = load_model(tiny_model("mistral", tmp_path, hidden_size=64), "float32", "cpu", lambda *_: None)
+    assert loaded.stack is not None
+    assert not loaded.row_invariant
+
+
 def test_a_stack_that_adds_in_another_order_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_model(tiny_model("llama", tmp_path), "float32", "cpu", lambda *_: None)
     assert loaded.row_invariant
