@@ -91,7 +91,8 @@ def compile_kernels(dtype: torch.dtype, family: str = kernel_cache.DECODER) -> N
         num_key_value_heads=1,
         max_position_embeddings=256,
     )
-    model: Any = LlamaForCausalLM(config).to(dtype)
+    model: Any = LlamaForCausalLM(config)
+    model.to(dtype)
     if family == kernel_cache.CODED:
         for name, linear in [(name, part) for name, part in model.named_modules() if type(part) is nn.Linear]:
             codes = _TinyCodes((linear.out_features, linear.in_features))
