@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from model_worker.cpu.gemm.coded_linear import CodedLinear
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
 from model_worker.loading.load import load_model
@@ -140,6 +141,41 @@ def test_panels_are_made_of_blocks(tmp_path: Path) -> None:
         assert torch.equal(module.weight, meant[name].weight)
     torch.testing.assert_close(logits(loaded.model), logits(reference), rtol=1e-3, atol=1e-3)
     assert loaded.parameter_count == sum(p.numel() for p in reference.parameters()) + reference.lm_head.weight.numel()
+
+
+# The stack of weights in codes is compiled.
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0"])
+def test_matrices_keep_their_codes(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "model.gguf"
+    reference = written(path, "llama", kind, hidden_size=256, intermediate_size=256, head_dim=64)
+    loaded = load(path, "bfloat16", kernels=True)
+    assert loaded.stack is not None
+    assert loaded.row_invariant
+    meant = dict(reference.named_modules())
+    coded = {name: module for name, module in loaded.model.named_modules() if isinstance(module, CodedLinear)}
+    assert len(coded) == 15
+    for name, module in coded.items():
+        weight = meant[name].weight
+        torch.testing.assert_close(module.rows(torch.arange(len(weight))), weight, rtol=1e-6, atol=1e-7)
+    error = logits(loaded.model).float() - logits(reference)
+    assert error.norm() < 0.05 * logits(reference).norm()
+
+
+def test_a_model_in_codes_waits_for_kernels_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    written(path, "llama", "Q4_0")
+    asked = []
+
+    def has_kernels(dtype: torch.dtype, family: str) -> bool:
+        asked.append((dtype, family))
+        return False
+
+    loaded = load_model(str(path), "bfloat16", "cpu", lambda *_: None, has_kernels=has_kernels)
+    assert asked == [(torch.bfloat16, "coded")]
+    assert loaded.kernel_family == "coded"
+    assert not loaded.has_kernels
 
 
 def test_panels_may_be_int8(tmp_path: Path) -> None:
