@@ -91,7 +91,7 @@ def prepare(
         return plain
     if device.type == "cpu":
         pack()
-        size = _parameters(model)[1] + sum(linear.num_bytes for linear in packed)
+        size = _parameters(model)[1] + sum(linear.num_bytes for linear in dict.fromkeys(packed))
         loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded))
     if device.type == "cuda":
         verify.check_paged(loaded, tokens, expected)

@@ -147,7 +147,7 @@ def pack_linears(
     one is decoded for that, one at a time.
     """
     if not quantized:
-        _keep_codes(model)
+        _keep_codes(model, progress)
     found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     linears = [(parent, name, child) for parent, name, child in found if _can_be_packed(child)]
     coded = [module for module in model.modules() if isinstance(module, CodedLinear)]
@@ -181,18 +181,19 @@ def _has_codes(linear: EncodedLinear) -> bool:
     return linear.dtype == torch.bfloat16 and linear.source.codes is not None
 
 
-def _keep_codes(model: nn.Module) -> None:
+def _keep_codes(model: nn.Module, progress: Progress | None) -> None:
     """Swap encoded linear modules for verified ones in codes. Those that panels cannot hold stay as they are."""
+    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    linears = [(at, name, one) for at, name, one in found if isinstance(one, EncodedLinear) and _has_codes(one)]
     kept: dict[nn.Module, CodedLinear | None] = {}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if not isinstance(child, EncodedLinear) or not _has_codes(child):
-                continue
-            if child not in kept:
-                kept[child] = _in_codes(child)
-            coded = kept[child]
-            if coded is not None:
-                setattr(parent, name, coded)
+    for done, (parent, name, linear) in enumerate(linears, start=1):
+        if linear not in kept:
+            kept[linear] = _in_codes(linear)
+        coded = kept[linear]
+        if coded is not None:
+            setattr(parent, name, coded)
+        if progress is not None:
+            progress(done, len(linears))
 
 
 def _in_codes(linear: EncodedLinear) -> CodedLinear | None:
