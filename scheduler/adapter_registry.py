@@ -1,7 +1,8 @@
 """The adapters of the model: their names, their lives, and the orders of operators to load and unload them.
 
 An adapter is LOADING until every worker that takes adapters has read the same content. READY, it has its name, and
-requests get it. LEAVING, it has lost the name: the requests that use it go on, and with the last of them it is gone.
+requests get it. LEAVING, it has lost the name: the requests that use it or are on their way go on, and with the last of
+them it is gone.
 Adapters are loaded one after the other. The registry survives the scheduler in a file of the run directory.
 """
 
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # Seconds in which the requests of an earlier scheduler come back for adapters that have lost their names.
 RETURN_SECONDS = 60.0
+# Seconds that an adapter without its name waits for requests that were prepared for it and are on their way.
+LATE_SECONDS = 5.0
 # An adapter is given up that so many workers were reading when they died.
 _MOST_CRASHES = 3
 
@@ -72,9 +75,9 @@ class AdapterRegistry:
         kept = file.read()
         self._adapters = {adapter.handle: adapter for adapter in kept or ()}
         self._names = {one.name: one for one in self._adapters.values() if one.state == AdapterState.READY}
-        # Adapters without names that requests of an earlier scheduler may use until this time.
-        self._returning = {one.handle for one in self._adapters.values() if one.state == AdapterState.LEAVING}
-        self._return_until = clock() + RETURN_SECONDS
+        # Until when requests may still come for adapters without names: those of an earlier scheduler, and late ones.
+        leaving = (one.handle for one in self._adapters.values() if one.state == AdapterState.LEAVING)
+        self._expected_until = dict.fromkeys(leaving, clock() + RETURN_SECONDS)
         self._last_handle = max(self._adapters, default=0)
         self._answers: list[tuple[bytes, AdapterAnswer]] = []
         self._loads: deque[_Load] = deque()
@@ -146,12 +149,11 @@ class AdapterRegistry:
             self._begin_next()
 
     def sweep(self) -> None:
-        """Forget the adapters that have lost their names and that no request uses."""
-        if self._clock() >= self._return_until:
-            self._returning.clear()
+        """Forget the adapters that have lost their names, that no request uses, and for which none can come."""
+        now = self._clock()
         users = self._requests.adapter_users
         leaving = [one for one in self._adapters.values() if one.state == AdapterState.LEAVING]
-        gone = [one for one in leaving if not users[one.handle] and one.handle not in self._returning]
+        gone = [one for one in leaving if not users[one.handle] and now >= self._expected_until[one.handle]]
         for adapter in gone:
             self._forget(adapter)
         if gone:
@@ -193,15 +195,15 @@ class AdapterRegistry:
         self._evictions += worker.adapters.evictions
         for adapter in worker.adapters.loading if blamed else ():
             adapter.crashes += 1
-        if not self._loads or not self._loads[0].began:
-            return
-        load = self._loads[0]
-        load.waiting.discard(worker.hello.index)
-        if load.adapter.crashes >= _MOST_CRASHES:
-            text = f"{load.adapter.crashes} model workers died while they read it"
-            self._fail(load, LoRAStatus.LOAD_ERROR, text)
-        elif not load.waiting and load.adapter.digest:
-            self._complete(load)
+        load = self._loads[0] if self._loads else None
+        if load is not None and load.began:
+            load.waiting.discard(worker.hello.index)
+            if load.adapter.crashes >= _MOST_CRASHES:
+                text = f"{load.adapter.crashes} model workers died while they read it"
+                self._fail(load, LoRAStatus.LOAD_ERROR, text)
+            elif not load.waiting and load.adapter.digest:
+                self._complete(load)
+        self._begin_next()
 
     def take_messages(self) -> list[tuple[int, LoadAdapter | DropAdapter]]:
         """What workers must be sent about adapters before their next steps."""
@@ -298,8 +300,7 @@ class AdapterRegistry:
         before = self._names.get(adapter.name)
         if before is not None and before.digest == adapter.digest:
             # The same content again: requests that use it need not be told apart.
-            before.pinned = adapter.pinned
-            self._forget(adapter)
+            self._renew(before, adapter)
         else:
             if before is not None:
                 self._leave(before)
@@ -311,6 +312,17 @@ class AdapterRegistry:
         self.sweep()
         if load.identity is not None:
             self._answer(load.identity, load.number, LoRAStatus.SUCCESS, "")
+
+    def _renew(self, before: Adapter, again: Adapter) -> None:
+        """Let an adapter go on with the same content from where it was read again, also where reading it had failed."""
+        old_path = before.path
+        before.path = again.path
+        again.path = old_path
+        before.pinned = again.pinned
+        before.crashes = 0
+        for worker in self._requests.workers.values():
+            worker.adapters.forgive(before)
+        self._forget(again)
 
     def _fail(self, load: _Load, status: LoRAStatus, reason: str) -> None:
         """Give up loading an adapter."""
@@ -341,10 +353,12 @@ class AdapterRegistry:
         del self._names[adapter.name]
         adapter.state = AdapterState.LEAVING
         adapter.pinned = False
+        self._expected_until[adapter.handle] = self._clock() + LATE_SECONDS
 
     def _forget(self, adapter: Adapter) -> None:
         """Free an adapter that no request uses, everywhere."""
         del self._adapters[adapter.handle]
+        self._expected_until.pop(adapter.handle, None)
         for worker in self._requests.workers.values():
             worker.adapters.drop(adapter)
         if all(one.path != adapter.path for one in self._adapters.values()):
@@ -353,6 +367,9 @@ class AdapterRegistry:
             self._record(f"{adapter} is gone")
 
     def _keep(self) -> None:
+        """Write the file. Without one the next scheduler begins with the settings, so all of those must be in it."""
+        if self.starting:
+            return
         self._file.write([one for one in self._adapters.values() if not _loads(one)])
 
     def _record(self, text: str, level: int = logging.INFO) -> None:

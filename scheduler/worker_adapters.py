@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from interfaces import DropAdapter, LoadAdapter
+from interfaces import AdapterState, DropAdapter, LoadAdapter
 from scheduler.adapter import Adapter
 from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
@@ -58,7 +58,7 @@ class WorkerAdapters:
         """Why this worker can never run a sequence with the adapter; empty if it can."""
         if not self.takes_any:
             return "its model worker takes no adapters"
-        return self._failed.get(adapter.handle, "")
+        return self._failed.get(adapter.handle, "") or self._too_large(adapter)
 
     def has_room(self, adapter: Adapter) -> bool:
         """Whether the adapter is here, or would be if adapters left that no row uses and that are not pinned."""
@@ -118,9 +118,13 @@ class WorkerAdapters:
         """Take no sequence with this adapter."""
         self._failed[adapter.handle] = reason
 
+    def forgive(self, adapter: Adapter) -> None:
+        """Take sequences with an adapter again whose files are in order now."""
+        self._failed.pop(adapter.handle, None)
+
     def drop(self, adapter: Adapter) -> None:
         """Free an adapter that no row uses."""
-        self._failed.pop(adapter.handle, None)
+        self.forgive(adapter)
         if adapter.handle in self._held:
             self._remove(adapter.handle)
 
@@ -147,6 +151,17 @@ class WorkerAdapters:
     def grant_grace(self) -> None:
         """Count the time of loading from now."""
         self._last_answer = self._clock()
+
+    def _too_large(self, adapter: Adapter) -> str:
+        """Why the adapter can never have room, although it had some elsewhere or before; empty if it can."""
+        held = self._held.values()
+        pinned = sum(one.size for one in held if one.pinned and one.state == AdapterState.READY)
+        if adapter.handle in self._held or pinned + adapter.size <= self.memory:
+            return ""
+        return (
+            f"the {adapter} takes {adapter.size} bytes, and adapters may take {self.memory} on its model worker "
+            f"(lora_memory), of which pinned ones take {pinned}: raise lora_memory, or unload a pinned one"
+        )
 
     def _kept(self) -> int:
         """Bytes of the adapters that cannot leave."""

@@ -22,6 +22,7 @@ from interfaces import (
     decode,
     encode,
 )
+from scheduler.adapter_registry import LATE_SECONDS
 from tests.scheduler.simulated_worker import VOCAB, SimulatedWorker, naive_generate, next_token
 from tests.scheduler.test_core import LIMITS, REPLICA, Yard
 
@@ -135,6 +136,21 @@ class AdapterYard(Yard):
     def expected(self, handle: int) -> list[int]:
         prompt, content = self.asked[handle]
         return naive_generate(prompt, handle + 1000 * content, [], len(prompt) + self.max_new[handle])
+
+    def restart_worker(self, index: int = 0, memory: int | None = None) -> None:
+        """Lose a worker and start its next epoch, which may have another memory for adapters."""
+        self.scheduler.lose_worker(index, blamed=False)
+        before = self.memory
+        self.memory = before if memory is None else memory
+        self.start_worker(index, self.workers[index].hello.epoch + 1)
+        self.memory = max(before, self.memory)
+
+    def settle(self) -> None:
+        """Let everything end, and the adapters go that have lost their names."""
+        self.drain()
+        self.clock.advance(LATE_SECONDS)
+        self.scheduler.adapters.sweep()
+        self.drain()
 
     def turn(self) -> bool:
         steps = self.scheduler.next_steps()

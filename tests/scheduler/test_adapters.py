@@ -56,6 +56,7 @@ def test_another_content_under_a_name_never_reads_the_old_ones_blocks() -> None:
     yard.ask(3, prompt, 8, "a")
     yard.drain()
     assert yard.cached[3] > 0
+    yard.settle()
     assert len(yard.worker().loaded) == 1, "the old content has left memory"
 
 
@@ -72,9 +73,7 @@ def test_requests_that_run_keep_the_content_that_was_replaced_or_unloaded() -> N
     assert "1 requests" in yard.texts[number]
     assert yard.adapters() == {}
     assert {one.state for one in yard.scheduler.adapters.status()} == {AdapterState.LEAVING}
-    yard.drain()
-    yard.scheduler.adapters.sweep()
-    yard.drain()
+    yard.settle()
     check_answers(yard)
     assert yard.finished == {1: Finish.LENGTH, 2: Finish.LENGTH}
     assert yard.scheduler.adapters.status() == []
@@ -86,6 +85,7 @@ def test_a_request_for_a_content_that_is_gone_is_refused() -> None:
     yard.load("a", 1)
     context = TextContext.from_prompt([1], SamplingParams(max_new_tokens=3), adapter="a", adapter_digest="1")
     yard.order(LoRAOperation.UNLOAD, "a")
+    yard.settle()
     yard.scheduler.submit(REPLICA, Submit(7, context))
     yard.turn()
     assert yard.finished[7] == Finish.FAILED
@@ -283,9 +283,7 @@ def test_random_walks(data: st.DataObject) -> None:
                 yard.start_worker(index, yard.workers[index].hello.epoch + 1)
             case "cancel" if handle:
                 yard.cancel(rng.randint(1, handle))
-    yard.drain()
-    yard.scheduler.adapters.sweep()
-    yard.drain()
+    yard.settle()
     check_answers(yard)
     assert all(code == Finish.LENGTH for code in yard.finished.values()), (seed, yard.errors)
     ready = {one.handle for one in yard.scheduler.adapters.status()}
