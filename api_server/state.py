@@ -33,6 +33,7 @@ from api_server.text.tokenizer import Tokenizer
 from interfaces import NO_IMAGES, AdapterState, AdapterStatus
 from shared import process_table
 from shared.access_keys import AccessKeys
+from shared.adapter_paths import ANY_MODEL
 from shared.addresses import only_loopback
 from shared.fetch_hosts import FetchHosts
 from shared.process_table import ProcessState
@@ -46,9 +47,6 @@ _IMAGE_TOKENS_ON_CPU = 1280
 _IMAGE_TOKENS_ON_GPU = 4096
 # Tokens of a video without --max-video-tokens, as a multiple of those of an image.
 _VIDEO_FACTOR = 4
-
-# Names that clients send when they accept any model (huggingface_hub sends tgi or dummy).
-_ANY_MODEL = ("", "default", "tgi", "dummy")
 
 
 @dataclass
@@ -104,7 +102,7 @@ class ServerState:
 
         Raises RequestFailed(MODEL_NOT_FOUND).
         """
-        if name in (None, *_ANY_MODEL):
+        if name in (None, *ANY_MODEL):
             able = (state for state in self.models if pools in (None, state.pooled_model is not None))
             return next(able, self)
         for state in self.models:
@@ -123,7 +121,7 @@ class ServerState:
 
     def adapter_of(self, model: object) -> str | None:
         """The adapter that a request's `model` names, as NAME or as MODEL:NAME; None if it names none."""
-        if not isinstance(model, str) or model in (*_ANY_MODEL, self.model_name, self.settings.model):
+        if not isinstance(model, str) or model in (*ANY_MODEL, self.model_name, self.settings.model):
             return None
         names = [model, *(model.removeprefix(f"{own}:") for own in (self.model_name, self.settings.model))]
         return next((name for name in names if name in self.adapters), None)
@@ -235,10 +233,16 @@ class ServerState:
         for observer in () if error.counted else self.observers:
             observer.failed(path, error)
 
-    def check_model(self, name: str) -> None:
-        """Raises RequestFailed(MODEL_NOT_FOUND) unless `name` means the served model."""
-        if name in _ANY_MODEL or name in (self.model_name, self.settings.model) or self.adapter_of(name) is not None:
-            return
+    def check_model(self, name: str) -> str | None:
+        """The adapter that a request's `model` names; None if it means the served model itself.
+
+        Raises RequestFailed(MODEL_NOT_FOUND) for another name, also of an adapter that was unloaded meanwhile.
+        """
+        if name in (*ANY_MODEL, self.model_name, self.settings.model):
+            return None
+        adapter = self.adapter_of(name)
+        if adapter is not None:
+            return adapter
         names = ", ".join(repr(name) for state in self.models for name in (state.model_name, *state.adapters))
         raise RequestFailed(
             ErrorKind.MODEL_NOT_FOUND,

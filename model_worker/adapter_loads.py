@@ -102,6 +102,8 @@ class AdapterLoads:
         whose = order.incarnation, self._epoch, self._index, order.handle
         if facts is None:
             del self._wanted[order.handle]
+            # An earlier order for the same handle may have been carried out.
+            self._backend.drop_adapter(order.handle)
             return AdapterFailed(*whose, "", _reason(done), isinstance(done.error, FileNotFoundError))
         problem = ""
         if order.digest and facts.digest != order.digest:

@@ -13,6 +13,8 @@ from pathlib import Path, PurePath
 
 # Names of adapters: no space, no quote, nothing that a shell or a log line could take for something else.
 _NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}", re.ASCII)
+# Names that clients send when they accept any model (huggingface_hub sends tgi or dummy).
+ANY_MODEL = ("", "default", "tgi", "dummy")
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 # A pickle: reading it runs the code in it.
@@ -31,6 +33,8 @@ def named_paths(text: str) -> dict[str, str]:
         name, separator, path = (part.strip() for part in entry.partition("="))
         if not separator or not path or not is_name(name):
             raise ValueError(f"a list of NAME=PATH (names have letters, digits and ._:/-, at most 128), got {entry!r}")
+        if name in ANY_MODEL:
+            raise ValueError(f"a list of NAME=PATH with other names than {name!r}, which means any model in a request")
         if name in found:
             raise ValueError(f"a list with a name of its own for each adapter, got {name!r} twice")
         found[name] = path

@@ -371,7 +371,7 @@ def _check_adapters(settings: Settings) -> None:
         names = settings.adapter_paths
     except ValueError as error:
         raise SettingsError(f"lora must be {error}") from None
-    taken = {settings.public_model_name, *settings.further_models} & names.keys()
+    taken = {settings.public_model_name, settings.model, *settings.further_models} & names.keys()
     _check(not taken, "lora", ", ".join(sorted(taken)), "names that no model has")
 
 

@@ -23,6 +23,10 @@ SECONDS_TO_LOAD = 300.0
 Answer = OrderAnswer | SessionAnswer | AdapterAnswer
 
 
+class NotSent(TimeoutError):
+    """A question that did not leave this process."""
+
+
 class Questions:
     """The open questions. `send` returns whether a message could be sent."""
 
@@ -59,7 +63,7 @@ class Questions:
         self._open[number] = answer
         try:
             if not self._send(message(number)):
-                raise TimeoutError("the scheduler does not read its messages")
+                raise NotSent("the scheduler does not read its messages")
             async with asyncio.timeout(seconds):
                 return await answer
         finally:

@@ -19,10 +19,11 @@ from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from typing import Any
 
+from api_server.engine.questions import NotSent
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid, shown
 from api_server.state import ServerState
 from interfaces import AdapterAnswer, LoRAOperation, LoRARequest, LoRAStatus
-from shared.adapter_paths import CONFIG_FILE, WEIGHTS_FILE, confined, folders_of, is_name
+from shared.adapter_paths import ANY_MODEL, CONFIG_FILE, WEIGHTS_FILE, confined, folders_of, is_name
 
 # Seconds between two looks at whether an adapter's requests have ended.
 _POLL_SECONDS = 0.05
@@ -58,17 +59,21 @@ async def load(
 async def load_files(
     server: ServerState, name: str, config: Mapping[str, Any], weights: bytes, *, pinned: bool = False
 ) -> AdapterAnswer:
-    """Loads an adapter from its config and the bytes of its safetensors file. Raises as `load` does."""
+    """Loads an adapter from its config and the bytes of its safetensors file. Raises as `load` does.
+
+    The files are the scheduler's once it has the order: it may carry it out although nothing waits here for the answer.
+    """
     _check_name(server, name)
     folder = await asyncio.to_thread(_write, server.uploaded_adapters, config, weights)
     request = LoRARequest(LoRAOperation.LOAD, name, str(folder))
-    loaded = False
     try:
-        answer = await _answer(server.engine.questions.adapter(request, pinned))
-        loaded = answer.status is LoRAStatus.SUCCESS
-    finally:
-        if not loaded:
+        answer = await server.engine.questions.adapter(request, pinned)
+    except TimeoutError as error:
+        if isinstance(error, NotSent):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        raise _unanswered(error) from None
+    if answer.status is not LoRAStatus.SUCCESS:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
     return answer
 
 
@@ -83,7 +88,7 @@ async def wait_until_gone(server: ServerState, handle: int, seconds: float) -> i
     while True:
         status = server.engine.status
         left = [one.requests for one in status.adapters if one.handle == handle] if status is not None else []
-        if not left or time.monotonic() >= deadline:
+        if not sum(left) or time.monotonic() >= deadline:
             return sum(left)
         await asyncio.sleep(_POLL_SECONDS)
 
@@ -110,6 +115,8 @@ def _check_name(server: ServerState, name: str) -> None:
             f"lora_name must have 1 to 128 letters, digits and ._:/- only, got {shown(name)}: choose another",
             "lora_name",
         )
+    if name in ANY_MODEL:
+        raise invalid(f"lora_name {name!r} means any model in a request: choose another", "lora_name")
     taken = [own for state in server.models for own in (state.model_name, state.settings.model)]
     others = [own for state in server.models if state is not server for own in state.adapters]
     if name in (*taken, *others):
@@ -120,8 +127,12 @@ async def _answer(asked: Awaitable[AdapterAnswer]) -> AdapterAnswer:
     try:
         return await asked
     except TimeoutError as error:
-        reason = str(error) or "the scheduler does not answer"
-        raise RequestFailed(ErrorKind.UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS) from None
+        raise _unanswered(error) from None
+
+
+def _unanswered(error: TimeoutError) -> RequestFailed:
+    reason = str(error) or "the scheduler does not answer"
+    return RequestFailed(ErrorKind.UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS)
 
 
 def _write(parent: Path | None, config: Mapping[str, Any], weights: bytes) -> Path:

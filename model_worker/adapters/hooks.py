@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,8 @@ class AdapterHooks:
         self._dtype = torch.float32 if device.type == "cpu" else dtype
         self._embedding = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
+        # Adapters come in one thread and leave in another.
+        self._lock = Lock()
         self._linears: dict[nn.Module, dict[int, AdaptedLinear]] = {}
         self._embeddings: dict[int, AdaptedEmbedding] = {}
         self._hooks: dict[nn.Module, RemovableHandle] = {}
@@ -45,28 +48,28 @@ class AdapterHooks:
 
     def add(self, handle: int, adapter: Adapter) -> int:
         """Keep an adapter. Returns its bytes. May run beside a pass that does not use it."""
-        size = 0
-        for module, linear in adapter.linears.items():
-            placed = linear.placed(self._device, self._dtype)
-            size += placed.nbytes
-            self._linears.setdefault(module, {})[handle] = placed
-            self._hook(module, self._change_linear)
-        if adapter.embedding is not None:
-            embedding = adapter.embedding.placed(self._device, self._dtype)
-            size += embedding.nbytes
-            self._embeddings[handle] = embedding
-            self._hook(self._embedding, self._change_embedding)
-        return size
+        linears = {module: one.placed(self._device, self._dtype) for module, one in adapter.linears.items()}
+        embedding = None if adapter.embedding is None else adapter.embedding.placed(self._device, self._dtype)
+        with self._lock:
+            for module, linear in linears.items():
+                self._linears.setdefault(module, {})[handle] = linear
+                self._hook(module, self._change_linear)
+            if embedding is not None:
+                self._embeddings[handle] = embedding
+                self._hook(self._embedding, self._change_embedding)
+        size = sum(linear.nbytes for linear in linears.values())
+        return size if embedding is None else size + embedding.nbytes
 
     def drop(self, handle: int) -> None:
         """Forget an adapter."""
-        for module, linears in list(self._linears.items()):
-            linears.pop(handle, None)
-            if not linears:
-                del self._linears[module]
-                self._hooks.pop(module).remove()
-        if self._embeddings.pop(handle, None) is not None and not self._embeddings:
-            self._hooks.pop(self._embedding).remove()
+        with self._lock:
+            for module, linears in list(self._linears.items()):
+                linears.pop(handle, None)
+                if not linears:
+                    del self._linears[module]
+                    self._hooks.pop(module).remove()
+            if self._embeddings.pop(handle, None) is not None and not self._embeddings:
+                self._hooks.pop(self._embedding).remove()
 
     @contextmanager
     def rows(self, batch: ForwardBatch) -> Iterator[None]:
@@ -106,13 +109,14 @@ class AdapterHooks:
         return y.reshape(output.shape)
 
     def _change_embedding(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+        used = [(rows, self._embeddings[rows.handle]) for rows in self._rows if rows.handle in self._embeddings]
+        if not used:
+            return None
         tokens = arguments[0].reshape(-1)
         y = output.reshape(-1, output.shape[-1]).clone()
-        for rows in self._rows:
-            embedding = self._embeddings.get(rows.handle)
-            if embedding is not None:
-                added = embedding.scale * (embedding.a[tokens[rows.tokens]] @ embedding.b.T).float()
-                y[rows.tokens] = (y[rows.tokens].float() + added).to(y.dtype)
+        for rows, embedding in used:
+            added = embedding.scale * (embedding.a[tokens[rows.tokens]] @ embedding.b.T).float()
+            y[rows.tokens] = (y[rows.tokens].float() + added).to(y.dtype)
         return y.reshape(output.shape)
 
 

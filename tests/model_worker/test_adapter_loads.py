@@ -130,6 +130,17 @@ def test_a_handle_that_is_given_again_while_it_is_read_has_the_later_content(loa
     assert shelf.held == {1: "6"}
 
 
+def test_a_handle_that_is_given_again_and_cannot_be_read_then_has_no_content(loads: AdapterLoads, shelf: Shelf) -> None:
+    shelf.gate.clear()
+    loads.obey(LoadAdapter(9, 2, 1, "5"))
+    assert shelf.began.wait(10)
+    loads.obey(LoadAdapter(10, 2, 1, "missing"))
+    shelf.gate.set()
+    (answer,) = answers(loads, 1)
+    assert isinstance(answer, AdapterFailed)
+    assert shelf.held == {}
+
+
 def test_another_scheduler_begins_without_adapters(loads: AdapterLoads, shelf: Shelf) -> None:
     for handle, path in enumerate(["5", "7"], 1):
         loads.obey(LoadAdapter(9, 2, handle, path))

@@ -281,6 +281,14 @@ def test_a_bad_file_is_explained(tmp_path: Path, content: bytes, message: str) -
         resolve({}, {}, file)
 
 
+@pytest.mark.parametrize("name", ["base", "./model", "other", "default", "tgi", "dummy"])
+def test_an_adapter_has_a_name_that_means_only_it(name: str) -> None:
+    given = {"model": "./model", "served_model_name": "base", "also": "other=/other"}
+    with pytest.raises(SettingsError, match=f"lora must be .*{name}"):
+        resolve(given | {"lora": f"{name}=/a"}, {})
+    assert resolve(given | {"lora": "sql=/a"}, {}).settings.adapter_paths == {"sql": "/a"}
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"nowhere\.toml cannot be read: .*No such file"):
         resolve({}, {}, tmp_path / "nowhere.toml")

@@ -45,8 +45,7 @@ async def list_models(call: Call) -> Response:
 
 async def show_model(call: Call) -> Response:
     asked = call.path_params["model"]
-    call.server.check_model(asked)
-    return _json(_model(call.server, call.server.adapter_of(asked) or call.server.model_name), call)
+    return _json(_model(call.server, call.server.check_model(asked) or call.server.model_name), call)
 
 
 def _model(server: ServerState, name: str) -> dict[str, Any]:

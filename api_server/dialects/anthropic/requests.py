@@ -121,7 +121,7 @@ def _request(call: Call, given: Conversation, said: Messages) -> TextGenerationR
     return TextGenerationRequest(
         request_id=RequestID(call.request_id),
         model_name=call.server.model_name,
-        lora_name=call.server.adapter_of(given.model),
+        lora_name=call.server.check_model(given.model or ""),
         messages=[*system, *messages],
         **of_messages(messages),
         tools=use.tools,

@@ -56,7 +56,7 @@ def routes() -> list[BaseRoute]:
 
 async def messages(call: Call) -> Response:
     body = await call.apart(lambda: requests.read(call, MessagesBody))
-    model = call.server.adapter_of(body.model) or call.server.model_name
+    model = call.server.check_model(body.model or "") or call.server.model_name
     asked = await requests.request(call, body)
     generation = await generate(call.server, asked.request)
     if body.stream:

@@ -99,7 +99,7 @@ def adapter_of(call: Call, given: TextBody) -> str | None:
     """The adapter that a body names. Raises RequestFailed for a name that no adapter has."""
     by_path = given.lora_path if isinstance(given, ExtendedBody) else None
     if not by_path:
-        return call.server.adapter_of(given.model)
+        return call.server.check_model(given.model or "")
     if by_path not in call.server.adapters:
         raise invalid(f"lora_path must name a loaded adapter, got {by_path!r:.100}; see /v1/models", "lora_path")
     return by_path

@@ -102,8 +102,7 @@ async def list_models(call: Call) -> Response:
 
 async def show_model(call: Call) -> Response:
     name = call.path_params["model"]
-    call.server.check_model(name)
-    adapter = call.server.adapter_of(name)
+    adapter = call.server.check_model(name)
     return _json(_model(call.server) if adapter is None else _adapter(call.server, adapter))
 
 

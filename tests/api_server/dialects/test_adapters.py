@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
+from api_server.chat import images
 from api_server.dialects.sglang import adapters as sglang_adapters
+from api_server.engine import questions
 from api_server.text.tokenizer import Tokenizer
 from interfaces import LoRAOperation, LoRAStatus
 from shared.endpoints import RunDirectory
@@ -143,6 +146,19 @@ def test_tensors_come_as_safetensors_and_leave_no_file_when_refused(live: LiveSe
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_files_stay_with_the_scheduler_that_has_not_answered(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "SECONDS_TO_LOAD", 0.2)
+    live.double.ignore_adapter_orders = True
+    text = base64.b64encode(save({"w": np.zeros(4, np.float32)})).decode()
+    body = {"lora_name": "sent", "config_dict": {"r": 4}, "serialized_named_tensors": text}
+    assert post(live, "/load_lora_adapter_from_tensors", body).status_code == 503
+    folder = Path(live.double.adapter_orders[0].request.lora_path or "")
+    assert len(list(folder.iterdir())) == 2
+    monkeypatch.setattr(live.state.engine.questions, "_send", lambda message: False)
+    assert post(live, "/load_lora_adapter_from_tensors", body).status_code == 503
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
 @pytest.mark.parametrize("data", [pickle.dumps({"a": [1]}), b"", b"\xff" * 40, b"\x10\0\0\0\0\0\0\0[1]"])
 def test_pickles_and_other_bytes_are_refused(live: LiveServer, data: bytes) -> None:
     for text in (base64.b64encode(data).decode(), "no base64!"):
@@ -183,7 +199,7 @@ def test_paths_that_lead_elsewhere_are_refused_and_named(live: LiveServer, adapt
         response = vllm_load(live, "x", path)
         assert response.status_code == 400, (path, response.text)
         assert words in response.json()["error"]["message"], (path, response.text)
-    for name in ("", "a b", "a" * 129, "é", "a\n", "base"):
+    for name in ("", "a b", "a" * 129, "é", "a\n", "base", "default", "tgi", "dummy"):
         assert vllm_load(live, name, inside).status_code == 400, name
     assert not live.double.adapter_orders
     assert vllm_load(live, "x", inside).status_code == 200
@@ -269,6 +285,25 @@ def test_unknown_adapters_are_refused_as_each_dialect_does(live: LiveServer) -> 
     ]:
         response = post(live, path, body)
         assert (response.status_code, words in response.text) == (status, True), (path, response.text)
+    assert not live.double.submits
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_an_adapter_that_leaves_while_its_request_is_read_is_not_answered_by_the_base(
+    live: LiveServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live.double.add_adapter("sql", "/sql")
+    live.double.wait(lambda: "sql" in live.state.adapters)
+
+    async def unload(*_: Any) -> None:
+        live.double.adapters = []
+        await asyncio.to_thread(live.double.wait, lambda: not live.state.adapters)
+
+    monkeypatch.setattr(images, "load", unload)
+    said = {"input": CHAT["messages"]} if path == "/v1/responses" else CHAT
+    response = post(live, path, said | {"model": "sql"})
+    assert response.status_code == 404, response.text
+    assert "'sql' does not exist" in response.text
     assert not live.double.submits
 
 
