@@ -119,7 +119,7 @@ def test_bfloat16_stack_is_no_further_from_the_truth_than_the_modules(
     want = logits(ModelRunner(loaded, 32, 16, "reference"), steps)
     got = logits(ModelRunner(loaded, 32, 16), steps)
     exact = truth(exact_model, steps)
-    assert relative(got, exact) < max(0.02, 1.1 * relative(want, exact))
+    assert relative(got, exact) < max(0.02, 1.3 * relative(want, exact))
 
 
 def truth(model: Any, steps: list[ForwardBatch]) -> torch.Tensor:

@@ -87,6 +87,8 @@ class Toolbox:
         if not isinstance(given, Mapping):
             return given
         kind = given.get("type")
+        if not isinstance(kind, str | None):
+            return given  # refused where forms of chats are read
         if kind == "allowed_tools" and isinstance(given.get("tools"), list):
             # A server's own tools may be in the list; they are not offered here, and cannot be allowed.
             named = [self.choice(tool) for tool in given["tools"] if not _is_elsewhere(tool)]
@@ -137,7 +139,7 @@ class Toolbox:
             return [self._shown(Tool("function", _name(function, path), namespace), function)]
         if kind == "custom":
             return [self._shown(Tool("custom", _name(tool, path), namespace), _custom(tool, path))]
-        if kind in _OWN:
+        if kind in tuple(_OWN):  # it may be anything, and not all can be hashed
             description, schema = _OWN[kind]
             return [self._shown(Tool(kind, kind), {"description": description, "parameters": schema})]
         raise unsupported(f"{path}.type", f"a tool of type {kind!r:.100}")
