@@ -28,7 +28,7 @@ class ModelState(NamedTuple):
 
 
 def facts_of_models(models: Sequence[ModelState], draining: bool) -> list[Metric]:
-    """The facts of each model's scheduler. Those of several models are told apart by a label."""
+    """Return the facts of each model's scheduler. Where a server has several models, the label `model` names each."""
     if len(models) == 1:
         return scheduler_facts(models[0].status, models[0].silence, draining)
     families: dict[str, Metric] = {}
