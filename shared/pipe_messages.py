@@ -1,6 +1,11 @@
-"""msgpack messages out of a pipe between two processes of one server, whose bytes come in pieces of any size."""
+"""msgpack messages through a pipe between two processes of one server: out of it their bytes come in pieces of any
+size.
+"""
 
 from __future__ import annotations
+
+from asyncio.subprocess import Process
+from typing import Any
 
 import msgpack
 
@@ -16,3 +21,17 @@ def message_unpacker() -> msgpack.Unpacker:
     walked through before it begins anew, so that a process seems to leak for an hour.
     """
     return msgpack.Unpacker(strict_map_key=False, max_buffer_size=MOST_BYTES, read_size=_FIRST_BYTES)
+
+
+async def send_message(process: Process, message: Any) -> None:
+    """Send a message to a child's standard input. Raises OSError when the child is gone.
+
+    asyncio and uvloop say differently that a pipe is closed: by BrokenPipeError, by ConnectionResetError, or by a
+    RuntimeError about a handle.
+    """
+    assert process.stdin is not None
+    data = msgpack.packb(message)
+    if process.stdin.is_closing():
+        raise BrokenPipeError(f"process {process.pid} reads no more")
+    process.stdin.write(data)
+    await process.stdin.drain()

@@ -15,13 +15,11 @@ from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-import msgpack
-
 from api_server.constraints.limits import MOST_PATTERN, MOST_SOURCE
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from interfaces import Constraint, ConstraintKind
 from shared.liveness import SUPERVISOR_PID
-from shared.pipe_messages import message_unpacker
+from shared.pipe_messages import message_unpacker, send_message
 
 log = logging.getLogger("tokenyard")
 
@@ -101,12 +99,11 @@ class ConstraintCompiler:
     async def _send(self, key: bytes, constraint: Constraint) -> None:
         try:
             await self.start()
-            assert self._process is not None
-            assert self._process.stdin is not None
+            if self._process is None:
+                raise BrokenPipeError("it has ended")
             self._number += 1
             self._by_number[self._number] = key
-            self._process.stdin.write(msgpack.packb([self._number, constraint.kind.value, constraint.source]))
-            await self._process.stdin.drain()
+            await send_message(self._process, [self._number, constraint.kind.value, constraint.source])
         except OSError as error:
             log.error("the process that compiles constraints cannot be reached: %s", error)
             self._starting = None
@@ -117,9 +114,8 @@ class ConstraintCompiler:
         command = [sys.executable, "-m", "api_server.constraints.compile_process"]
         environment = {**os.environ, SUPERVISOR_PID: str(os.getpid())}
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgpack.packb([tokenizer, list(eos)]))
         self._reading = asyncio.create_task(self._read(self._process))
+        await send_message(self._process, [tokenizer, list(eos)])
 
     async def _read(self, process: Process) -> None:
         assert process.stdout is not None

@@ -13,12 +13,10 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from typing import Any
 
-import msgpack
-
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.media.protocol import Answer, Start
 from shared.liveness import SUPERVISOR_PID
-from shared.pipe_messages import message_unpacker
+from shared.pipe_messages import message_unpacker, send_message
 
 log = logging.getLogger("tokenyard")
 
@@ -68,13 +66,11 @@ class MediaClient:
         process = self._process
         if process is None:
             raise ProcessLost
-        assert process.stdin is not None
         self._number += 1
         number = self._number
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            process.stdin.write(msgpack.packb(job | {"number": number}))
-            await process.stdin.drain()
+            await send_message(process, job | {"number": number})
             found: Answer = await answer
             return found
         except OSError:
@@ -103,9 +99,8 @@ class MediaClient:
         environment = {**os.environ, SUPERVISOR_PID: str(os.getpid())}
         self._facts = asyncio.get_running_loop().create_future()
         self._process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, env=environment)
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgpack.packb(self._first))
         self._reading = asyncio.create_task(self._read(self._process, self._facts))
+        await send_message(self._process, self._first)
 
     async def _read(self, process: Process, facts: asyncio.Future[dict[str, Any]]) -> None:
         assert process.stdout is not None

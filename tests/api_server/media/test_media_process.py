@@ -95,7 +95,8 @@ def test_an_image_that_goes_too_far_costs_no_other(process: Process) -> None:
     for number in (1, 3, 5, 7, 9):
         array = unpacked(found[number]["arrays"]["pixel_values"])
         assert (mapped(array) == 20 + number // 2).all()
-    assert "of processor time" in found[0]["error"]
+    # On a busy machine the clock on the wall may strike first.
+    assert any(part in found[0]["error"] for part in ("of processor time", "took over"))
     assert "of memory to read" in found[2]["error"]
     assert "its decoder crashed" in found[4]["error"]
     assert "took over" in found[6]["error"]
