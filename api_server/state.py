@@ -26,6 +26,7 @@ from api_server.errors import ErrorKind, RequestFailed
 from api_server.media.client import MediaClient
 from api_server.media.facts import ImageFacts
 from api_server.media.images import Images
+from api_server.text.late_interaction import TokenMarks, keep_whole, token_marks
 from api_server.text.pooled_model import IN_WORDS, ROUTES_OF_TASK, PooledModel
 from api_server.text.sealed_text import Seal
 from api_server.text.text_batches import BatchTokenizer
@@ -182,7 +183,15 @@ class ServerState:
 
     @cached_property
     def batch_tokenizer(self) -> BatchTokenizer:
-        return BatchTokenizer(self.tokenizer.backend, self.tokenizer.has_token_types)
+        backend = self.tokenizer.backend
+        if self.pooled_model is not None:
+            keep_whole(backend, self.pooled_model.files.prompt_tokens)
+        return BatchTokenizer(backend, self.tokenizer.has_token_types)
+
+    @cached_property
+    def token_marks(self) -> TokenMarks | None:
+        """How tokens are marked for late interaction; None for other models."""
+        return None if self.pooled_model is None else token_marks(self.pooled_model.files, self.tokenizer.backend)
 
     @property
     def task(self) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from interfaces.context.media import *
     from interfaces.context.pooling import PoolingContext as PoolingContext
     from interfaces.context.pooling import PoolingTask as PoolingTask
+    from interfaces.context.pooling import TokenMark as TokenMark
     from interfaces.context.protocols import *
     from interfaces.context.stopping import EOSTracker as EOSTracker
     from interfaces.context.text import TextContext as TextContext
@@ -76,7 +77,7 @@ result.results: ErrorCode RequestError SchedulerResult
 context.grammar_state: GrammarEnforcementSnapshot GrammarState
 context.images: ImageMetadata
 context.media: PixelContext SpeechContext
-context.pooling: PoolingContext PoolingTask
+context.pooling: PoolingContext PoolingTask TokenMark
 context.protocols: AudioGenerationContext AudioGenerationContextType AudioGeneratorContext BaseContext BaseContextType
     EmbeddingsContext EmbeddingsGenerationContextType EmbeddingsGeneratorContext InputContext PixelGenerationContext
     PixelGenerationContextType SpecDecodingState TextGenerationContext TextGenerationContextType VLMContextType

@@ -12,8 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shared.encoder_types import ENCODERS, POSITIONS_BEHIND_PADDING
 from shared.gguf.format import is_gguf
 from shared.json_files import read_json_file
+from shared.late_interaction import LateInteraction, late_interaction
 from shared.pair_template import PairTemplate, chat_pair, qwen_template
 
 # What a server does with a checkpoint: generate text, or one task of pooling.
@@ -23,47 +25,9 @@ TASKS = ("generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "c
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "WithLMHead")
 _HEADLESS = ("Model", "ForMaskedLM", "ForPreTraining", "Encoder")
 # What sentence-transformers calls a model whose files do not show it otherwise.
-_TASK_OF_MODEL_TYPE = {"SparseEncoder": "sparse", "MultiVectorEncoder": "embed_tokens"}
-
-# Model types that are encoders, for configs that name no architecture.
-_ENCODERS = frozenset(
-    [
-        "albert",
-        "bert",
-        "camembert",
-        "deberta",
-        "deberta-v2",
-        "distilbert",
-        "electra",
-        "ernie",
-        "eurobert",
-        "gte",
-        "jina_embeddings_v3",
-        "modernbert",
-        "mpnet",
-        "nomic_bert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roformer",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-    ]
-)
-
-# Model types whose positions begin behind the padding token's id.
-_POSITIONS_BEHIND_PADDING = frozenset(
-    [
-        "camembert",
-        "data2vec-text",
-        "longformer",
-        "mpnet",
-        "roberta",
-        "roberta-prelayernorm",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-    ]
-)
+_TASK_OF_MODEL_TYPE = {"SparseEncoder": "sparse", "MultiVectorEncoder": "embed_tokens", "ColBERT": "embed_tokens"}
+# The class of Stanford's ColBERT: BERT and a linear layer, named linear.
+COLBERT = "HF_ColBERT"
 
 # Older names of pooling modes in 1_Pooling/config.json, in the order in which their vectors are joined.
 _OLD_POOLING_MODES = {
@@ -148,6 +112,8 @@ class PoolingFiles:
             return "rerank" if scores[-1] == 1 else "classify"
         if "Pooling" in kinds:
             return "embed"
+        if architecture == COLBERT:
+            return "embed_tokens"
         if architecture.endswith("ForSequenceClassification"):
             return "rerank" if len(self.labels) == 1 else "classify"
         if architecture.endswith("ForTokenClassification"):
@@ -161,7 +127,7 @@ class PoolingFiles:
         if architecture.endswith(_GENERATING):
             return "generate"
         named = bool(self.config.get("architectures"))
-        encoder = self.config.get("model_type") in _ENCODERS
+        encoder = self.config.get("model_type") in ENCODERS
         # A model without a head cannot generate.
         headless = named and architecture.endswith(
             ("Model", "ForMaskedLM", "ForPreTraining", "Encoder", "EncoderModel")
@@ -171,12 +137,17 @@ class PoolingFiles:
     @property
     def frame_tokens(self) -> tuple[list[int], list[int]]:
         """The ids of the tokens that begin and end a text, as far as the tokenizer's files name them."""
+        return self.token_ids("cls_token", "bos_token")[:1], self.token_ids("sep_token", "eos_token")[:1]
+
+    def token_ids(self, *names: str) -> list[int]:
+        """Return the ids of the tokens that tokenizer_config.json has under these names, as far as there are such."""
+        contents = [_content(self.tokenizer_config.get(name)) for name in names]
+        return [self._added_tokens[content] for content in contents if content in self._added_tokens]
+
+    @cached_property
+    def _added_tokens(self) -> dict[str, int]:
         added = _object_of(self.source, _join(self.transformer_path, "tokenizer.json")).get("added_tokens", [])
-        ids = {token["content"]: int(token["id"]) for token in added}
-        ends = (("cls_token", "bos_token"), ("sep_token", "eos_token"))
-        named = [[_content(self.tokenizer_config.get(name)) for name in names] for names in ends]
-        first, last = ([ids[name] for name in names if name in ids][:1] for names in named)
-        return first, last
+        return {token["content"]: int(token["id"]) for token in added}
 
     @property
     def labels(self) -> list[str]:
@@ -210,11 +181,35 @@ class PoolingFiles:
         """Texts to put before an input, by name ("query", "document")."""
         prompts = self.sentence_transformers.get("prompts") or {}
         found = {str(name): str(text) for name, text in prompts.items() if text}
-        for name in ("query", "document"):
+        for name, key, usual in (("query", "query", "[unused0]"), ("document", "doc", "[unused1]")):
             prefix = self.sentence_transformers.get(f"{name}_prefix")
-            if prefix and name not in found:
-                found[name] = str(prefix)
+            if prefix:
+                found[name] = f"{prefix}{found.get(name, '').removeprefix(prefix)}"
+            elif self.architecture == COLBERT and name not in found:
+                found[name] = f"{self._artifact.get(f'{key}_token_id') or usual} "
         return found
+
+    @property
+    def prompt_tokens(self) -> list[str]:
+        """Tokens of the vocabulary that prompts consist of, which a tokenizer might take apart otherwise."""
+        names = (f"{name}_prefix" in self.sentence_transformers for name in self.prompts)
+        return [text.split(None, 1)[0] for text in self.prompts.values()] if any(names) or self._artifact else []
+
+    @cached_property
+    def late_interaction(self) -> LateInteraction | None:
+        """How queries and documents are read for late interaction; None for other models. ValueError for a file that
+        says what cannot be."""
+        if self.task != "embed_tokens":
+            return None
+        mask = next((module.config for module in self.of_kind("MultiVectorMask")), {})
+        return late_interaction(self.transformer, mask, self.sentence_transformers, self._artifact)
+
+    @cached_property
+    def _artifact(self) -> dict[str, Any]:
+        """What Stanford's ColBERT writes beside a checkpoint; its usual values where that file is missing."""
+        if self.architecture != COLBERT:
+            return {}
+        return _object_of(self.source, "artifact.metadata") or {"query_token_id": "[unused0]"}
 
     @property
     def default_prompt_name(self) -> str | None:
@@ -290,7 +285,7 @@ class PoolingFiles:
         positions = self.config.get("max_position_embeddings")
         if not isinstance(positions, int) or positions <= 0:
             return None
-        if self.config.get("model_type") in _POSITIONS_BEHIND_PADDING:
+        if self.config.get("model_type") in POSITIONS_BEHIND_PADDING:
             padding = self.config.get("pad_token_id")
             return positions - (1 if padding is None else int(padding)) - 1
         return positions

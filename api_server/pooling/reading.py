@@ -52,7 +52,10 @@ async def read_texts(server: ServerState, items: Sequence[Item], reading: Readin
     """Tokenizes texts, and takes token ids as they are. Raises RequestFailed that names the text."""
     model = _model(server)
     _check_number(len(items), reading.field)
-    bounds = _bounds(server, reading)
+    marks = server.token_marks
+    kind = (reading.prompt_name or model.files.default_prompt_name or "") if reading.prompted else ""
+    most = None if marks is None else marks.rules.most_tokens(kind)
+    bounds = _bounds(server, reading, most)
     prompt = model.prompt(reading.prompt_name, "prompt_name") if reading.prompted else ""
     batches = server.batch_tokenizer
     left_out = 0
@@ -72,7 +75,8 @@ async def read_texts(server: ServerState, items: Sequence[Item], reading: Readin
             ids = [item for item in group if isinstance(item, list)]
             parts.append(await server.tokenizer.in_thread(partial(_ids, server, ids, part)))
         check_total(sum(len(part.tokens) for part in parts), reading.field)
-    return TextBatch.joined(parts)
+    batch = TextBatch.joined(parts)
+    return batch if marks is None else marks.mark(batch, kind)
 
 
 async def read_pairs(
@@ -153,10 +157,12 @@ def _model(server: ServerState) -> PooledModel:
     return server.pooled_model
 
 
-def _bounds(server: ServerState, reading: Reading) -> Bounds:
+def _bounds(server: ServerState, reading: Reading, most_of_kind: int | None = None) -> Bounds:
     most = server.longest_text
     if most is None:
         raise RequestFailed(ErrorKind.UNAVAILABLE, "the model is not loaded yet", retry_after=1)
+    if most_of_kind is not None:
+        most = min(most, most_of_kind)
     return Bounds(
         limit=most if reading.most_tokens is None else min(most, reading.most_tokens),
         truncate=reading.truncate,

@@ -33,13 +33,25 @@ class PoolingTask(enum.StrEnum):
     CLASSIFY_TOKENS = "classify_tokens"
 
 
+class TokenMark(enum.IntEnum):
+    """Token types that say what else a token is.
+
+    UNCOUNTED: pooling leaves it out, as one of a prompt. UNSEEN: it is behind the text, and no token sees it, as a
+    query's expansion. SKIPPED: its vector is left out of those of each token.
+    """
+
+    UNCOUNTED = -1
+    UNSEEN = -2
+    SKIPPED = -3
+
+
 @dataclass(kw_only=True, eq=False)
 class PoolingContext(EqualByValue):
     """The texts of one request, and what to make of each.
 
     `tokens` are those of all texts, one text after another, and `lengths` the number of tokens of each. `token_types`
-    tell the two halves of a pair apart, for models that want it; a negative one marks a token of a prompt that pooling
-    leaves out. `dimensions`: a vector is cut to so many numbers.
+    tell the two halves of a pair apart, for models that want it; a negative one is a TokenMark. `dimensions`: a vector
+    is cut to so many numbers.
     `normalize`: vectors get the length 1, after the cut. `activate`: labels get probabilities instead of logits.
     ValueError when the values contradict each other, also after a journey over the wire.
     """

@@ -68,22 +68,27 @@ def _packed_attention(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if query.shape[0] != 1 or query.shape[2] != len(texts.tokens):
         raise NotPacked("its attention does not see the tokens of all texts in one row")
-    if softcap is None and _varlen_fits(query, value):
+    if softcap is None and texts.seen is None and _varlen_fits(query, value):
         return _varlen(query, key, value, texts, causal, sliding_window, scaling), None
     shared = key.shape[1] != query.shape[1]
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    first = 0
     for start, count, length in texts.runs:
         inside = slice(start, start + count * length)
         q, k, v = (tensor[0, :, inside].unflatten(1, (count, length)).transpose(0, 1) for tensor in (query, key, value))
+        seen = None if texts.seen is None else texts.visible[first : first + count, None, None, :length]
+        first += count
         if softcap is not None:
-            found = _capped(q, k, v, causal, sliding_window, scaling, softcap)
-        elif sliding_window is None or sliding_window >= length:
+            found = _capped(q, k, v, causal, sliding_window, scaling, softcap, seen)
+        elif seen is None and (sliding_window is None or sliding_window >= length):
             found = scaled_dot_product_attention(
                 q, k, v, is_causal=causal and length > 1, scale=scaling, enable_gqa=shared
             )
         else:
             places = torch.arange(length, dtype=torch.int32, device=query.device)
             visible = _visible(places, places, causal, sliding_window)
+            if seen is not None:
+                visible = visible & seen
             found = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=shared)
         out[0, inside] = found.transpose(1, 2).flatten(0, 1)
     return out, None
@@ -97,9 +102,16 @@ def _visible(queries: Tensor, keys: Tensor, causal: bool, window: int | None) ->
 
 
 def _capped(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scaling: float | None, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    scaling: float | None,
+    softcap: float,
+    seen: Tensor | None,
 ) -> Tensor:
-    """Attend with logits that are squeezed between -softcap and softcap."""
+    """Attend with logits that are squeezed between -softcap and softcap. `seen` [texts, 1, 1, keys]; None for all."""
     group = q.shape[1] // k.shape[1]
     k, v = (tensor.float().repeat_interleave(group, dim=1) for tensor in (k, v))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -107,7 +119,8 @@ def _capped(
     parts = []
     for some, places in zip(q.split(_QUERIES_AT_ONCE, dim=2), keys.split(_QUERIES_AT_ONCE), strict=True):
         logits = softcap * torch.tanh(some.float() @ k.transpose(-1, -2) * scale / softcap)
-        logits = logits.masked_fill(~_visible(places, keys, causal, window), -torch.inf)
+        visible = _visible(places, keys, causal, window)
+        logits = logits.masked_fill(~(visible if seen is None else visible & seen), -torch.inf)
         parts.append((torch.softmax(logits, dim=-1) @ v).to(q.dtype))
     return torch.cat(parts, dim=2)
 

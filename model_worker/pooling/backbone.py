@@ -60,7 +60,7 @@ class Padded:
         types = torch.zeros_like(texts.tokens) if texts.types is None else texts.types
         output = self.model(
             input_ids=texts.pad(texts.tokens, self.padding),
-            attention_mask=texts.mask.long(),
+            attention_mask=texts.visible.long(),
             **_arguments(self.model, texts.pad(types)),
         )
         hidden: Tensor = output.last_hidden_state

@@ -1,4 +1,4 @@
-"""The fast way of encoders like BERT on a CPU: their layers in one compiled call, beside transformers' embeddings.
+"""The fast way of encoders on a CPU: their layers in one compiled call, beside transformers' embeddings.
 
 Knows how texts become the arguments of that call. That it gives the model's own states is proven at load (verify.py).
 """
@@ -31,7 +31,9 @@ class Fused:
     def __call__(self, texts: Texts) -> Tensor:
         embeddings = self.model.embeddings
         kind: Any = type(embeddings)
-        arguments = {"input_ids": texts.tokens[None], "position_ids": (texts.positions + self.first_position)[None]}
+        arguments = {"input_ids": texts.tokens[None]}
+        if "position_ids" in parameters(kind):
+            arguments["position_ids"] = (texts.positions + self.first_position)[None]
         if "token_type_ids" in parameters(kind):
             types = torch.zeros_like(texts.tokens) if texts.types is None else texts.types
             arguments["token_type_ids"] = types[None]
@@ -40,12 +42,12 @@ class Fused:
             embedded = self.model.embeddings_project(embedded)
         # Embeddings end in a norm or a product, so nothing else has this memory: the layers write into it.
         states = embedded[0].float().contiguous()
-        return self.layers.run(states, texts.starts).to(embedded.dtype)
+        return self.layers.run(states, texts.starts, texts.seen).to(embedded.dtype)
 
 
 def fused(model: nn.Module, padding: int) -> Iterator[Fused]:
     """Set up one way to count positions after another; int8 layers with activations of eight bits before those of
-    sixteen. UnsupportedPattern for a model that is not like BERT.
+    sixteen. UnsupportedPattern for a model of another form (cpu/encoder/pattern.py).
 
     Its linear modules are packed, which changes what they compute by rounding only.
     """

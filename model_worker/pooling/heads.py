@@ -58,14 +58,21 @@ class VectorHead:
 
     def __call__(self, hidden: Tensor, texts: Texts, options: PoolingContext) -> Values:
         if options.task is PoolingTask.EMBED_TOKENS:
-            values = self.modules.tokens(hidden)
-            rows: Sequence[int] = texts.lengths
+            values, rows = kept_tokens(self.modules.tokens(hidden), texts)
         else:
             values = self.modules.texts(hidden, texts)
             rows = [1] * len(texts.lengths)
         if options.dimensions is not None:
             values = values[:, : options.dimensions]
         return Values(normalize(values, dim=-1) if options.normalize else values, rows)
+
+
+def kept_tokens(values: Tensor, texts: Texts) -> Values:
+    """Return the rows of tokens whose vectors are kept, and their number in each text."""
+    if texts.kept is None:
+        return Values(values, texts.lengths)
+    rows = [int(part.sum()) for part in texts.kept.split(texts.lengths)]
+    return Values(values[texts.kept], rows)
 
 
 # The hidden states that a stand-in returns.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-from interfaces import PoolingTask
-from model_worker.cpu.encoder.pattern import OWN_SCALES, require_form
+from model_worker.cpu.encoder.joined import separate_joined
+from model_worker.cpu.encoder.pattern import OWN_SCALES
 from model_worker.cpu.fused.pattern import UnsupportedPattern
 from model_worker.cpu.gemm.packed_linear import PACKED_DTYPES, PackedLinear, pack_linears, quantize_linears
 from model_worker.cpu.gemm.weight_format import PANEL
@@ -45,18 +43,11 @@ from model_worker.model import ModelRefused, Progress, check_positions, first_li
 from model_worker.pooling import verify
 from model_worker.pooling.attention import PACKED_ATTENTION
 from model_worker.pooling.backbone import Backbone, Packed, Padded
+from model_worker.pooling.choose_head import head_of, labels_of
 from model_worker.pooling.fused import Fused, fused
-from model_worker.pooling.heads import (
-    Head,
-    LabelHead,
-    ModelHead,
-    ScoreHead,
-    SparseHead,
-    TokenLabelHead,
-    VectorHead,
-    VectorLabelHead,
-)
-from model_worker.pooling.modules import vector_modules
+from model_worker.pooling.heads import LabelHead, ScoreHead, SparseHead, TokenLabelHead
+from model_worker.pooling.judge import Judge
+from model_worker.pooling.loaded import Loaded
 from model_worker.pooling.pooler import Pooler
 from model_worker.pooling.smoothing import scale_inputs, smooth
 from model_worker.pooling.texts import Texts
@@ -82,37 +73,6 @@ _CLASSES: dict[str, Any] = {
     "classify": AutoModelForSequenceClassification,
     "classify_tokens": AutoModelForTokenClassification,
 }
-
-
-@dataclass(frozen=True, eq=False)
-class _Loaded:
-    """A model of transformers before it is made fast. `base` is the model without its head."""
-
-    files: PoolingFiles
-    config: PreTrainedConfig
-    task: str
-    model: PreTrainedModel
-    base: nn.Module
-    vocab_size: int
-    device: torch.device
-    max_model_len: int
-    has_kernels: bool
-
-    @property
-    def waits_for_kernels(self) -> bool:
-        """Whether it would be faster with compiled layers, and they are not compiled yet."""
-        if self.device.type != "cpu" or self.has_kernels:
-            return False
-        try:
-            require_form(self.base)
-        except UnsupportedPattern:
-            return False
-        return True
-
-    @property
-    def causal(self) -> bool:
-        """Whether it is a decoder, whose last token has seen all others."""
-        return type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING and type(self.config) not in MODEL_FOR_MASKED_LM_MAPPING
 
 
 def load_pooling(
@@ -148,10 +108,12 @@ def load_pooling(
         model = _load(files, config, wanted, _dtype(dtype, config, target))
     config = model.config
     nn.Module.to(model, target)
+    if target.type == "cpu":
+        separate_joined(model.base_model)
     length = min(limit, max_model_len or limit)
     pin_longrope(model, length)
     embeddings: Any = model.get_input_embeddings()
-    loaded = _Loaded(
+    loaded = Loaded(
         files=files,
         config=config,
         task=wanted,
@@ -169,30 +131,34 @@ def load_pooling(
         return _made(loaded, quantization, budget)
 
 
-def _made(loaded: _Loaded, quantization: str, budget: int) -> Pooler:
+def _made(loaded: Loaded, quantization: str, budget: int) -> Pooler:
     """Find the backbone and the head, and prove both."""
     model = loaded.model
     architecture = type(model).__name__
     is_base = loaded.base is model
     texts = verify.probe_texts(loaded.config, loaded.vocab_size, loaded.max_model_len, loaded.device)
+    # Where a text begins and ends, states are the largest.
+    typical = verify.framed(texts, *loaded.files.frame_tokens)
+    if max(typical.lengths) > loaded.max_model_len:
+        typical = texts
     if is_base and getattr(model, "pooler", None) is not None:
         # BERT's pooler reads the hidden states and changes none of them.
         setattr(model, "pooler", None)  # noqa: B010 (torch types attributes as modules)
     try:
-        states = verify.expected_states(loaded.base, texts)
-        exact = states
-        if quantization == "int8":
-            _quantize(loaded, texts, states)
-            states = verify.expected_states(loaded.base, texts)
-        elif _onednn_packs(loaded):
+        exact = _quantize(loaded, typical) if quantization == "int8" else None
+        if exact is None and _onednn_packs(loaded):
             pack_linears(loaded.base)
+        states = verify.expected_states(loaded.base, texts)
         logits = [] if is_base else verify.expected_logits(model, texts)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         if isinstance(error, ModelRefused):
             raise
         raise ModelRefused(architecture, f"a forward pass over plain tokens fails: {first_line(error)}") from error
-    backbone = _backbone(loaded, texts, states, None if exact is states else exact)
-    head = _head(loaded, states.shape[1])
+    head = head_of(loaded, states.shape[1])
+    judge = None if exact is None else Judge(head, typical, exact, loaded.vocab_size)
+    if judge is not None and (reason := judge(verify.expected_states(loaded.base, typical))) is not None:
+        raise ModelRefused(architecture, f"quantization int8 {reason}: use quantization none")
+    backbone = _backbone(loaded, texts, states, judge)
     columns = logits[0].shape[-1] if logits else 1
     if loaded.task == "rerank" and isinstance(head, LabelHead) and columns != 1:
         raise ModelRefused(
@@ -209,7 +175,7 @@ def _made(loaded: _Loaded, quantization: str, budget: int) -> Pooler:
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,
         max_batch_tokens=budget,
-        labels=_labels(loaded),
+        labels=labels_of(loaded),
         quantization=quantization,
         backbone=backbone,
         head=head,
@@ -284,27 +250,19 @@ def _load(files: PoolingFiles, config: PreTrainedConfig, task: str, dtype: torch
     return loaded
 
 
-def _quantize(loaded: _Loaded, texts: Texts, states: Tensor) -> None:
-    """Make linear layers int8. Refuses the model if its vectors change much."""
+def _quantize(loaded: Loaded, typical: Texts) -> Tensor:
+    """Make linear layers int8. Returns the states of typical texts before."""
     base = loaded.base
+    exact = verify.expected_states(base, typical)
     scales: dict[str, Tensor] = {}
     if loaded.model.dtype == torch.float32:
-        # Where a text begins and ends, states are the largest.
-        typical = verify.framed(texts, *loaded.files.frame_tokens)
-        if max(typical.lengths) <= loaded.max_model_len:
-            scales = smooth(base, lambda: verify.expected_states(base, typical), OWN_SCALES)
+        scales = smooth(base, lambda: verify.expected_states(base, typical), OWN_SCALES)
     pack_linears(base, quantized=quantize_linears(base))
     scale_inputs(base, scales)
-    got = verify.expected_states(base, texts)
-    cosine = verify.least_cosine(got.split(texts.lengths), states.split(texts.lengths))
-    if cosine < verify.LEAST_COSINE:
-        raise ModelRefused(
-            type(loaded.model).__name__,
-            f"quantization int8 changes its vectors too much (cosine {cosine:.4f}): use quantization none",
-        )
+    return exact
 
 
-def _onednn_packs(loaded: _Loaded) -> bool:
+def _onednn_packs(loaded: Loaded) -> bool:
     """Whether oneDNN reads packed weights of this type here, which saves a third of a short text's time.
 
     Where it does not, packed weights are for decode: few rows at once.
@@ -315,19 +273,18 @@ def _onednn_packs(loaded: _Loaded) -> bool:
     return PackedLinear(sample, None).packed is not None
 
 
-def _backbone(loaded: _Loaded, texts: Texts, expected: Tensor, exact: Tensor | None) -> Backbone:
+def _backbone(loaded: Loaded, texts: Texts, expected: Tensor, judge: Judge | None) -> Backbone:
     """Return the first way to run the model that gives the expected states.
 
-    `exact` are those of the model before its weights became int8. Fused layers with int8 weights round activations,
-    too, and need only be close to both.
+    There is a `judge` for int8 weights. Fused layers with such weights round activations, too, and need only be close.
     """
     architecture = type(loaded.model).__name__
     reasons: list[str] = []
     fastest: Backbone | None = None
     for backbone in _backbones(loaded):
         fastest = fastest or backbone
-        if exact is not None and isinstance(backbone, Fused):
-            reason = verify.coarse_states_differ(backbone, texts, expected, exact)
+        if judge is not None and isinstance(backbone, Fused):
+            reason = verify.coarse_states_differ(backbone, texts, expected, judge)
         else:
             reason = verify.states_differ(backbone, texts, expected)
         if reason is None:
@@ -340,71 +297,26 @@ def _backbone(loaded: _Loaded, texts: Texts, expected: Tensor, exact: Tensor | N
     raise ModelRefused(architecture, f"neither packed nor padded texts give its own states: {reasons[-1]}")
 
 
-def _backbones(loaded: _Loaded) -> Iterator[Backbone]:
+def _backbones(loaded: Loaded) -> Iterator[Backbone]:
     """Set up one way to run the model after another."""
-    model = loaded.model
+    model: Any = loaded.base
     padding = getattr(loaded.config, "pad_token_id", None) or 0
     own = model.config._attn_implementation
     if loaded.device.type == "cpu" and loaded.has_kernels:
         try:
-            yield from fused(loaded.base, padding)
+            yield from fused(model, padding)
         except UnsupportedPattern as reason:
-            log.info("%s runs on transformers' layers, since %s", type(model).__name__, reason)
-    if model._can_set_attn_implementation() and _takes_positions(loaded.base):
+            log.info("%s runs on transformers' layers, since %s", type(loaded.model).__name__, reason)
+    if model._can_set_attn_implementation() and _takes_positions(model):
         model.set_attn_implementation(PACKED_ATTENTION)
-        yield Packed(loaded.base, 0)
+        yield Packed(model, 0)
         # RoBERTa and its kin count from behind the padding token's id.
-        yield Packed(loaded.base, padding + 1)
+        yield Packed(model, padding + 1)
         model.set_attn_implementation(own)
-    yield Padded(loaded.base, padding)
+    yield Padded(model, padding)
 
 
 def _takes_positions(model: nn.Module) -> bool:
     import inspect
 
     return "position_ids" in inspect.signature(model.forward).parameters
-
-
-def _head(loaded: _Loaded, hidden_size: int) -> Head:
-    files = loaded.files
-    task = loaded.task
-    if task in ("embed", "embed_tokens"):
-        by_token = task == "embed_tokens"
-        modules = vector_modules(files, hidden_size, loaded.causal, loaded.device, by_token)
-        both = {PoolingTask.EMBED, PoolingTask.EMBED_TOKENS}
-        return VectorHead(modules, frozenset({PoolingTask.EMBED_TOKENS} if by_token else both))
-    if files.score_modules:
-        modules = vector_modules(files, hidden_size, loaded.causal, loaded.device, by_token=False)
-        return VectorLabelHead(modules, files.multi_label)
-    head = ModelHead(loaded.model)
-    if task == "sparse":
-        return _sparse_head(files, head)
-    if task == "classify_tokens":
-        return TokenLabelHead(head)
-    if files.of_kind("LogitScore") or not type(loaded.model).__name__.endswith("ForSequenceClassification"):
-        return ScoreHead(head, *files.score_tokens)
-    config: Any = loaded.model.config.get_text_config()
-    if config.pad_token_id is None:
-        # transformers looks for the last token that is no padding, and here there is one token.
-        config.pad_token_id = -1
-    return LabelHead(head, loaded.causal, files.multi_label)
-
-
-def _sparse_head(files: PoolingFiles, head: ModelHead) -> SparseHead:
-    config = next((module.config for module in files.of_kind("SpladePooling")), {})
-    strategy = config.get("pooling_strategy", "max")
-    activation = config.get("activation_function", "relu")
-    if strategy not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
-        raise ModelRefused(
-            files.source,
-            f"its SpladePooling has pooling_strategy {strategy!r} and activation_function {activation!r}; max or sum, "
-            "and relu or log1p_relu are known",
-        )
-    return SparseHead(head, strategy == "max", activation == "log1p_relu")
-
-
-def _labels(loaded: _Loaded) -> list[str]:
-    if loaded.task in ("rerank", "classify", "classify_tokens"):
-        labels = loaded.files.labels
-        return labels[:1] if loaded.task == "rerank" else labels
-    return []

@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 from model_worker.model import ModelRefused
 from model_worker.pooling.reduce import pool
 from model_worker.pooling.texts import Texts
-from shared.pooling_files import PoolingFiles, PoolingModule, file_of, is_transformer, pooling_modes
+from shared.pooling_files import COLBERT, PoolingFiles, PoolingModule, file_of, is_transformer, pooling_modes
 
 Step = Callable[[Tensor], Tensor]
 
@@ -82,6 +82,9 @@ def vector_modules(
     """
     if not files.modules:
         mode = "lasttoken" if causal else "mean"
+        if files.architecture == COLBERT and by_token:
+            projection = _colbert_projection(files, hidden_size, device)
+            return VectorModules((), (projection,), (), len(projection.weight))
         return VectorModules(() if by_token else (mode,), (), (), hidden_size)
     modes: tuple[str, ...] = ()
     before: list[Step] = []
@@ -136,6 +139,14 @@ def read_dense(files: PoolingFiles, module: PoolingModule, width: int, device: t
     )
 
 
+def _colbert_projection(files: PoolingFiles, width: int, device: torch.device) -> Dense:
+    """Read the linear layer of Stanford's ColBERT, which lies beside the weights of BERT."""
+    weight = _weights(files, PoolingModule("Dense", "", {})).get("linear.weight")
+    if weight is None or weight.dim() != 2 or weight.shape[1] != width:
+        raise ModelRefused(files.source, f"its model.safetensors has no linear.weight of [*, {width}]: copy it again")
+    return Dense(weight.float().to(device), None, nn.Identity())
+
+
 def _layer_norm(files: PoolingFiles, module: PoolingModule, width: int, device: torch.device) -> Step:
     weights = _weights(files, module)
     if missing := [name for name in ("norm.weight", "norm.bias") if name not in weights]:
@@ -150,10 +161,11 @@ def _normalized(values: Tensor) -> Tensor:
 
 
 def _weights(files: PoolingFiles, module: PoolingModule) -> dict[str, Tensor]:
-    path: Path | None = file_of(files.source, f"{module.path}/model.safetensors")
+    path: Path | None = file_of(files.source, f"{module.path}/model.safetensors".lstrip("/"))
     if path is None:
         raise ModelRefused(
-            files.source, f"{module.path} has no model.safetensors: save the model with a newer sentence-transformers"
+            files.source,
+            f"{module.path or 'it'} has no model.safetensors: save the model with a newer sentence-transformers",
         )
     try:
         return load_file(path)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from interfaces import PoolingContext
+from interfaces import PoolingContext, TokenMark
 
 # A text stands in a group of texts that are padded to one length if this share of the group's tokens is no padding.
 _LEAST_FULL = 0.8
@@ -22,13 +22,18 @@ _LEAST_FULL = 0.8
 
 @dataclass(frozen=True)
 class Texts:
-    """`tokens` i64[T] and `types` i64[T] of `lengths` texts. `counted` bool[T] are the tokens that pooling counts; None
-    for all."""
+    """`tokens` i64[T] and `types` i64[T] of `lengths` texts.
+
+    `counted` bool[T] are the tokens that pooling counts, and `kept` bool[T] those whose vectors are kept; None for all.
+    `seen` are the tokens of each text that its tokens see, the first ones; None for all.
+    """
 
     tokens: Tensor
     lengths: tuple[int, ...]
     types: Tensor | None = None
     counted: Tensor | None = None
+    kept: Tensor | None = None
+    seen: tuple[int, ...] | None = None
 
     @classmethod
     def take(cls, context: PoolingContext, places: NDArray[np.int64], device: torch.device) -> Texts:
@@ -40,9 +45,16 @@ class Texts:
         if context.token_types is None:
             return cls(tokens, lengths)
         types = context.token_types[index].astype(np.int64)
-        # A negative type marks a token of a prompt that pooling leaves out.
-        counted = None if types.min() >= 0 else torch.from_numpy(types >= 0).to(device)
-        return cls(tokens, lengths, torch.from_numpy(types.clip(0)).to(device), counted)
+        counted, seen, kept = (types != mark for mark in (TokenMark.UNCOUNTED, TokenMark.UNSEEN, TokenMark.SKIPPED))
+        starts = np.cumsum(lengths) - lengths
+        return cls(
+            tokens,
+            lengths,
+            torch.from_numpy(types.clip(0)).to(device),
+            None if counted.all() else torch.from_numpy(counted).to(device),
+            None if kept.all() else torch.from_numpy(kept).to(device),
+            None if seen.all() else tuple(np.add.reduceat(seen, starts, dtype=np.int64).tolist()),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -86,7 +98,9 @@ class Texts:
         inside = slice(self.starts[first], self.starts[end])
         types = None if self.types is None else self.types[inside]
         counted = None if self.counted is None else self.counted[inside]
-        return Texts(self.tokens[inside], self.lengths[first:end], types, counted)
+        kept = None if self.kept is None else self.kept[inside]
+        seen = None if self.seen is None else self.seen[first:end]
+        return Texts(self.tokens[inside], self.lengths[first:end], types, counted, kept, seen)
 
     def groups(self) -> Iterator[Texts]:
         """Cut into neighbours of like length, for models that need padding."""
@@ -101,6 +115,14 @@ class Texts:
                 longest = length
                 total = length
         yield self.part(first, len(self.lengths))
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Which places of a padded layout hold a token that others see: bool[texts, longest text]."""
+        if self.seen is None:
+            return self.mask
+        places = torch.arange(max(self.lengths), device=self.device)
+        return places[None] < torch.tensor(self.seen, device=self.device)[:, None]
 
     def pad(self, values: Tensor, fill: float = 0) -> Tensor:
         """Lay values [T, ...] out as [texts, longest text, ...]."""

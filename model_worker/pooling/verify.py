@@ -16,14 +16,13 @@ from transformers import PreTrainedConfig
 from model_worker.loading.verify import TOLERANCE
 from model_worker.pooling.backbone import Backbone
 from model_worker.pooling.heads import ModelHead
+from model_worker.pooling.judge import Judge
 from model_worker.pooling.texts import Texts
 
 # Lengths of the texts. The longest exceeds a window, if the model has one of at most LONGEST_WINDOW tokens.
 LENGTHS = (3, 11, 24)
 LONGEST_WINDOW = 256
 BEYOND_WINDOW = 9
-# Cosine between a vector of the quantized model and of the model as it was.
-LEAST_COSINE = 0.999
 # Error of the hidden states of int8 layers that round activations, too: another form of the model is further off.
 COARSE_TOLERANCE = 0.2
 
@@ -63,17 +62,15 @@ def states_differ(backbone: Backbone, texts: Texts, expected: Tensor) -> str | N
     return f"its hidden states are others than those of the texts one by one (relative error {error:.2g})"
 
 
-def coarse_states_differ(backbone: Backbone, texts: Texts, expected: Tensor, exact: Tensor) -> str | None:
-    """Explain how the states of int8 layers differ from `expected`, those of int8 weights, or from `exact`, those of
-    the model as it was; None if they are close."""
+def coarse_states_differ(backbone: Backbone, texts: Texts, expected: Tensor, judge: Judge) -> str | None:
+    """Explain how the states of int8 layers differ from `expected`, those of int8 weights, or what the judge says of
+    them; None if they are close."""
     got = backbone(texts)
     error = relative_error(got, expected)
     if not error < COARSE_TOLERANCE:
         return f"its hidden states are others than those of its int8 weights (relative error {error:.2g})"
-    cosine = least_cosine(got.split(texts.lengths), exact.split(texts.lengths))
-    if cosine < LEAST_COSINE:
-        return f"activations of eight bits change its vectors too much (cosine {cosine:.4f})"
-    return None
+    reason = judge(backbone(judge.texts))
+    return None if reason is None else f"rounding activations {reason}"
 
 
 def logits_differ(head: ModelHead, states: Tensor, texts: Texts, expected: Sequence[Tensor], last: bool) -> str | None:
@@ -111,10 +108,3 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     want = want.float()
     errors = (got - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-6)
     return float(errors.max() if exact else errors.median())
-
-
-def least_cosine(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
-    """Return the smallest cosine between the mean states of each text."""
-    pairs = zip(got, want, strict=True)
-    cosines = [torch.cosine_similarity(a.float().mean(0), b.float().mean(0), dim=0) for a, b in pairs]
-    return float(torch.stack(cosines).min())

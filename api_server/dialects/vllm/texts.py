@@ -62,6 +62,9 @@ class PoolingBody(ClassifyBody):
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32")
     dimensions: int | None = Field(None, ge=1, description="Cut vectors to so many numbers, and give them length 1")
     normalize: bool | None = Field(None, description="As use_activation, for vectors")
+    prompt_name: str | None = Field(
+        None, description="A prompt of the checkpoint (query, document) to put before texts"
+    )
 
 
 class PoolingData(BaseModel):
@@ -127,7 +130,7 @@ async def pooling(call: Call) -> Response:
         raise invalid(f"/pooling has no form for the values of this model (task {call.server.task}): ask /embed_sparse")
     activated = _activated(body) and body.normalize is not False
     ask = Ask(task=task, dimensions=body.dimensions, normalize=activated, activate=activated)
-    pooled = await _pooled(call, body, ask)
+    pooled = await _pooled(call, body, ask, body.prompt_name)
     of_tokens = task in (PoolingTask.EMBED_TOKENS, PoolingTask.CLASSIFY_TOKENS)
     items = _pooling_items(pooled, of_tokens, body.encoding_format)
     size = pooled.values.array.size
@@ -140,8 +143,8 @@ def _pooling_items(pooled: Pooled, of_tokens: bool, encoding_format: str) -> Ite
         yield {"index": i, "object": "pooling", "data": encoded(rows if of_tokens else rows[0])}
 
 
-async def _pooled(call: Call, body: ClassifyBody, ask: Ask) -> Pooled:
-    reading = texts.reading_of(body, "input", texts.is_list(body.input))
+async def _pooled(call: Call, body: ClassifyBody, ask: Ask, prompt_name: str | None = None) -> Pooled:
+    reading = texts.reading_of(body, "input", texts.is_list(body.input), prompt_name)
     return await pool_texts(call, texts.items_of(body.input), reading, ask)
 
 

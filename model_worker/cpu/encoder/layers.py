@@ -1,4 +1,4 @@
-"""Runs the layers of an encoder like BERT's in one compiled call, from embeddings to the last hidden states.
+"""Runs the layers of an encoder in one compiled call, from embeddings to the last hidden states.
 
 Reads the weights that the packed linear modules of a recognised model hold (pattern.py).
 """
@@ -13,15 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from model_worker.cpu.encoder.pattern import LayerParts, find_layers, require, uses_tanh
+from model_worker.cpu.encoder.pattern import EncoderForm, LayerParts, find_form, require
 from model_worker.cpu.encoder.phases import (
     BLOCK_TOKENS,
+    WEIGHTS,
     EncoderBuffers,
     EncoderWeights,
     EncoderWork,
     most_layers,
     run_encoder,
 )
+from model_worker.cpu.encoder.places import PlaceTables
 from model_worker.cpu.gemm.int8_format import int8_format
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
@@ -39,27 +41,34 @@ class EncoderLayers:
     def __init__(self, model: nn.Module, coarse: bool = True) -> None:
         """Take a model whose linear modules are packed. Raises UnsupportedPattern with the reason.
 
-        `coarse`: with int8 weights, activations have eight bits where that is most likely enough.
+        `coarse`: with int8 weights, activations have eight bits where that is most likely enough, and attention's
+        products are of bfloat16 where the processor multiplies that.
         """
-        layers = find_layers(model)
+        form = find_form(model)
+        layers = form.layers
         require(len(layers) <= most_layers(), "it has too many layers")
-        self._linears = [_require_fitting(layer.linears) for layer in layers]
+        self._linears = [_require_fitting(layer) for layer in layers]
         self._cores = torch.get_num_threads()
         first = self._linears[0]
         self._hidden = first[0].out_features
         self._dtype = first[0].dtype
-        self._weights = _weights(layers, self._linears)
+        self._places = PlaceTables(form, self._hidden // layers[0].heads)
+        self._weights = _weights(form, self._linears, self._places.kinds)
         self.is_int8 = isinstance(first[0], Int8Linear)
         self._coarse = coarse
         element = np.uint16 if self._dtype == torch.bfloat16 else np.float32
         self._operand = operand_dtype(element)
+        half = self._dtype == torch.bfloat16 or (self.is_int8 and coarse)
+        self._like = np.empty(1, operand_dtype(np.uint16 if half else np.float32))
+        self._first_norm = form.first_norm
         self._first_scales = [torch.from_numpy(_scales(linear)) for linear in (first[0], first[2])]
         self._buffers, self._formats = self._make_room(1)
 
-    def run(self, x: Tensor, starts: Sequence[int]) -> Tensor:
+    def run(self, x: Tensor, starts: Sequence[int], seen: Sequence[int] | None = None) -> Tensor:
         """Turn the embeddings `x` float32 [T, hidden] into the last hidden states, in place.
 
-        `starts` are the places where each text begins, and all end.
+        `starts` are the places where each text begins, and all end; `seen` the tokens of each text that its tokens
+        see, the first ones: all without it.
         """
         states = x.numpy()
         tokens = len(states)
@@ -67,20 +76,25 @@ class EncoderLayers:
             self._buffers, self._formats = self._make_room(max(tokens, 2 * len(self._buffers.qkv)))
         hidden, of_values, qkv, heads, inner = self._buffers
         buffers = EncoderBuffers(hidden[:tokens], of_values[:tokens], qkv[:tokens], heads[:tokens], inner)
+        first = x if self._first_norm is None else self._first_norm(x.to(self._dtype)).float()
         for operand, scales in zip((buffers.of_values, buffers.hidden), reversed(self._first_scales), strict=True):
-            scaled = x * scales
+            scaled = first * scales
             if self._operand == np.float32:
                 operand[:, : self._hidden] = scaled.numpy()
             else:
                 operand[:, : self._hidden] = scaled.to(torch.bfloat16).view(torch.uint16).numpy()
         bounds = np.array(starts, np.int64)
-        work = EncoderWork(states, bounds, int(np.diff(bounds).max()), self._weights, buffers)
+        lengths = np.diff(bounds)
+        longest = int(lengths.max())
+        keys = lengths if seen is None else np.array(seen, np.int64)
+        places = self._places.of_length(longest)
+        work = EncoderWork(states, bounds, keys, longest, self._weights, buffers, places, self._like)
         thread_pool(self._cores).run(run_encoder, self._cores, work, *self._formats)
         return x
 
     def _make_room(self, tokens: int) -> tuple[EncoderBuffers, tuple[WeightFormat, ...]]:
         """Make buffers, and the formats of most weights, of those of values, and of DOWN's."""
-        q, _, _, out, _, down = self._linears[0]
+        q, _, _, out, _, down, *_ = self._linears[0]
         at_a_time = min(tokens, self._cores * BLOCK_TOKENS)
         hidden = np.zeros((tokens, q.input_width), self._operand)
         buffers = EncoderBuffers(
@@ -103,10 +117,11 @@ class EncoderLayers:
         return buffers, (usual, of_values, fine)
 
 
-def _require_fitting(linears: Sequence[Any]) -> list[Packed]:
-    """Return the linear layers of a layer, which must be packed and of like kind."""
+def _require_fitting(layer: LayerParts) -> list[Packed]:
+    """Return the linear layers of a layer, its gate last, which must be packed and of like kind."""
+    linears = list(layer.linears) if layer.gate is None else [*layer.linears, layer.gate]
     require(all(isinstance(linear, Packed) for linear in linears), "a linear layer of it is not packed")
-    q, k, v, out, up, down = linears
+    q, k, v, out, up, down, *gates = linears
     hidden = q.out_features
     fitting = {q.out_features, k.out_features, v.out_features, out.in_features, out.out_features, up.in_features}
     require(fitting == {hidden} and q.in_features == hidden == down.out_features, "its layers change the width")
@@ -114,29 +129,31 @@ def _require_fitting(linears: Sequence[Any]) -> list[Packed]:
     require(len({type(linear) for linear in linears}) == 1, "its linear layers are of different kinds")
     require(len({linear.dtype for linear in linears}) == 1, "its linear layers are of different types")
     require(len({linear.input_width for linear in (q, k, v, up)}) == 1, "its packed layers have different widths")
-    same = np.array_equal(_scales(q), _scales(k))
-    require(same, "its queries and keys are of operands that are scaled in different ways")
-    return list(linears)
+    for one, other in ((q, k), *((up, gate) for gate in gates)):
+        require(one.out_features == other.out_features, "its gate has another width than what it opens")
+        same = np.array_equal(_scales(one), _scales(other))
+        require(same, "layers of it that read the same have operands that are scaled in different ways")
+    return linears
 
 
-def _weights(layers: list[LayerParts], linears: list[list[Packed]]) -> EncoderWeights:
-    norms = [layer.norms for layer in layers]
-    every_norm = [norm for pair in norms for norm in pair]
+def _weights(form: EncoderForm, linears: list[list[Packed]], tables: list[str]) -> EncoderWeights:
+    layers = form.layers
+    every_norm = [norm for layer in layers for norm in layer.norms]
+    if form.norms_first and type(form.first_norm) is not nn.Identity:
+        every_norm.append(form.first_norm)
     plain = all(type(norm) is nn.LayerNorm and norm.weight is not None for norm in every_norm)
     require(plain and len({norm.eps for norm in every_norm}) == 1, "its norms are not plain layer norms")
-    require(len({linear.out_features for row in linears for linear in row[4:5]}) == 1, "its layers differ in width")
+    require(len({row[4].out_features for row in linears}) == 1, "its layers differ in width")
     apart = any(not np.array_equal(_scales(row[0]), _scales(row[2])) for row in linears)
     following = [*linears[1:], linears[0]]
     heads = layers[0].heads
     return EncoderWeights(
-        panels=np.array([[linear.panels.ctypes.data for linear in row] for row in linears], np.int64),
+        panels=np.array([_addresses(row) for row in linears], np.int64),
         qkv_biases=np.stack([np.concatenate([_bias(linear) for linear in row[:3]]) for row in linears]),
         out_biases=np.stack([_bias(row[3]) for row in linears]),
-        up_biases=np.stack([_bias(row[4]) for row in linears]),
+        up_biases=np.stack([np.stack([_bias((*row, row[4])[6]), _bias(row[4])]) for row in linears]),
         down_biases=np.stack([_bias(row[5]) for row in linears]),
-        norms=np.stack(
-            [np.stack([_float(part) for norm in pair for part in (norm.weight, norm.bias)]) for pair in norms]
-        ),
+        norms=np.stack([np.concatenate([_norm(norm) for norm in layer.norms]) for layer in layers]),
         hidden_scales=np.stack(
             [np.stack([_scales(row[4]), _scales(after[0])]) for row, after in zip(linears, following, strict=True)]
         ),
@@ -146,8 +163,23 @@ def _weights(layers: list[LayerParts], linears: list[list[Packed]]) -> EncoderWe
         epsilon=np.float32(every_norm[0].eps),
         heads=heads,
         scale=np.float32((linears[0][0].out_features // heads) ** -0.5),
-        tanh=uses_tanh(layers),
+        activation=form.activation,
+        norms_first=form.norms_first,
+        windows=np.array([layer.window for layer in layers], np.int64),
+        angles=np.array([0 if layer.rotary is None else tables.index(layer.rotary) for layer in layers], np.int64),
     )
+
+
+def _addresses(row: list[Packed]) -> list[int]:
+    """Return the addresses of a layer's panels, in the order of phases.WEIGHTS."""
+    found = [int(linear.panels.ctypes.data) for linear in row]
+    return found + [0] * (WEIGHTS - len(found))
+
+
+def _norm(norm: Any) -> NDArray[np.float32]:
+    """Return the weight and the bias of a norm."""
+    weight = _float(norm.weight)
+    return np.stack([weight, np.zeros_like(weight) if norm.bias is None else _float(norm.bias)])
 
 
 def _bias(linear: Packed) -> NDArray[np.float32]:

@@ -1,8 +1,9 @@
-"""The layers of an encoder as BERT has them, for the tokens of several texts, in one compiled call.
+"""The layers of an encoder, for the tokens of several texts, in one compiled call.
 
 A layer is a row of phases, as in cpu/fused/phases.py. Each is cut into pieces that the cores of a thread pool claim.
 Few tokens are multiplied by every core with its share of the weights; of many, each core takes blocks through all of a
-layer but attention. Norms come after the sums. The residual and all sums are float32. Indices are not checked.
+layer but attention. Norms come after the sums, or before what is added to them. The residual and all sums are float32.
+Indices are not checked.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from model_worker.cpu.encoder.attention import attend, scratch_for
-from model_worker.cpu.gemm.products import add_product, gelu_product, halves_of
+from model_worker.cpu.encoder.attention import Nearness, attend, scratch_for
+from model_worker.cpu.gemm.products import activated_product, add_product, halves_of
 from model_worker.cpu.gemm.weight_format import HALVES, PANEL
 from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
 from model_worker.cpu.simd.elements import INSIDE, MATH, borrowed, element, hold
 from model_worker.cpu.threads import OVER, arrived_last, begin, phase_of, take, wait
 
-Q, K, V, OUT_WEIGHT, UP_WEIGHT, DOWN_WEIGHT, WEIGHTS = range(7)
+Q, K, V, OUT_WEIGHT, UP_WEIGHT, DOWN_WEIGHT, GATE_WEIGHT, WEIGHTS = range(8)
 NORM_WEIGHT, NORM_BIAS, LAST_NORM_WEIGHT, LAST_NORM_BIAS, NORMS = range(5)
 
 # The phases of a layer. Of many tokens, OUT runs all that comes after attention, block by block.
@@ -35,10 +36,10 @@ _FEW_ROWS = 8
 class EncoderWeights(NamedTuple):
     """The weights of the layers. Arrays begin with the layer."""
 
-    panels: NDArray[np.int64]  # [L, WEIGHTS] addresses of packed weights
+    panels: NDArray[np.int64]  # [L, WEIGHTS] addresses of packed weights; 0 for no gate
     qkv_biases: NDArray[np.float32]  # [L, 3 * hidden]
     out_biases: NDArray[np.float32]  # [L, hidden]
-    up_biases: NDArray[np.float32]  # [L, inner]
+    up_biases: NDArray[np.float32]  # [L, 2, inner]: the gate's, and those of UP
     down_biases: NDArray[np.float32]  # [L, hidden]
     norms: NDArray[np.float32]  # [L, NORMS, hidden]
     # What operands are multiplied by, beside what the model computes: their weights were divided by it.
@@ -49,7 +50,10 @@ class EncoderWeights(NamedTuple):
     epsilon: np.float32
     heads: int
     scale: np.float32
-    tanh: bool  # whether GELU is the approximation by a tanh
+    activation: int  # a code of simd/activations.py
+    norms_first: bool  # whether norms are of what a layer reads, and the residual stays as it is until the last one
+    windows: NDArray[np.int64]  # [L]: tokens that are less than so many apart see each other; 0 for all
+    angles: NDArray[np.int64]  # [L]: the layer's table of `Places`
 
 
 class EncoderBuffers(NamedTuple):
@@ -62,14 +66,25 @@ class EncoderBuffers(NamedTuple):
     inner: NDArray[Any]  # operand [B, >= inner]
 
 
+class Places(NamedTuple):
+    """What attention makes of P places, or empty arrays: see Nearness."""
+
+    cos: NDArray[np.float32]  # [tables, P, head_dim / 2]
+    sin: NDArray[np.float32]
+    biases: NDArray[np.float32]  # [heads, 2 P - 1]
+
+
 class EncoderWork(NamedTuple):
     """The arguments of a pass."""
 
     x: NDArray[np.float32]  # [T, hidden]: the embeddings, and in the end the last hidden states
     texts: NDArray[np.int64]  # [n + 1]: where each text begins, and all end
+    seen: NDArray[np.int64]  # [n]: the tokens of each text that all its tokens see: the first ones
     longest: int
     weights: EncoderWeights
     buffers: EncoderBuffers
+    places: Places
+    like: NDArray[Any]  # any array of the type of attention's operands
 
 
 class _Own(NamedTuple):
@@ -80,12 +95,13 @@ class _Own(NamedTuple):
     value_format: Any  # that of V: the same, unless V has scales of its own
     down_format: Any  # that of DOWN, whose operand has the widest range
     tile: NDArray[np.float32]
+    other: NDArray[np.float32]  # a second tile, for gates
     scratch: Any
 
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
-def _normalise(values: Any, added: Any, norms: Any, first: int, epsilon: Any, scales: Any, operand: Any) -> None:
-    """Add a bias to a token's residual and normalise it, in place and, scaled, as an operand."""
+def _moments(values: Any, added: Any, epsilon: Any) -> Any:
+    """Add a bias to a token's residual. Returns its mean, and what makes its deviation 1."""
     width = len(values)
     total = np.float32(0.0)
     for c in range(width):
@@ -96,13 +112,28 @@ def _normalise(values: Any, added: Any, norms: Any, first: int, epsilon: Any, sc
     for c in range(width):
         difference = values[c] - mean
         squares += difference * difference
-    share = np.float32(1.0) / np.sqrt(squares / np.float32(width) + epsilon)
+    return mean, np.float32(1.0) / np.sqrt(squares / np.float32(width) + epsilon)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _normalise(values: Any, added: Any, norms: Any, first: int, epsilon: Any, scales: Any, operand: Any) -> None:
+    """Add a bias to a token's residual and normalise it, in place and, scaled, as an operand."""
+    mean, share = _moments(values, added, epsilon)
     weight = norms[first]
     bias = norms[first + 1]
-    for c in range(width):
+    for c in range(len(values)):
         value = (values[c] - mean) * share * weight[c] + bias[c]
         values[c] = value
         operand[c] = element(value * scales[c], operand)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _write_normalised(values: Any, mean: Any, share: Any, norms: Any, first: int, scales: Any, operand: Any) -> None:
+    """Write a token's residual as a normalised and scaled operand; itself it stays as it is."""
+    weight = norms[first]
+    bias = norms[first + 1]
+    for c in range(len(values)):
+        operand[c] = element(((values[c] - mean) * share * weight[c] + bias[c]) * scales[c], operand)
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -110,6 +141,31 @@ def _scale(values: Any, scales: Any, operand: Any) -> None:
     """Write a token's normalised residual as another operand."""
     for c in range(len(values)):
         operand[c] = element(values[c] * scales[c], operand)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _norm_rows(kind: int, layer: int, block: Any, taken: Any, work: Any) -> None:
+    """Norm some rows of a block, after attention or after the MLP."""
+    weights = work.weights
+    buffers = work.buffers
+    added = weights.out_biases[layer] if kind == NORM else weights.down_biases[layer]
+    norm = NORM_WEIGHT if kind == NORM else LAST_NORM_WEIGHT
+    norms = weights.norms[layer]
+    scales = weights.hidden_scales[layer, 0 if kind == NORM else 1]
+    with_values = kind == LAST_NORM and len(weights.value_scales) > 0
+    is_last = kind == LAST_NORM and layer == len(weights.panels) - 1
+    for row in range(block[0] + taken[0], block[0] + taken[0] + taken[1]):
+        x = work.x[row]
+        if weights.norms_first and not is_last:
+            mean, share = _moments(x, added, weights.epsilon)
+            _write_normalised(x, mean, share, norms, norm, scales, buffers.hidden[row])
+            if with_values:
+                of_values = weights.value_scales[layer]
+                _write_normalised(x, mean, share, norms, norm, of_values, buffers.of_values[row])
+        else:
+            _normalise(x, added, norms, norm, weights.epsilon, scales, buffers.hidden[row])
+            if with_values:
+                _scale(x, weights.value_scales[layer], buffers.of_values[row])
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -140,7 +196,7 @@ def _pieces_in(kind: int, tokens: int, weights: Any) -> Any:
         return tokens
     if kind == QKV:
         return 3 * halves_of(weights.out_biases.shape[1])
-    return halves_of(weights.up_biases.shape[1] if kind == UP else weights.out_biases.shape[1])
+    return halves_of(weights.up_biases.shape[2] if kind == UP else weights.out_biases.shape[1])
 
 
 @njit(inline="always")
@@ -171,23 +227,21 @@ def _do_part(kind: int, layer: int, block: Any, taken: Any, fresh: bool, work: A
     elif kind == UP:
         if fresh:
             own_format.prepare(hidden)
+        gate = panels[GATE_WEIGHT]
+        up = panels[UP_WEIGHT]
         added = weights.up_biases[layer]
         scales = weights.inner_scales[layer]
-        up = panels[UP_WEIGHT]
-        gelu_product(own.core, taken, hidden, up, added, weights.tanh, scales, inner, own_format, own.tile)
+        kind_of = weights.activation
+        activated_product(
+            own.core, taken, hidden, gate, up, added, kind_of, scales, inner, own_format, own.tile, own.other
+        )
     elif kind == DOWN:
         down_format = own.down_format
         if fresh:
             down_format.prepare(inner)
         add_product(own.core, taken, inner, panels[DOWN_WEIGHT], x.shape[1], x, 0, biases, -1, down_format, own.tile)
     else:
-        added = weights.out_biases[layer] if kind == NORM else weights.down_biases[layer]
-        norm = NORM_WEIGHT if kind == NORM else LAST_NORM_WEIGHT
-        scales = weights.hidden_scales[layer, 0 if kind == NORM else 1]
-        for row in range(taken[0], taken[0] + taken[1]):
-            _normalise(x[row], added, weights.norms[layer], norm, weights.epsilon, scales, hidden[row])
-            if kind == LAST_NORM and len(weights.value_scales) > 0:
-                _scale(x[row], weights.value_scales[layer], buffers.of_values[first + row])
+        _norm_rows(kind, layer, block, taken, work)
 
 
 @njit(inline="always")
@@ -201,8 +255,12 @@ def _do(kind: int, layer: int, taken: Any, fresh: bool, blocks: int, work: Any, 
         weights = work.weights
         buffers = work.buffers
         scales = weights.heads_scales[layer]
-        heads = buffers.heads
-        attend(taken, buffers.qkv, work.texts, weights.heads, weights.scale, scales, heads, own.scratch, own.tile)
+        table = weights.angles[layer]
+        near = Nearness(weights.windows[layer], work.places.cos[table], work.places.sin[table], work.places.biases)
+        qkv = buffers.qkv
+        out = buffers.heads
+        scale = weights.scale
+        attend(taken, qkv, work.texts, work.seen, weights.heads, scale, scales, near, out, own.scratch, own.tile)
     else:
         end_part = LAST_NORM + 1 if kind == OUT and blocks > 0 else kind + 1
         for number in range(taken[0], taken[0] + (taken[1] if blocks > 0 else 1)):
@@ -255,11 +313,12 @@ def run_encoder(
     work = borrowed(work)
     end = len(work.weights.panels) * KINDS
     tiles = np.empty((TILE_ROWS, PANEL), np.float32)
-    scratch = scratch_for(work.longest, work.x.shape[1] // work.weights.heads)
+    other = np.empty((TILE_ROWS, PANEL), np.float32)
+    scratch = scratch_for(work.longest, work.x.shape[1] // work.weights.heads, work.like)
     usual = borrowed(weight_format.of_core(core))
     of_values = borrowed(value_format.of_core(core))
     of_down = borrowed(down_format.of_core(core))
-    own = _Own(core, usual, of_values, of_down, borrowed(tiles), borrowed(scratch))
+    own = _Own(core, usual, of_values, of_down, borrowed(tiles), borrowed(other), borrowed(scratch))
     sizes = np.zeros((KINDS, 2), np.int64)
     blocks = _blocks(work.x.shape[0], cores)
     _fill_sizes(sizes, blocks, work)
@@ -286,6 +345,7 @@ def run_encoder(
             wait(counter, phase)
             phase = phase_of(counter)
     hold(tiles)
+    hold(other)
     hold(scratch)
 
 

@@ -13,10 +13,10 @@ from numba import njit
 
 from model_worker.cpu.gemm.low_rank import add_low_rank
 from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
+from model_worker.cpu.simd.activations import activate
 from model_worker.cpu.simd.argmax import take_argmax
 from model_worker.cpu.simd.dot_bf16 import PREFETCH_BYTES, SHARING_PIECES, TILE_ROWS
 from model_worker.cpu.simd.elements import INSIDE, MATH, element, exp
-from model_worker.cpu.simd.gelu import gelu, gelu_tanh
 from model_worker.cpu.threads import arrived_last, begin, take, wait
 
 # Panels of lm_head, the longest product, whose pieces they are, that a core takes at a time: some tens of microseconds.
@@ -236,23 +236,28 @@ def gated(
         unit += HALVES if whole else 1
 
 
-@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
-def gelu_product(
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def activated_product(
     core: int,
     taken: Any,
     operand: Any,
-    panels: int,
-    bias: Any,
-    tanh: bool,
+    gate: int,
+    up: int,
+    biases: Any,
+    activation: int,
     scales: Any,
     out: Any,
     weight_format: Any,
     tile: Any,
+    other: Any,
 ) -> None:
-    """Compute out = gelu(operand . weights + bias) * scales, as the operand of the next product; outputs as
-    `add_product`."""
+    """Compute out = activation(operand . up + bias) * scales, as the operand of the next product; with a gate,
+    activation(operand . gate + bias) * (operand . up + bias) * scales.
+
+    `gate` is 0 without one; `biases` f32 [2, width] are those of the gate and of up. Outputs as `add_product`.
+    """
     rows = out.shape[0]
-    width = len(bias)
+    width = biases.shape[1]
     unit = taken[0]
     end = min(taken[0] + taken[1], -(-width // HALF))
     pieces = pieces_of_rows(rows, weight_format)
@@ -260,24 +265,48 @@ def gelu_product(
         whole = unit % HALVES == 0 and unit + 1 < end
         at = unit * HALF
         lanes = min(PANEL if whole else HALF, width - at)
-        added = bias[at : at + lanes]
         factors = scales[at : at + lanes]
-        panel = weight_format.panel_at(operand, panels, unit)
-        following = weight_format.panel_at(operand, panels, _following(unit, taken, halves_of(width), core))[0]
+        panel = weight_format.panel_at(operand, up, unit)
+        gate_panel = weight_format.panel_at(operand, gate, unit)
+        after = _following(unit, taken, halves_of(width), core)
+        following = weight_format.panel_at(operand, up, after)[0]
+        gate_following = weight_format.panel_at(operand, gate, after)[0]
         for piece in range(pieces):
             first, many = _piece(rows, pieces, piece)
             prefetching = _prefetching(many, whole, operand, weight_format, panel, following, pieces, piece)
             weight_format.multiply(operand, first, many, panel, whole, prefetching, tile)
+            if gate != 0:
+                prefetching = _prefetching(
+                    many, whole, operand, weight_format, gate_panel, gate_following, pieces, piece
+                )
+                weight_format.multiply(operand, first, many, gate_panel, whole, prefetching, other)
             for r in range(many):
-                to = out[first + r, at : at + lanes]
-                sums = tile[r]
-                if tanh:
-                    for lane in range(len(to)):
-                        to[lane] = element(gelu_tanh(sums[lane] + added[lane]) * factors[lane], out)
-                else:
-                    for lane in range(len(to)):
-                        to[lane] = element(gelu(sums[lane] + added[lane]) * factors[lane], out)
+                _write_activated(
+                    tile[r],
+                    other[r],
+                    biases[0, at : at + lanes],
+                    biases[1, at : at + lanes],
+                    gate != 0,
+                    activation,
+                    factors,
+                    out[first + r, at : at + lanes],
+                )
         unit += HALVES if whole else 1
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _write_activated(
+    values: Any, gates: Any, gate_bias: Any, bias: Any, is_gated: bool, activation: int, factors: Any, to: Any
+) -> None:
+    """Write a row of `activated_product`."""
+    if is_gated:
+        activate(gates, gate_bias, activation)
+        for lane in range(len(to)):
+            to[lane] = element((values[lane] + bias[lane]) * gates[lane] * factors[lane], to)
+    else:
+        activate(values, bias, activation)
+        for lane in range(len(to)):
+            to[lane] = element(values[lane] * factors[lane], to)
 
 
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)

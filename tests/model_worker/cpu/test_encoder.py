@@ -11,18 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
-from model_worker.cpu.encoder.attention import attend, scratch_for
+from model_worker.cpu.encoder.attention import Nearness, attend, scratch_for
 from model_worker.cpu.encoder.layers import EncoderLayers
 from model_worker.cpu.encoder.pattern import require_form
 from model_worker.cpu.encoder.phases import BLOCK_TOKENS
 from model_worker.cpu.fused.pattern import UnsupportedPattern
 from model_worker.cpu.gemm.packed_linear import pack_linears, quantize_linears
 from model_worker.cpu.gemm.weight_format import PANEL
-from model_worker.cpu.simd.dot_bf16 import TILE_ROWS
-from model_worker.cpu.simd.gelu import gelu, gelu_tanh
+from model_worker.cpu.simd.activations import gelu, gelu_tanh
+from model_worker.cpu.simd.dot_bf16 import TILE_ROWS, operand_dtype
 from model_worker.pooling.smoothing import scale_inputs, smooth
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -150,26 +151,73 @@ def test_gelu_is_that_of_torch() -> None:
 
 
 @njit(nogil=True)
-def _attend(qkv: Any, bounds: Any, heads: int, longest: int, scale: Any, scales: Any, out: Any) -> None:
-    scratch = scratch_for(longest, qkv.shape[1] // 3 // heads)
+def _attend(
+    qkv: Any, bounds: Any, seen: Any, heads: int, longest: int, scale: Any, scales: Any, near: Any, like: Any, out: Any
+) -> None:
+    scratch = scratch_for(longest, qkv.shape[1] // 3 // heads, like)
     tile = np.empty((TILE_ROWS, PANEL), np.float32)
-    attend((np.int64(0), np.int64(heads * (len(bounds) - 1))), qkv, bounds, heads, scale, scales, out, scratch, tile)
+    taken = (np.int64(0), np.int64(heads * (len(bounds) - 1)))
+    attend(taken, qkv, bounds, seen, heads, scale, scales, near, out, scratch, tile)
+
+
+def turned(x: NDArray[np.float64], cos: NDArray[Any], sin: NDArray[Any]) -> NDArray[np.float64]:
+    """[places, heads, head_dim] as transformers rotates halves."""
+    low, high = np.split(x, 2, axis=2)
+    return np.concatenate(
+        [
+            low * cos[: len(x), None] - high * sin[: len(x), None],
+            high * cos[: len(x), None] + low * sin[: len(x), None],
+        ],
+        axis=2,
+    )
 
 
 @settings(max_examples=25, deadline=None)
-@given(SEEDS, LENGTHS, st.integers(1, 3), st.integers(1, 140))
-def test_attention_is_the_naive_one(seed: int, lengths: list[int], heads: int, head_dim: int) -> None:
+@given(
+    seed=SEEDS,
+    lengths=LENGTHS,
+    heads=st.integers(1, 3),
+    head_dim=st.integers(1, 70).map(lambda half: 2 * half) | st.integers(1, 140),
+    window=st.just(0) | st.integers(1, 160),
+    turns=st.booleans(),
+    biased=st.booleans(),
+    coarse=st.booleans(),
+)
+def test_attention_is_the_naive_one(
+    seed: int, lengths: list[int], heads: int, head_dim: int, window: int, turns: bool, biased: bool, coarse: bool
+) -> None:
+    """With windows, turned queries and keys, and a bias for each distance; `coarse` has operands of bfloat16."""
     rng = np.random.default_rng(seed)
     width = heads * head_dim
+    places = max(lengths) + 3
+    angles = rng.uniform(-3, 3, (places if turns and head_dim % 2 == 0 else 0, head_dim // 2)).astype(np.float32)
+    biases = rng.standard_normal((heads, 2 * places - 1) if biased else (0, 0)).astype(np.float32)
+    near = Nearness(window, np.cos(angles), np.sin(angles), biases * np.float32(head_dim**0.5))
     qkv = (2 * rng.standard_normal((sum(lengths), 3 * width))).astype(np.float32)
     bounds = np.array([0, *np.cumsum(lengths)])
     out = np.full((len(qkv), width), np.nan, np.float32)
     scales = rng.uniform(0.5, 2, width).astype(np.float32)
-    _attend(qkv, bounds, heads, max(lengths), np.float32(head_dim**-0.5), scales, out)
-    for first, end in itertools.pairwise(bounds):
-        q, k, v = np.split(qkv[first:end].astype(np.float64).reshape(end - first, 3 * heads, head_dim), 3, axis=1)
+    like = np.empty(1, operand_dtype(np.uint16 if coarse else np.float32))
+    # With a window, a token far from those that are seen would see none.
+    seen = np.array([length if window else rng.integers(1, length + 1) for length in lengths])
+    _attend(qkv, bounds, seen, heads, max(lengths), np.float32(head_dim**-0.5), scales, near, like, out)
+    for (first, end), keys in zip(itertools.pairwise(bounds), seen, strict=True):
+        length = end - first
+        q, k, v = np.split(qkv[first:end].astype(np.float64).reshape(length, 3 * heads, head_dim), 3, axis=1)
+        if len(angles):
+            q, k = (turned(each, near.cos, near.sin) for each in (q, k))
         scores = np.einsum("qhd,khd->hqk", q, k) * head_dim**-0.5
+        distance = np.arange(length) - np.arange(length)[:, None]
+        if biased:
+            scores += biases[:, distance + places - 1]
+        if window:
+            scores[:, np.abs(distance) >= window] = -np.inf
+        scores[..., keys:] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
-        want = np.einsum("hqk,khd->qhd", weights, v).reshape(end - first, width) * scales
-        assert np.abs(out[first:end] - want).max() < 1e-4
+        want = np.einsum("hqk,khd->qhd", weights, v).reshape(length, width) * scales
+        error = np.abs(out[first:end] - want)
+        # A wrong weight is off by whole numbers; rounding of bfloat16 takes a 256th from terms of scores.
+        largest = 2.0 if like.dtype == np.uint16 else 1e-3
+        assert error.max() < largest
+        assert error.mean() < largest / 20

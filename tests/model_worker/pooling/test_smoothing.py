@@ -43,7 +43,7 @@ def test_a_smoothed_model_is_the_same_model(tmp_path: Any) -> None:
     scales = smooth(model, lambda: states(model, texts))
     first = "encoder.layer.0.attention.self"
     assert torch.equal(scales[f"{first}.query"], scales[f"{first}.value"])
-    assert float(scales[f"{first}.query"][0]) < 0.2 * float(scales[f"{first}.query"].median())
+    assert float(scales[f"{first}.query"][0]) < 0.5 * float(scales[f"{first}.query"].median())
     scale_inputs(model, scales)
     assert torch.allclose(states(model, texts), want, rtol=1e-4, atol=1e-4)
 
@@ -77,7 +77,7 @@ def test_tokens_that_frame_texts_are_found_where_files_name_them(tmp_path: Any) 
 
 def test_a_model_whose_kernels_are_missing_runs_without_and_says_so(tmp_path: Any) -> None:
     save("bert", tmp_path / "bert")
-    save("modernbert", tmp_path / "other")
+    save("albert", tmp_path / "other")
     late = load_pooling(tmp_path / "bert", has_kernels=lambda _: False)
     assert (late.backbone.description, late.waits_for_kernels) == ("packed texts", True)
     assert not load_pooling(tmp_path / "bert").waits_for_kernels

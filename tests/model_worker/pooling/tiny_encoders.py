@@ -93,9 +93,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Those whose attention does not go through transformers' registry.
-PADDED = ("mpnet", "deberta-v2", "roformer", "t5")
+PADDED = ("deberta-v2", "roformer", "t5")
 # Those whose layers run in one compiled call on a CPU.
-FUSED = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "ernie")
+FUSED = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "distilbert",
+    "electra",
+    "ernie",
+    "mpnet",
+    "modernbert",
+    "nomic_bert",
+    "gte",
+    "jina_embeddings_v3",
+)
 DECODERS = ("qwen3", "llama", "mistral", "gemma2", "embeddinggemma")
 
 

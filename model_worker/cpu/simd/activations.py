@@ -1,4 +1,4 @@
-"""GELU without a call, so that loops over it become vector instructions."""
+"""Activations of encoders without a call, so that loops over them become vector instructions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import numpy as np
 from numba import njit
 
 from model_worker.cpu.simd.elements import INSIDE, MATH, exp
+
+# The codes of activations.
+GELU, GELU_TANH, SILU = range(3)
 
 _HALF = np.float32(0.5)
 _ONE = np.float32(1.0)
@@ -40,3 +43,18 @@ def gelu_tanh(x: Any) -> Any:
     """Compute GELU's approximation by a tanh, which some models were trained with."""
     inside = _SCALE * (x + _CUBIC * x * x * x)
     return x / (_ONE + exp(-_TWO * inside))
+
+
+@njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
+def activate(values: Any, bias: Any, activation: int) -> None:
+    """Add a bias to as many values, and activate them in place."""
+    if activation == GELU:
+        for lane in range(len(bias)):
+            values[lane] = gelu(values[lane] + bias[lane])
+    elif activation == GELU_TANH:
+        for lane in range(len(bias)):
+            values[lane] = gelu_tanh(values[lane] + bias[lane])
+    else:
+        for lane in range(len(bias)):
+            x = values[lane] + bias[lane]
+            values[lane] = x / (_ONE + exp(-x))
