@@ -1,4 +1,5 @@
-"""A pinned revision of a model on the hub, `name@revision`: its folder in the local cache, downloaded if need be."""
+"""Repositories of the hub: a pinned revision of a model, `name@revision`, is downloaded if need be; an adapter must be
+in the local cache."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from shared.settings import SettingsError
 _PINNED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)@(?P<revision>[\w][\w./-]*)", re.ASCII)
 # Files that a server reads. Others, such as weights in other formats, are not downloaded.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+# A repository of an adapter, `owner/name`, with or without a revision.
+_ADAPTER = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 
 
 def hub_revision(model: str) -> tuple[str, str] | None:
@@ -33,3 +36,22 @@ def snapshot(name: str, revision: str) -> Path:
     if not (folder / "config.json").is_file():
         raise SettingsError(f"model '{name}@{revision}' has no config.json in {folder}: download all of its files")
     return folder
+
+
+def cached_adapter(path: str) -> Path | None:
+    """Return the folder of an adapter that is named as on the hub; None if it is no such name, or a folder here.
+
+    SettingsError if the repository is not in the local cache. Nothing is downloaded.
+    """
+    found = _ADAPTER.fullmatch(path)
+    if found is None or Path(path).exists():
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(found["name"], revision=found["revision"], local_files_only=True))
+    except Exception as error:  # the cache raises whatever comes
+        raise SettingsError(
+            f"{path!r} is no folder here, and the hub's local cache does not have it: name a folder, or download it "
+            f"(hf download {found['name']})"
+        ) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +39,7 @@ _STEPS_AT_A_TIME = 8
 
 Chat = Sequence[TextGenerationRequestMessage | dict[str, Any]]
 Sampling = SamplingParamsInput | Sequence[SamplingParamsInput] | None
+Adapters = str | Sequence[str | None] | None
 
 
 @dataclass(frozen=True)
@@ -72,39 +73,47 @@ class _Running:
 class LLM:
     """A model of a Hugging Face directory or hub name. Do not use it from two threads at once.
 
-    `options` are those of `TextPipeline.load`: device, dtype, quantization, max_batch_size, max_length, kv_memory. The
-    model is loaded by the first call that needs it, once for text and once for each other task; ValueError gives the
-    reason when it cannot be.
+    `options` are those of `TextPipeline.load`: device, dtype, quantization, max_batch_size, max_length, kv_memory,
+    logit_processors. `adapters` are directories of LoRA adapters for text, by name. The model is loaded by the first
+    call that needs it, once for text and once for each other task; ValueError gives the reason when it cannot be.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, *, adapters: Mapping[str, str | Path] | None = None, **options: Any) -> None:
         self._model = str(model)
+        self._adapters = dict(adapters or {})
         self._options = options
         self._poolers: dict[str, TextPooler] = {}
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="llm", daemon=True).start()
 
-    def generate(self, prompts: str | Sequence[str], sampling: Sampling = None) -> list[Completion]:
+    def generate(
+        self, prompts: str | Sequence[str], sampling: Sampling = None, adapter: Adapters = None
+    ) -> list[Completion]:
         """Generate one completion for each prompt, in their order.
 
-        `sampling` has a client's values, for all prompts or one for each, over the model's own defaults. ValueError
-        names what is wrong with a request; nothing is generated then.
+        `sampling` has a client's values, for all prompts or one for each, over the model's own defaults. `adapter` is
+        the name of one for all prompts, or one for each, where None is the model itself. ValueError names what is wrong
+        with a request; nothing is generated then.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        values = zip(texts, _for_each(sampling, len(texts)), _names_for_each(adapter, len(texts)), strict=True)
         return self._run(
             [
-                TextGenerationRequest(RequestID(), prompt=text, sampling=values)
-                for text, values in zip(texts, _for_each(sampling, len(texts)), strict=True)
+                TextGenerationRequest(RequestID(), prompt=text, sampling=given, lora_name=name)
+                for text, given, name in values
             ]
         )
 
-    def chat(self, chats: Chat | Sequence[Chat], sampling: Sampling = None) -> list[Completion]:
+    def chat(
+        self, chats: Chat | Sequence[Chat], sampling: Sampling = None, adapter: Adapters = None
+    ) -> list[Completion]:
         """Generate one answer for each chat, which is a list of messages `{"role": ..., "content": ...}`."""
         several: Any = [chats] if _is_one(chats) else chats
+        values = zip(several, _for_each(sampling, len(several)), _names_for_each(adapter, len(several)), strict=True)
         return self._run(
             [
-                TextGenerationRequest(RequestID(), messages=list(messages), sampling=values)
-                for messages, values in zip(several, _for_each(sampling, len(several)), strict=True)
+                TextGenerationRequest(RequestID(), messages=list(messages), sampling=given, lora_name=name)
+                for messages, given, name in values
             ]
         )
 
@@ -161,6 +170,8 @@ class LLM:
     @cached_property
     def _texts(self) -> tuple[TextPipeline, TextTokenizer]:
         pipeline = TextPipeline.load(self._model, **self._options)
+        for name, path in self._adapters.items():
+            pipeline.load_adapter(name, path)
         return pipeline, TextTokenizer.load(self._model, pipeline.max_length)
 
     @cached_property
@@ -229,6 +240,14 @@ def _for_each(sampling: Sampling, count: int) -> list[SamplingParamsInput]:
     if len(sampling) != count:
         raise ValueError(f"sampling has {len(sampling)} entries for {count} prompts: give one for each, or one for all")
     return list(sampling)
+
+
+def _names_for_each(adapter: Adapters, count: int) -> list[str | None]:
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if len(adapter) != count:
+        raise ValueError(f"adapter has {len(adapter)} entries for {count} prompts: give one for each, or one for all")
+    return list(adapter)
 
 
 def _is_one(chats: Any) -> bool:

@@ -23,7 +23,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from deploy import credentials, machine
 from deploy.child import ChildSpec
-from deploy.hub_revision import hub_revision, snapshot
+from deploy.hub_revision import cached_adapter, hub_revision, snapshot
 from deploy.listener import listen
 from deploy.readiness import Announcer
 from deploy.run_directory import keep_settings, parent_directory, private_run_directory
@@ -239,11 +239,14 @@ def _resolved(name: str, model: str) -> str:
 
 
 def resolve_adapters(settings: Settings) -> Settings:
-    """Make the folders of adapters absolute. SettingsError for a folder that is missing, or has no adapter."""
+    """Make the folders of adapters absolute, also of those that are named as on the hub.
+
+    SettingsError for a folder that is missing, or has no adapter.
+    """
     found = {}
     for name, path in settings.adapter_paths.items():
-        folder = Path(path).expanduser().absolute()
         try:
+            folder = cached_adapter(path) or Path(path).expanduser().absolute()
             # The hub's cache consists of links. Which of them are followed is the worker's to say.
             check_files(folder, links=True)
         except (ValueError, OSError) as error:

@@ -119,13 +119,13 @@ def build(
     from model_worker.loading.load import load_model
     from model_worker.rows import WorkerRows
     from model_worker.runner import ModelRunner
-    from model_worker.sampling.processors import load_processors
+    from model_worker.sampling.registry import load_processors, schemas
     from model_worker.sampling.sampler import SamplerRows
     from model_worker.vision.encode_queue import EncodeQueue
     from model_worker.vision.encoder import EncoderCache
     from model_worker.vision.rows import ImageRows
 
-    processors = load_processors(settings.processor_paths)
+    processors = load_processors(settings.processor_entries)
     phases.phase("load weights")
     loaded = load_model(
         settings.model,
@@ -181,6 +181,7 @@ def build(
         row_invariant=runner.backend.row_invariant,
         images=NO_IMAGES if loaded.encoder is None else int(loaded.encoder.family.sight),
         adapter_memory=0 if shared.adapters is None else shared.adapters.memory,
+        processors=schemas(processors),
     )
     torch.set_grad_enabled(False)
     return engine, hello, compilation

@@ -307,6 +307,7 @@ class Scheduler:
             images=min((worker.hello.images for worker in placement.doing(GENERATE, everyone)), default=NO_IMAGES),
             adapters=self.adapters.status(),
             takes_adapters=any(worker.adapters.takes_any for worker in everyone),
+            processors=placement.processors(placement.doing(GENERATE, everyone)),
         )
 
     # Commands of operators

@@ -47,6 +47,12 @@ def hidden_size(workers: Iterable[Worker]) -> int:
     return min((worker.hello.hidden_size for worker in workers), default=0)
 
 
+def processors(workers: Collection[Worker]) -> dict[str, str]:
+    """The logits processors that all workers have: the schemas of their parameters, by name."""
+    first, *others = [worker.hello.processors for worker in workers] or [{}]
+    return {name: schema for name, schema in first.items() if all(name in other for other in others)}
+
+
 def misfit(context: TextContext, workers: Collection[Worker], wanted: int | None) -> RequestError | None:
     """Why these workers can never run a request, or None. `wanted` is the operator's bound for its length."""
     generating = doing(GENERATE, workers)

@@ -129,7 +129,12 @@ class WorkerAdapters:
             self._remove(adapter.handle)
 
     def take_messages(self, incarnation: int, epoch: int) -> list[LoadAdapter | DropAdapter]:
-        """What the worker must be sent before its next step."""
+        """What the worker must be sent before its next step.
+
+        There may be too many adapters: one that was loaded while rows used all others, and is pinned, or whose size has
+        turned out to be larger. Others leave as soon as they may.
+        """
+        self.make_room()
         if not self._unsent:
             return []
         unsent = self._unsent

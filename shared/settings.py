@@ -224,7 +224,8 @@ class Settings:
     logit_processors: str = _setting(
         "behaviour",
         "",
-        "logits processors that clients may name, as MODULE:CLASS or NAME=MODULE:CLASS with commas; run in the worker",
+        "logits processors that clients may name, with commas: MODULE:CLASS, NAME=MODULE:CLASS, MODULE (all it lists), "
+        "an entry point's name, or `installed` (all entry points); run in the worker",
     )
     stall_timeout: int = _setting(
         "behaviour",
@@ -288,10 +289,10 @@ class Settings:
             least = getattr(self, name)
             _check(least is None or least >= 16, name, least, "at least 16")
         _check(
-            all(re.fullmatch(r"(\w+=)?[\w.]+:\w+", entry) for entry in entries(self.logit_processors)),
+            all(re.fullmatch(r"([\w.-]+=)?[\w.]+:\w+|[\w.-]+", entry) for entry in entries(self.logit_processors)),
             "logit_processors",
             self.logit_processors,
-            "a list of MODULE:CLASS or NAME=MODULE:CLASS",
+            "a list of MODULE:CLASS, NAME=MODULE:CLASS, MODULE, or names of entry points",
         )
         parse_memory(self.lora_memory, "lora_memory")
         _check_adapters(self)
@@ -322,10 +323,9 @@ class Settings:
         return named_paths(self.lora)
 
     @property
-    def processor_paths(self) -> dict[str, str]:
-        """Import paths of the allowed logits processors, by the name that clients use."""
-        pairs = (entry.rpartition("=") for entry in entries(self.logit_processors))
-        return {name or path: path for name, _, path in pairs}
+    def processor_entries(self) -> list[str]:
+        """The entries that name logits processors, as the worker's registry reads them."""
+        return list(entries(self.logit_processors))
 
     @property
     def scheme(self) -> str:

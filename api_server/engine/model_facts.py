@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from interfaces import NO_IMAGES, Status
 
 
@@ -20,6 +23,9 @@ class ModelFacts:
         self.labels: list[str] = []
         # What the workers do with images: a value of `WorkerHello.images`, the least of all.
         self.images = NO_IMAGES
+        # The schemas of the parameters of each logits processor that clients may name; None: no worker has reported.
+        self.processors: dict[str, Any] | None = None
+        self._schema_texts: dict[str, str] = {}
 
     def update(self, status: Status) -> None:
         self.max_model_len = status.max_model_len or self.max_model_len
@@ -29,3 +35,9 @@ class ModelFacts:
             self.vector_width = status.vector_width
             self.labels = status.labels
             self.images = status.images
+            self._update_processors(status.processors)
+
+    def _update_processors(self, texts: dict[str, str]) -> None:
+        if self.processors is None or texts != self._schema_texts:
+            self._schema_texts = texts
+            self.processors = {name: json.loads(text) for name, text in texts.items()}

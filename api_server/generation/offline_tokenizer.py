@@ -60,6 +60,7 @@ class TextTokenizer:
         except RequestFailed as error:
             raise ValueError(error.message) from None
         context = prepared.context(0)
+        context.adapter = request.lora_name or ""
         if context.sampling_params.max_new_tokens == 0:
             context.status = GenerationStatus.MAXIMUM_LENGTH
         return context

@@ -242,6 +242,8 @@ class Status:
     adapters: list[AdapterStatus] = field(default_factory=list)
     # Whether some worker takes adapters.
     takes_adapters: bool = False
+    # The logits processors that every worker has: the schemas of their parameters, as JSON text, by name.
+    processors: dict[str, str] = field(default_factory=dict)
 
 
 class Action:

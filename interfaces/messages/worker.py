@@ -42,7 +42,7 @@ class WorkerHello:
     WHOLE_IMAGES, or WHOLE_PROMPTS (all tokens of a prompt with images see each other). It has `encoded` images in
     `encode_ms` milliseconds, and found the features of `image_hits` others. Its adapters may take `adapter_memory`
     bytes; 0: it takes none. `row_invariant`: a row gets the same bits whatever else is in its pass, and however its
-    prompt is cut.
+    prompt is cut. `processors` are the schemas of its logits processors' parameters, as JSON text, by name.
     """
 
     device: str
@@ -69,6 +69,7 @@ class WorkerHello:
     encode_ms: int = 0
     adapter_memory: int = 0
     row_invariant: bool = False
+    processors: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

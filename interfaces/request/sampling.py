@@ -7,6 +7,7 @@ not know logits: `model_worker/sampling/sampler.py` applies these values, in the
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import secrets
@@ -60,9 +61,9 @@ class SamplingParams:
     `logprobs` on. `prompt_logprobs_from` asks the same for the prompt's tokens from that position on, where the values
     are the model's own log-softmax; None asks for none. `typical_p` 1 keeps every token. `watermark` marks the text so
     that a test can detect it (Kirchenbauer et al.). `any_temperature` takes temperatures above 2, as SGLang and TGI do.
-    `logit_processor` names a processor that the operator allows, and `custom_params` are its parameters, as JSON text.
-    `allowed_token_ids`, if there are any, are the only ones that the answer may have, and `bad_words` are sequences of
-    tokens that it may not have.
+    `named_processors` are the operator's processors that the request asks for, by name, each with its parameters as
+    JSON text. `allowed_token_ids`, if there are any, are the only ones that the answer may have, and `bad_words` are
+    sequences of tokens that it may not have.
     """
 
     top_k: int = -1
@@ -90,8 +91,7 @@ class SamplingParams:
     typical_p: float = 1.0
     watermark: bool = False
     any_temperature: bool = False
-    logit_processor: str = ""
-    custom_params: str = ""
+    named_processors: dict[str, str] = field(default_factory=dict)
     allowed_token_ids: list[int] = field(default_factory=list)
     bad_words: list[list[int]] = field(default_factory=list)
 
@@ -212,8 +212,8 @@ class SamplingParamsInput:
     typical_p: float | None = None
     watermark: bool | None = None
     any_temperature: bool | None = None
-    logit_processor: str | None = None
-    custom_params: str | None = None
+    # Parameters of each processor, as an object or as JSON text.
+    named_processors: dict[str, Any] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[list[int]] | None = None
 
@@ -268,6 +268,8 @@ def _combined(
     if do_sample is False and not any("temperature" in layer for layer in layers[1:]):
         model["temperature"] = 0.0
     values = layers[0] | layers[1] | layers[2]
+    if "named_processors" in values:
+        values["named_processors"] = {name: _json(given) for name, given in values["named_processors"].items()}
     stop_ids = [token for layer in layers for token in layer.get("stop_token_ids", ())]
     return values | {"stop_token_ids": list(dict.fromkeys(stop_ids))}
 
@@ -275,6 +277,10 @@ def _combined(
 def _given(source: SamplingParamsInput | SamplingParamsGenerationConfigDefaults) -> dict[str, Any]:
     pairs = ((f.name, getattr(source, f.name)) for f in dataclasses.fields(source))
     return {name: value for name, value in pairs if value is not None}
+
+
+def _json(parameters: Any) -> str:
+    return parameters if isinstance(parameters, str) else json.dumps(parameters)
 
 
 def _within(value: float, low: float, high: float) -> bool:

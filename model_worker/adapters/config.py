@@ -26,12 +26,15 @@ _HARMLESS = frozenset(
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     )
 )
-_USED = frozenset(("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "bias", "init_lora_weights"))
+_USED = frozenset(
+    (
+        *("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "bias", "init_lora_weights"),
+        *("modules_to_save", "target_parameters"),
+    )
+)
 # Why some others cannot be computed.
 _REASONS = {
-    "modules_to_save": "it brings whole modules of its own",
     "trainable_token_indices": "it brings tokens of its own",
-    "target_parameters": "it adapts parameters that are no linear modules, such as those of experts",
     "layer_replication": "it makes a model of more layers",
     "alora_invocation_tokens": "it begins to act in the middle of a prompt",
 }
@@ -57,6 +60,11 @@ class AdapterConfig:
     rslora: bool
     dora: bool
     bias: str  # "none", or which modules bring a bias of their own: "lora_only" or "all"
+    saved: tuple[str, ...] = ()  # ends of the names of modules that it brings whole
+
+    def brings(self, module: str) -> bool:
+        """Whether the adapter brings a module whole, in place of the base's."""
+        return module.endswith(self.saved)
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a module's product."""
@@ -87,6 +95,7 @@ def parse_config(values: dict[str, Any]) -> AdapterConfig:
         rslora=_flag("use_rslora", values),
         dora=_flag("use_dora", values),
         bias=bias,
+        saved=_names("modules_to_save", values.get("modules_to_save") or []),
     )
 
 
@@ -129,6 +138,12 @@ def _number(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise AdapterRefused(f"{CONFIG}: {key} must be a number, got {_shown(value)}")
     return float(value)
+
+
+def _names(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        raise AdapterRefused(f"{CONFIG}: {key} must be a list of names, got {_shown(value)}")
+    return tuple(value)
 
 
 def _flag(key: str, values: dict[str, Any]) -> bool:

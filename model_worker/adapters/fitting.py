@@ -6,7 +6,7 @@ Knows linear modules by their shape and weight, whatever their class. Does not k
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from model_worker.adapters import tensors as names
 from model_worker.adapters.config import AdapterConfig, parse_config
+from model_worker.adapters.experts import AdaptedExperts, experts_path, fit_experts, is_experts
 from model_worker.adapters.files import read_files
 from model_worker.adapters.refusal import MERGE, AdapterRefused
 from model_worker.adapters.tensors import ModuleTensors, by_module
@@ -75,6 +76,7 @@ class Adapter:
     rank: int  # the largest
     linears: dict[nn.Module, AdaptedLinear]
     embedding: AdaptedEmbedding | None
+    experts: dict[nn.Module, AdaptedExperts] = field(default_factory=dict)
 
 
 def read_adapter(folder: Path, model: PreTrainedModel, most_bytes: int) -> Adapter:
@@ -85,7 +87,9 @@ def read_adapter(folder: Path, model: PreTrainedModel, most_bytes: int) -> Adapt
     linears: dict[nn.Module, AdaptedLinear] = {}
     embedding = None
     ranks = [0]
-    for path, parts in by_module(files.tensors, config).items():
+    found = by_module(files.tensors, config)
+    experts = _fit_all_experts(found, modules, config, ranks)
+    for path, parts in found.items():
         module = _find(path, modules)
         pair = parts.pair(path)
         if pair is not None:
@@ -96,21 +100,44 @@ def read_adapter(folder: Path, model: PreTrainedModel, most_bytes: int) -> Adapt
             embedding = _fit_embedding(path, module, parts, pair, config)
         elif module in linears:
             raise AdapterRefused(f"{path} is adapted twice: save the adapter again")
+        elif names.WEIGHT in parts.parts:
+            linears[module] = _fit_whole_linear(path, module, parts.parts)
         else:
             linears[module] = _fit_linear(path, module, parts, pair, config)
-    if not linears and embedding is None:
+    if not linears and not experts and embedding is None:
         raise AdapterRefused("it has no tensors: save the adapter again")
-    return Adapter(files.digest, max(ranks), linears, embedding)
+    return Adapter(files.digest, max(ranks), linears, embedding, experts)
+
+
+def _fit_all_experts(
+    found: dict[str, ModuleTensors], modules: Mapping[str, nn.Module], config: AdapterConfig, ranks: list[int]
+) -> dict[nn.Module, AdaptedExperts]:
+    """Take the tensors of experts out of those found, and fit them. Their ranks are added to `ranks`."""
+    by_path: dict[str, dict[str, ModuleTensors]] = {}
+    for path in list(found):
+        whole = experts_path(path)
+        if whole is not None and is_experts(_named(whole, modules)):
+            by_path.setdefault(whole, {})[path] = found.pop(path)
+    experts = {}
+    for whole, parts in by_path.items():
+        module = _find(whole, modules)
+        experts[module], rank = fit_experts(whole, module, parts, MOST_RANK, config)
+        ranks.append(rank)
+    return experts
 
 
 def _find(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     """Find the module that a path names. A text model's modules lie deeper in a model that also takes images."""
-    found = modules.get(path) or modules.get(path.replace(".language_model.", ".", 1))
+    found = _named(path, modules)
     if found is None or not path:
         raise AdapterRefused(f"the model has no module {path}, which the adapter adapts: it belongs to another model")
     if ".experts." in f".{path}":
         raise AdapterRefused(f"{path} is an expert, whose rows are chosen anew in each pass: {MERGE}")
     return found
+
+
+def _named(path: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    return modules.get(path) or modules.get(path.replace(".language_model.", ".", 1))
 
 
 def _rank(path: str, parts: ModuleTensors, pair: tuple[str, str]) -> int:
@@ -146,31 +173,67 @@ def _fit_linear(
         b = _checked(path, names.B, found[names.B], (outputs, len(a)))
         scale = config.scale(path, len(a))
     gain = None
-    if (names.MAGNITUDE in found) != (config.dora and pair is not None):
-        raise AdapterRefused(f"{path} must have {names.MAGNITUDE} if, and only if, use_dora is true: save it again")
+    _check_magnitude(path, found, config.dora and pair is not None)
     if names.MAGNITUDE in found:
         magnitude = _checked(path, names.MAGNITUDE, found[names.MAGNITUDE].flatten(), (outputs,))
         gain = magnitude / _norms(module, a, b, scale)
-        if not torch.isfinite(gain).all():
-            raise AdapterRefused(f"{path} has an output whose weights are all zero, which DoRA cannot scale: {MERGE}")
+        _check_gain(path, gain)
     _check_copy(path, module, found)
     return AdaptedLinear(a, b, scale, gain, _bias(path, module, found, scale, outputs))
+
+
+def _fit_whole_linear(path: str, module: nn.Module, found: Mapping[str, Tensor]) -> AdaptedLinear:
+    """Fit a linear module that the adapter brings whole: B is what its weight adds to the base's, and A is 1."""
+    inputs, outputs = _shape_of(path, module)
+    weight = _whole(path, found, (inputs, outputs) if isinstance(module, Conv1D) else (outputs, inputs))
+    change = (weight.T if isinstance(module, Conv1D) else weight) - _weight(module).float()
+    return AdaptedLinear(torch.eye(inputs), change, 1.0, None, _bias(path, module, found, 1.0, outputs))
+
+
+def _whole(path: str, found: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    """Return the weight of a module that the adapter brings whole."""
+    others = sorted(set(found) - {names.WEIGHT, names.BIAS})
+    if others:
+        raise AdapterRefused(f"{path} is brought whole, and has {', '.join(others)}, too: save the adapter again")
+    return _checked(path, names.WEIGHT, found[names.WEIGHT], shape)
 
 
 def _fit_embedding(
     path: str, module: nn.Embedding, parts: ModuleTensors, pair: tuple[str, str] | None, config: AdapterConfig
 ) -> AdaptedEmbedding:
     found = parts.parts
+    size = module.num_embeddings, module.embedding_dim
+    factor = float(getattr(module, "embed_scale", 1.0))
+    if names.WEIGHT in found:
+        change = _whole(path, found, size) - _weight(module).float()
+        return AdaptedEmbedding(change, torch.eye(module.embedding_dim), factor)
     if pair is None or pair[0] != names.EMBEDDING_A:
         raise AdapterRefused(f"{path} is an embedding, and is adapted as a linear module: it is for another model")
-    if names.MAGNITUDE in found:
-        raise AdapterRefused(f"{path} is an embedding, which DoRA is not supported for: {MERGE}")
+    _check_magnitude(path, found, config.dora)
     a, b = (found[name] for name in pair)
     a = _checked(path, names.EMBEDDING_A, a, (len(a), module.num_embeddings))
     b = _checked(path, names.EMBEDDING_B, b, (module.embedding_dim, len(a)))
     _check_copy(path, module, found)
-    factor = getattr(module, "embed_scale", 1.0)
-    return AdaptedEmbedding(a.T.contiguous(), b, config.scale(path, len(a)) * float(factor))
+    scale = config.scale(path, len(a))
+    if not config.dora:
+        return AdaptedEmbedding(a.T.contiguous(), b, scale * factor)
+    # DoRA scales each number of a vector by the length of its column, so the change has no low rank.
+    weight = _weight(module).float()
+    added = scale * (a.T @ b.T)
+    magnitude = _checked(path, names.MAGNITUDE, found[names.MAGNITUDE].flatten(), (module.embedding_dim,))
+    gain = magnitude / (weight + added).norm(dim=0)
+    _check_gain(path, gain)
+    return AdaptedEmbedding(gain * (weight + added) - weight, torch.eye(module.embedding_dim), factor)
+
+
+def _check_magnitude(path: str, found: Mapping[str, Tensor], wanted: bool) -> None:
+    if (names.MAGNITUDE in found) != wanted:
+        raise AdapterRefused(f"{path} must have {names.MAGNITUDE} if, and only if, use_dora is true: save it again")
+
+
+def _check_gain(path: str, gain: Tensor) -> None:
+    if not torch.isfinite(gain).all():
+        raise AdapterRefused(f"{path} has an output whose weights are all zero, which DoRA cannot scale: {MERGE}")
 
 
 def _checked(path: str, part: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from model_worker.adapters.experts import ARGUMENTS, AdaptedExperts, adapted_experts
 from model_worker.adapters.fitting import AdaptedEmbedding, AdaptedLinear, Adapter
 from model_worker.batch import ForwardBatch
+
+T = TypeVar("T")
 
 
 class _Rows(NamedTuple):
@@ -43,31 +46,34 @@ class AdapterHooks:
         self._lock = Lock()
         self._linears: dict[nn.Module, dict[int, AdaptedLinear]] = {}
         self._embeddings: dict[int, AdaptedEmbedding] = {}
+        self._experts: dict[nn.Module, dict[int, AdaptedExperts]] = {}
         self._hooks: dict[nn.Module, RemovableHandle] = {}
         self._rows: list[_Rows] = []
 
     def add(self, handle: int, adapter: Adapter) -> int:
         """Keep an adapter. Returns its bytes. May run beside a pass that does not use it."""
         linears = {module: one.placed(self._device, self._dtype) for module, one in adapter.linears.items()}
+        experts = {module: one.placed(self._device, self._dtype) for module, one in adapter.experts.items()}
         embedding = None if adapter.embedding is None else adapter.embedding.placed(self._device, self._dtype)
         with self._lock:
             for module, linear in linears.items():
                 self._linears.setdefault(module, {})[handle] = linear
                 self._hook(module, self._change_linear)
+            for module, layer in experts.items():
+                self._experts.setdefault(module, {})[handle] = layer
+                if module not in self._hooks:
+                    self._hooks[module] = module.register_forward_hook(self._change_experts, with_kwargs=True)
             if embedding is not None:
                 self._embeddings[handle] = embedding
                 self._hook(self._embedding, self._change_embedding)
-        size = sum(linear.nbytes for linear in linears.values())
+        size = sum(linear.nbytes for linear in linears.values()) + sum(layer.nbytes for layer in experts.values())
         return size if embedding is None else size + embedding.nbytes
 
     def drop(self, handle: int) -> None:
         """Forget an adapter."""
         with self._lock:
-            for module, linears in list(self._linears.items()):
-                linears.pop(handle, None)
-                if not linears:
-                    del self._linears[module]
-                    self._hooks.pop(module).remove()
+            self._drop_from(self._linears, handle)
+            self._drop_from(self._experts, handle)
             if self._embeddings.pop(handle, None) is not None and not self._embeddings:
                 self._hooks.pop(self._embedding).remove()
 
@@ -93,6 +99,13 @@ class AdapterHooks:
         if module not in self._hooks:
             self._hooks[module] = module.register_forward_hook(change)
 
+    def _drop_from(self, held: dict[nn.Module, dict[int, T]], handle: int) -> None:
+        for module, adapters in list(held.items()):
+            adapters.pop(handle, None)
+            if not adapters:
+                del held[module]
+                self._hooks.pop(module).remove()
+
     def _indices(self, chosen: NDArray[np.bool_]) -> Tensor:
         return torch.from_numpy(np.flatnonzero(chosen)).to(self._device)
 
@@ -106,6 +119,21 @@ class AdapterHooks:
         for rows, linear in used:
             index = rows.wanted if module is self._head else rows.tokens
             y[index] = _adapted(module, linear, x[index], y[index])
+        return y.reshape(output.shape)
+
+    def _change_experts(
+        self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Tensor
+    ) -> Tensor | None:
+        held = self._experts.get(module, {})
+        used = [(rows, held[rows.handle]) for rows in self._rows if rows.handle in held]
+        if not used:
+            return None
+        given = dict(zip(ARGUMENTS, arguments, strict=False)) | named
+        x, chosen, weights = (given[name].reshape(-1, given[name].shape[-1]) for name in ARGUMENTS)
+        y = output.reshape(-1, output.shape[-1]).clone()
+        for rows, layer in used:
+            index = rows.tokens
+            y[index] = adapted_experts(module, layer, x[index], chosen[index], weights[index]).to(y.dtype)
         return y.reshape(output.shape)
 
     def _change_embedding(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:

@@ -24,6 +24,8 @@ EMBEDDING_B = "lora_embedding_B"
 BASE_WEIGHT = "base_layer.weight"
 BASE_BIAS = "base_layer.bias"
 BIAS = "bias"
+# The weight of a module that the adapter brings whole.
+WEIGHT = "weight"
 
 # By suffix; the longest is looked for first.
 _PARTS = {
@@ -77,6 +79,9 @@ def _split(name: str, config: AdapterConfig) -> tuple[str, str]:
     for suffix, part in _PARTS.items():
         if path.endswith(f".{suffix}"):
             return path.removesuffix(f".{suffix}"), part
-    if config.bias == "all" and path.endswith(f".{BIAS}"):
-        return path.removesuffix(f".{BIAS}"), BIAS
+    module, _, part = path.rpartition(".")
+    if config.brings(module) and part in (WEIGHT, BIAS):
+        return module, part
+    if config.bias == "all" and part == BIAS:
+        return module, BIAS
     raise AdapterRefused(f"tensor {name} is not a part of a LoRA adapter of linear modules or embeddings: {MERGE}")

@@ -8,24 +8,21 @@ text, and neither queues nor evicts: a batch that does not fit is refused as a w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from interfaces import (
     MOST_TOP_LOGPROBS,
     BatchLogitsProcessor,
-    BatchProcessorInputs,
     GenerationStatus,
     Join,
     LogProbabilities,
     LogprobMode,
     Pipeline,
-    ProcessorInputs,
     RequestID,
     RowGrammar,
     SamplingParams,
@@ -36,8 +33,6 @@ from interfaces import (
     TextGenerationInputs,
     TextGenerationOutput,
 )
-from model_worker.backends.base import Backend
-from model_worker.batch import ForwardBatch
 from model_worker.capacity import Capacity, capacity_for
 from model_worker.engine import Engine
 from model_worker.execution import executors_for
@@ -45,12 +40,16 @@ from model_worker.execution.base import DeviceStep, WorkerIdentity
 from model_worker.grammar import mask_process
 from model_worker.grammar.masks import Masks
 from model_worker.loading.load import load_model
+from model_worker.pipelines.adapters import PipelineAdapters
+from model_worker.pipelines.processed_logits import ProcessedLogits
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
+from model_worker.sampling.registry import Processor, check_named, load_processors
 from model_worker.sampling.sampler import SamplerRows
 from model_worker.vision.encoder import EncoderCache
 from model_worker.vision.family import Sight
 from model_worker.vision.rows import ImageRows
+from shared.setting_forms import entries
 
 
 @dataclass(slots=True)
@@ -61,6 +60,8 @@ class _Row:
     blocks: list[int] = field(default_factory=list)
     tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     computed: int = 0
+    # The handle of its adapter; 0: the base model.
+    adapter: int = 0
 
 
 class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOutput]):
@@ -73,27 +74,27 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         max_batch_tokens: int = 512,
         batch_processors: Sequence[BatchLogitsProcessor] = (),
         masks: Masks | None = None,
+        processors: Mapping[str, Processor] | None = None,
     ) -> None:
-        """`masks` are for requests with a grammar, without jumps; `close` closes them."""
+        """`masks`, for grammars without jumps, are closed by `close`. Requests may name `processors`."""
         rows = WorkerRows(capacity.max_rows, capacity.max_model_len, capacity.block_size, capacity.num_blocks)
-        sampler = SamplerRows(capacity.max_rows, runner.loaded.vocab_size, runner.loaded.device)
+        sampler = SamplerRows(capacity.max_rows, runner.loaded.vocab_size, runner.loaded.device, processors)
         self._runner = runner
         encoder = runner.loaded.encoder
         self._images = None if encoder is None else ImageRows(encoder, EncoderCache(encoder.cache_bytes))
-        backend = _ProcessedLogits(runner.backend, self._process)
-        shared = DeviceStep(rows, sampler, backend, WorkerIdentity(0, 0), masks, self._images)
+        self._logits = ProcessedLogits(runner.backend, batch_processors)
+        shared = DeviceStep(rows, sampler, self._logits, WorkerIdentity(0, 0), masks, self._images)
         self._engine = Engine(shared, executors_for(shared))
         self._masks = masks
         self._capacity = capacity
         self._max_batch_tokens = max_batch_tokens
-        self._batch_processors = tuple(batch_processors)
+        self._processors = processors or {}
+        self._adapters = PipelineAdapters(runner.backend)
         self._rows: dict[RequestID, _Row] = {}
         self._free_rows = deque(range(capacity.max_rows))
         self._free_blocks = deque(range(capacity.num_blocks))
         self._dropped: list[int] = []
         self._steps = 0
-        # Contexts for which the step in progress samples, in the order of its rows.
-        self._sampling: list[TextContext] = []
 
     @classmethod
     def load(
@@ -108,12 +109,15 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         kv_memory: int | None = None,
         max_batch_tokens: int = 512,
         batch_processors: Sequence[BatchLogitsProcessor] = (),
+        logit_processors: str = "",
     ) -> TextPipeline:
         """Load a Hugging Face directory or hub name. ValueError says why a model cannot be served.
 
         `quantization` may be int8 on a CPU. `max_length` bounds prompt and answer of one request in tokens, `kv_memory`
         is in bytes, and `max_batch_tokens` are what one forward pass takes: longer prompts take several.
+        `logit_processors` are those that requests may name, as a server's setting has them.
         """
+        processors = load_processors(entries(logit_processors))
         loaded = load_model(model, dtype, device, lambda *_: None, max_length, quantization)
         capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, loaded.block_size)
         runner = ModelRunner(loaded, capacity.num_blocks, capacity.block_size)
@@ -121,12 +125,23 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         # Costs nothing before the first request that has a grammar.
         fork_server = mask_process.fork_server(str(model), capacity.max_rows)
         masks = Masks(fork_server, capacity.max_rows, loaded.vocab_size, jumps=False)
-        return cls(runner, capacity, max_batch_tokens, batch_processors, masks)
+        return cls(runner, capacity, max_batch_tokens, batch_processors, masks, processors)
 
     def close(self) -> None:
         """End the process that enforces grammars, if there is one. Idempotent."""
         if self._masks is not None:
             self._masks.close()
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Read an adapter, which contexts then name. ValueError gives the reason when it cannot be used."""
+        self._adapters.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Free an adapter. ValueError while a request that was not released uses it."""
+        handle = self._adapters.handle(name)
+        if any(row.adapter == handle for row in self._rows.values()):
+            raise ValueError(f"requests use the adapter {name!r}: release them first")
+        self._adapters.unload(name)
 
     @property
     def max_batch_size(self) -> int:
@@ -204,6 +219,8 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             raise ValueError(
                 f"request {name}: log_probabilities must be 0 to {MOST_TOP_LOGPROBS}, got {context.log_probabilities}"
             )
+        self._adapters.handle(context.adapter)
+        check_named(self._processors, context.sampling_params.named_processors, f"request {name}: ")
         if context.hidden_states or context.prompt_embeddings is not None:
             raise ValueError(f"request {name}: this pipeline takes tokens and gives tokens, no vectors")
 
@@ -270,7 +287,8 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         row = self._rows.get(context.request_id)
         tokens = context.tokens
         if row is None:
-            row = self._rows[context.request_id] = _Row(self._free_rows.popleft())
+            adapter = self._adapters.handle(context.adapter)
+            row = self._rows[context.request_id] = _Row(self._free_rows.popleft(), adapter=adapter)
         elif row.computed == tokens.processed_length and np.array_equal(row.tokens, tokens.all):
             return []
         processed = tokens.processed_length
@@ -288,6 +306,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
                 sampling=_values(context),
                 grammar=RowGrammar.of(context),
                 images=context.images if isinstance(context, TextAndVisionContext) else [],
+                adapter=row.adapter,
             )
         ]
 
@@ -305,7 +324,7 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
             joins=joins,
         )
         self._dropped.clear()
-        self._sampling = [context for context in batch if not context.tokens.actively_chunked]
+        self._logits.sampling = [context for context in batch if not context.tokens.actively_chunked]
         self._update(batch, self._engine.step(step))
 
     def _allocate(self, context: TextContext) -> list[tuple[int, int, int]]:
@@ -345,34 +364,6 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
                 context.status = GenerationStatus.MAXIMUM_LENGTH
         if failures:
             raise ValueError("; ".join(failures))
-
-    def _process(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the processors to the model's logits: those of the pipeline, then each request's own."""
-        contexts = self._sampling
-        own = [context.sampling_params.logits_processors or () for context in contexts]
-        if not contexts or not (self._batch_processors or any(own)):
-            return logits
-        with torch.inference_mode():
-            logits = logits.float()
-            for process_batch in self._batch_processors:
-                process_batch(BatchProcessorInputs(logits, None, contexts))
-            for i, context in enumerate(contexts):
-                for process in own[i]:
-                    process(ProcessorInputs(logits[i : i + 1], context))
-        return logits
-
-
-class _ProcessedLogits(Backend):
-    """A backend whose logits go through `process`."""
-
-    def __init__(self, backend: Backend, process: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.device = backend.device
-        self.vocab_size = backend.vocab_size
-        self._backend = backend
-        self._process = process
-
-    def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._process(self._backend.logits(batch))
 
 
 def _wants_logprobs(context: TextContext) -> bool:

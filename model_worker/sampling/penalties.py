@@ -21,6 +21,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from model_worker.sampling.stages import JoiningRow, Stage
+
+_VALUES = np.dtype(
+    [
+        ("frequency", np.float32),
+        ("presence", np.float32),
+        ("repetition", np.float32),
+        ("whole_sequence", np.bool_),
+    ]
+)
+
 
 class SeenTokens:
     """Counts of each token in the scope of a sequence's penalties.
@@ -86,3 +97,43 @@ class Penalties:
 def _repeat(values: torch.Tensor, penalty: NDArray[np.float32]) -> torch.Tensor:
     factor = torch.from_numpy(penalty).to(values.device)
     return torch.where(values < 0, values * factor, values / factor)
+
+
+@dataclass(frozen=True, slots=True)
+class PenalizedRow:
+    """A row's values, in the order of `_VALUES`, and the tokens that it counts."""
+
+    values: tuple[float, float, float, bool]
+    seen: SeenTokens
+
+
+class PenaltyStage(Stage[PenalizedRow]):
+    """The rows with penalties."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        super().__init__(max_rows)
+        self._vocab_size = vocab_size
+        self._values = np.zeros(max_rows, _VALUES)
+
+    def state_of(self, joining: JoiningRow) -> PenalizedRow | None:
+        params = joining.params
+        if not params.needs_penalties:
+            return None
+        counted = np.concatenate([joining.prompt, joining.emitted]) if params.penalize_prompt else joining.emitted
+        values = (params.frequency_penalty, params.presence_penalty, params.repetition_penalty, params.penalize_prompt)
+        return PenalizedRow(values, SeenTokens(counted, self._vocab_size))
+
+    def hold(self, row: int, state: PenalizedRow | None) -> None:
+        super().hold(row, state)
+        if state is not None:
+            self._values[row] = state.values
+
+    def change(
+        self, logits: torch.Tensor, index: NDArray[np.intp], rows: list[int], positions: NDArray[np.int64]
+    ) -> None:
+        values = self._values[rows]
+        columns = {name: values[name] for name in _VALUES.names or ()}
+        Penalties(length=positions, **columns).apply(logits, index, [self._states[row].seen for row in rows])
+
+    def follow(self, row: int, token: int) -> None:
+        self._states[row].seen.add(token)

@@ -1,110 +1,180 @@
-"""Logits processors of the operator: code that clients may name, never send.
+"""The rows that ask for logits processors of the operator: code that clients may name, never send.
 
-Each is a class that the settings allow by its import path, made once without arguments. It is called as SGLang's are:
-`processor(logits [rows, vocab], parameters) -> logits`, with one dict for each row, which has the request's parameters
-and `__req__`, whose `origin_input_ids` and `output_ids` are the tokens so far. Knows neither steps nor other values.
+All processors run in the operator's order, each once a step over its rows. One that fails fails only these. Knows the
+forms of processors; does not know where they come from.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from interfaces import BatchProcessorInputs, LogitsProcessor, ProcessorInputs, TextContext
+from model_worker.sampling.registry import Processor, ProcessorForm, read_all
+from model_worker.sampling.stages import JoiningRow, Stage
+
 log = logging.getLogger(__name__)
-
-Processor = Callable[[torch.Tensor, list[dict[str, Any]]], torch.Tensor]
-
-
-def load_processors(paths: Mapping[str, str]) -> dict[str, Processor]:
-    """Load processors by name, from paths `module:Class`. ValueError names the one that cannot be made."""
-    return {name: _made(path) for name, path in paths.items()}
-
-
-def _made(path: str) -> Processor:
-    module, _, name = path.partition(":")
-    try:
-        made: Processor = getattr(importlib.import_module(module), name)()
-    except Exception as error:  # whatever the operator's code raises
-        raise ValueError(f"the logits processor {path} cannot be loaded: {error}") from error
-    if not callable(made):
-        raise ValueError(f"the logits processor {path} cannot be called")
-    return made
 
 
 @dataclass(slots=True)
 class Request:
-    """The view of a request that a processor gets, under the names that SGLang has for them."""
+    """The view of a request that a processor of SGLang's form gets, under the names that SGLang has for them."""
 
     origin_input_ids: list[int]
     output_ids: list[int]
 
 
 @dataclass(slots=True)
-class _Row:
-    name: str
-    parameters: dict[str, Any]
-    request: Request
+class ProcessedRow:
+    """What a row's processors are given, by the processor's name. Only what their forms need is there."""
+
+    # Parameters of the forms BATCH and LOGITS; the latter have `__req__`, too.
+    parameters: dict[str, dict[str, Any]]
+    # Processors that were made for this request.
+    own: dict[str, LogitsProcessor]
+    request: Request | None
+    context: TextContext | None
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.parameters, *self.own]
 
 
-class ProcessedRows:
-    """The rows that asked for a processor."""
+class ProcessedRows(Stage[ProcessedRow]):
+    """The rows that ask for processors."""
 
-    def __init__(self, processors: Mapping[str, Processor]) -> None:
+    def __init__(self, max_rows: int, processors: Mapping[str, Processor]) -> None:
+        super().__init__(max_rows)
         self._processors = processors
-        self._rows: dict[int, _Row] = {}
         self._failures: dict[int, str] = {}
 
-    def join(self, row: int, name: str, parameters: str, prompt: Sequence[int], emitted: Sequence[int]) -> None:
-        """Add a row. `parameters` is JSON text. ValueError for a name that is not allowed."""
-        if name not in self._processors:
-            raise ValueError(f"the logits processor {name!r} is not one of {sorted(self._processors)}")
-        request = Request(list(prompt), list(emitted))
-        values = json.loads(parameters) if parameters else {}
-        if not isinstance(values, dict):
-            raise ValueError("the parameters of a logits processor must be an object")
-        self._rows[row] = _Row(name, {**values, "__req__": request}, request)
+    def state_of(self, joining: JoiningRow) -> ProcessedRow | None:
+        params = joining.params
+        if not params.named_processors:
+            return None
+        given = read_all(self._processors, params.named_processors)
+        made = {name: self._processors[name] for name in given}
+        if params.greedy and not params.logprobs:
+            made = {name: processor for name, processor in made.items() if not processor.keeps_largest}
+        if not made:
+            return None
+        forms = {processor.form for processor in made.values()}
+        request = None
+        if ProcessorForm.LOGITS in forms:
+            request = Request(joining.prompt.tolist(), joining.emitted.tolist())
+        row = ProcessedRow({}, {}, request, _context(joining) if forms - {ProcessorForm.LOGITS} else None)
+        for name, processor in made.items():
+            if processor.form is ProcessorForm.REQUEST:
+                row.own[name] = _made(name, processor, given[name])
+            elif processor.form is ProcessorForm.LOGITS:
+                row.parameters[name] = {**given[name], "__req__": request}
+            else:
+                row.parameters[name] = given[name]
+        return row
 
     def drop(self, row: int) -> None:
-        self._rows.pop(row, None)
+        super().drop(row)
         self._failures.pop(row, None)
 
     def failure(self, row: int) -> str | None:
         """Explain why the row's logits are NaN, if a processor is to blame."""
         return self._failures.get(row)
 
-    def apply(self, logits: torch.Tensor, rows: NDArray[np.int32]) -> None:
-        """Run each processor once over all its rows. The rows of one that fails become NaN."""
+    def change(
+        self, logits: torch.Tensor, index: NDArray[np.intp], rows: list[int], positions: NDArray[np.int64]
+    ) -> None:
         groups: dict[str, list[int]] = defaultdict(list)
-        for i, row in enumerate(rows.tolist() if self._rows else ()):
-            if row in self._rows:
-                groups[self._rows[row].name].append(i)
-        for name, index in groups.items():
-            asked = [self._rows[int(rows[i])].parameters for i in index]
-            try:
-                logits[index] = self._result(name, logits[index], asked)
-            except Exception as error:  # whatever the operator's code raises
-                log.exception("the logits processor %s failed", name)
-                logits[index] = torch.nan
-                reason = f"the logits processor {name!r} failed: {type(error).__name__}"
-                self._failures.update((int(rows[i]), reason) for i in index)
+        for i, row in enumerate(rows):
+            for name in self._states[row].names:
+                groups[name].append(i)
+        for name, processor in self._processors.items():
+            if name in groups:
+                members = [rows[i] for i in groups[name]]
+                self._run(name, processor, logits, index[groups[name]].tolist(), members)
 
-    def chosen(self, rows: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
-        """Record the drawn tokens, which the processors see in the next step."""
-        for row, token in zip(rows.tolist(), tokens.tolist(), strict=True) if self._rows else ():
-            if row in self._rows:
-                self._rows[row].request.output_ids.append(token)
+    def follow(self, row: int, token: int) -> None:
+        state = self._states[row]
+        if state.request is not None:
+            state.request.output_ids.append(token)
+        if state.context is not None:
+            state.context.receive_token(token)
 
-    def _result(self, name: str, logits: torch.Tensor, parameters: list[dict[str, Any]]) -> torch.Tensor:
-        result = self._processors[name](logits, parameters)
-        if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
+    def _run(self, name: str, processor: Processor, logits: torch.Tensor, index: list[int], rows: list[int]) -> None:
+        """Run one processor over its rows, whose logits have these indices. Where it fails they become NaN."""
+        if processor.form is ProcessorForm.REQUEST:
+            for i, row in zip(index, rows, strict=True):
+                self._guard(name, logits, [i], [row], partial(self._run_own, name, logits[i : i + 1], row))
+            return
+        run = self._run_batch if processor.form is ProcessorForm.BATCH else self._run_logits
+        self._guard(name, logits, index, rows, partial(run, name, processor, logits, index, rows))
+
+    def _guard(
+        self, name: str, logits: torch.Tensor, index: list[int], rows: list[int], run: Callable[[], None]
+    ) -> None:
+        try:
+            run()
+        except Exception as error:  # whatever the operator's code raises
+            log.exception("the logits processor %s failed", name)
+            logits[index] = torch.nan
+            reason = f"the logits processor {name!r} failed: {type(error).__name__}"
+            for row in rows:
+                self._failures.setdefault(row, reason)
+
+    def _run_own(self, name: str, logits: torch.Tensor, row: int) -> None:
+        state = self._states[row]
+        assert state.context is not None
+        inputs = ProcessorInputs(logits, state.context)
+        state.own[name](inputs)
+        _check_in_place(inputs.logits, logits)
+
+    def _run_batch(
+        self, name: str, processor: Processor, logits: torch.Tensor, index: list[int], rows: list[int]
+    ) -> None:
+        states = [self._states[row] for row in rows]
+        contexts = [state.context for state in states if state.context is not None]
+        part = logits[index]
+        inputs = BatchProcessorInputs(part, None, contexts, [state.parameters[name] for state in states])
+        processor.call(inputs)
+        _check_in_place(inputs.logits, part)
+        logits[index] = part
+
+    def _run_logits(
+        self, name: str, processor: Processor, logits: torch.Tensor, index: list[int], rows: list[int]
+    ) -> None:
+        part = logits[index]
+        result = processor.call(part, [self._states[row].parameters[name] for row in rows])
+        if not isinstance(result, torch.Tensor) or result.shape != part.shape:
             raise ValueError("a processor must return logits of the shape that it was given")
-        return result
+        logits[index] = result
+
+
+def _check_in_place(logits: Any, given: torch.Tensor) -> None:
+    if logits is not given:
+        raise ValueError("a processor must change the logits in place: inputs.logits was replaced")
+
+
+def _made(name: str, processor: Processor, parameters: dict[str, Any]) -> LogitsProcessor:
+    try:
+        made: LogitsProcessor = processor.call(parameters)
+    except Exception as error:  # whatever the operator's code raises
+        reason = str(error) if isinstance(error, ValueError) else type(error).__name__
+        raise ValueError(f"the logits processor {name!r} refuses its parameters: {reason}") from error
+    if not callable(made):
+        raise ValueError(f"the logits processor {name!r} cannot be called: it has no __call__")
+    return made
+
+
+def _context(joining: JoiningRow) -> TextContext:
+    """Return the request's tokens and values as a context. Its id is the worker's own, and it never ends."""
+    params = replace(joining.params, stop_token_ids=list(joining.stop_token_ids))
+    context = TextContext.from_prompt(joining.prompt, params, max_length=None)
+    context.receive_tokens(joining.emitted.tolist())
+    return context

@@ -21,20 +21,13 @@ ROW_VALUES = np.dtype(
         ("held", np.bool_),
         ("greedy", np.bool_),
         ("worked", np.bool_),  # needs more than the largest logit
-        ("biased", np.bool_),
-        ("restricted", np.bool_),
         ("hosted", np.bool_),  # needs what was drawn before, or reports more than a token
-        ("penalized", np.bool_),
-        ("whole_sequence", np.bool_),
         ("logprobs", np.int8),
         ("temperature", np.float32),
         ("top_k", np.int32),
         ("top_p", np.float64),
         ("log_min_p", np.float32),
         ("typical_p", np.float64),
-        ("frequency", np.float32),
-        ("presence", np.float32),
-        ("repetition", np.float32),
         ("seed", np.uint64),
         ("may_stop_at", np.int64),  # first position at which stop ids are allowed
     ],
@@ -42,10 +35,12 @@ ROW_VALUES = np.dtype(
 )
 
 
-def row_values(params: SamplingParams, prompt_length: int, vocab_size: int) -> tuple[object, ...]:
-    """Return a record of ROW_VALUES, in the order of its fields."""
+def row_values(
+    params: SamplingParams, prompt_length: int, vocab_size: int, processed: bool = False
+) -> tuple[object, ...]:
+    """Return a record of ROW_VALUES, in the order of its fields. `processed`: a processor changes its logits."""
     cuts = params.temperature > 0
-    biased = params.needs_penalties or params.logit_bias or params.watermark or params.logit_processor
+    biased = params.needs_penalties or params.logit_bias or params.watermark or processed
     restricted = params.allowed_token_ids or params.bad_words
     worked = not params.greedy or biased or restricted or params.logprobs
     reports = params.logprobs or params.reports or params.typical_p < 1 or params.min_new_tokens
@@ -53,23 +48,21 @@ def row_values(params: SamplingParams, prompt_length: int, vocab_size: int) -> t
         True,
         params.greedy,
         bool(worked),
-        bool(params.logit_bias),
-        bool(restricted),
         bool(biased or restricted or reports),
-        params.needs_penalties,
-        params.penalize_prompt,
         params.logprobs,
         min(max(params.temperature, LEAST_TEMPERATURE), MOST_TEMPERATURE) if cuts else 1.0,
         min(params.top_k, vocab_size) if cuts and params.top_k > 0 else vocab_size,
         params.top_p if cuts else 1.0,
         np.log(params.min_p) if cuts and params.min_p > 0 else -np.inf,
         params.typical_p if cuts else 1.0,
-        params.frequency_penalty,
-        params.presence_penalty,
-        params.repetition_penalty,
         params.seed,
-        prompt_length + params.min_new_tokens if params.min_new_tokens else 0,
+        first_stop(params, prompt_length),
     )
+
+
+def first_stop(params: SamplingParams, prompt_length: int) -> int:
+    """Return the first position at which tokens that end the row are allowed."""
+    return prompt_length + params.min_new_tokens if params.min_new_tokens else 0
 
 
 def inside_vocabulary(tokens: Sequence[int], vocab_size: int) -> NDArray[np.int64]:

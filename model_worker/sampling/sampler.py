@@ -6,7 +6,7 @@ For each row of logits, in this order, each step only where the row asks for it:
     1. penalties          on tokens of the output, or of prompt + output (`penalize_prompt`): see `penalties.py`
     2. min_new_tokens     stop ids get -inf until so many tokens are emitted
     3. logit_bias         added; tokens that are not allowed, and the ends of bad words, get -inf (`token_rules.py`),
-                          unless a grammar leaves nothing else; then the operator's processor: see `processors.py`
+                          unless a grammar leaves nothing else; then the operator's processors: see `processors.py`
     4. greedy             the largest logit, lower id first among equals, ends here (temperature 0, or top_k 1)
     5. temperature        divided out; below 1e-6 it counts as 1e-6, above 1e6 as 1e6
     6. top-k, top-p, min-p  in this order, each renormalised over what the one before kept; ties as `draw.py` says;
@@ -27,6 +27,8 @@ Dialect notes. SGLang applies top-k and top-p jointly when no request of the bat
 sequential always, as in TGI and transformers, because a row must not depend on its neighbours. TGI counts frequency
 over prompt + output divided by length and applies repetition first; SGLang the reverse: both are kept.
 
+Steps 0 to 3 are stages of one form, `stages.py`, and share it with the operator's processors.
+
 A batch of greedy rows without other wishes is one `max` over the logits in their own dtype. Knows rows and tensors;
 it does not know requests, blocks or sockets.
 """
@@ -45,12 +47,14 @@ from model_worker.device_copy import upload
 from model_worker.sampling import draw_cuda, rng
 from model_worker.sampling.draw import Choices, choose, only_kept
 from model_worker.sampling.logprobs import CHOSEN_ONLY, ReportBuilder, Wanted
-from model_worker.sampling.penalties import Penalties, SeenTokens
-from model_worker.sampling.processors import ProcessedRows, Processor
+from model_worker.sampling.penalties import PenaltyStage
+from model_worker.sampling.processors import ProcessedRows
+from model_worker.sampling.registry import Processor
 from model_worker.sampling.row_values import ROW_VALUES, known_tokens, row_values
-from model_worker.sampling.token_rules import TokenRules
+from model_worker.sampling.stages import AnyStage, JoiningRow
+from model_worker.sampling.token_rules import RuleStage
 from model_worker.sampling.typical import only_typical
-from model_worker.sampling.watermark import favour_green
+from model_worker.sampling.watermark import Watermark
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,15 @@ class SamplerRows:
         self._vocab_size = vocab_size
         self._device = device
         self._has_kernels = has_kernels
-        self._seen: dict[int, SeenTokens] = {}
-        self._rules: dict[int, TokenRules] = {}
         self._wanted: dict[int, Wanted] = {}
-        self._processed = ProcessedRows(processors or {})
-        # The last token of each row with a watermark.
-        self._last: dict[int, int] = {}
+        self._processed = ProcessedRows(max_rows, processors or {})
+        # In the order of their operations.
+        self._stages: tuple[AnyStage, ...] = (
+            Watermark(max_rows),
+            PenaltyStage(max_rows, vocab_size),
+            RuleStage(max_rows, vocab_size, device),
+            self._processed,
+        )
 
     def warm_up(self) -> None:
         """Compile, or load from the cache, the kernels that the first sampled token would otherwise wait for."""
@@ -128,41 +135,28 @@ class SamplerRows:
         self._check_rows(np.array([row]))
         if self._table["held"][row]:
             raise ValueError(f"row {row} is held by another sequence: drop it first")
-        rules = TokenRules.of(params, stop_token_ids, emitted, self._vocab_size, self._device)
+        joining = JoiningRow(params, stop_token_ids, prompt, emitted)
+        states = [stage.state_of(joining) for stage in self._stages]
         wanted = Wanted(params.top_logprobs, known_tokens("logprob_ids", params.logprob_ids, self._vocab_size))
-        if params.logit_processor:
-            known = (prompt.tolist(), emitted.tolist())
-            self._processed.join(row, params.logit_processor, params.custom_params, *known)
-        self._table[row] = row_values(params, len(prompt), self._vocab_size)
+        processed = states[-1] is not None
+        self._table[row] = row_values(params, len(prompt), self._vocab_size, processed)
         if params.reports:
             self._wanted[row] = wanted
-        if params.watermark:
-            self._last[row] = int((emitted if len(emitted) else prompt)[-1])
-        if params.logit_bias or params.allowed_token_ids or params.bad_words or params.min_new_tokens:
-            self._rules[row] = rules
-        if params.needs_penalties:
-            counted = np.concatenate([prompt, emitted]) if params.penalize_prompt else emitted
-            self._seen[row] = SeenTokens(counted, self._vocab_size)
+        for stage, state in zip(self._stages, states, strict=True):
+            stage.hold(row, state)
 
     def drop(self, row: int) -> None:
         """Free `row`; a row that is free already (its join was refused) stays so."""
         self._check_rows(np.array([row]))
-        for values in (self._seen, self._rules, self._wanted, self._last):
-            values.pop(row, None)
-        self._processed.drop(row)
+        self._wanted.pop(row, None)
+        for stage in self._stages:
+            stage.drop(row)
         self._table[row] = np.zeros((), ROW_VALUES)
 
     def follow(self, row: int, tokens: Sequence[int]) -> None:
         """Record jump-forward tokens: `row` has gone on by tokens that were not drawn."""
-        if row in self._seen:
-            for token in tokens:
-                self._seen[row].add(token)
-        if row in self._last:
-            self._last[row] = tokens[-1]
-        for token in tokens if row in self._rules else ():
-            self._rules[row].follow(token)
-        for token in tokens:
-            self._processed.chosen(np.array([row], np.int32), np.array([token]))
+        for stage in self._stages:
+            stage.followed(row, tokens)
 
     def needs_logits(self, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return the rows for which the argmax alone does not give the result of `sample`."""
@@ -237,12 +231,8 @@ class SamplerRows:
         `logits` are shifted and scaled afterwards; those drawn from are the same but for rows with typical_p, whose
         other truncations are done there and gone from `values`.
         """
-        marked = [i for i, row in enumerate(rows.tolist()) if row in self._last] if self._last else []
-        for i in marked:
-            favour_green(logits[i], self._last[int(rows[i])])
-        self._penalize(logits, rows, values, positions)
-        self._apply_rules(logits, rows, values, positions)
-        self._processed.apply(logits, rows)
+        for stage in self._stages:
+            stage.apply(logits, rows, positions)
         first, bad = self._scale(logits, values["temperature"])
         typical = np.flatnonzero(values["typical_p"] < 1)
         drawn = self._typical(logits, first, typical, values, positions) if len(typical) else logits
@@ -250,13 +240,8 @@ class SamplerRows:
         for i in typical[values["logprobs"][typical] == LogprobMode.TEMPERED].tolist():
             row = logits[i].double()
             logprobs[i] = float(row[int(tokens[i])] - torch.logsumexp(row, -1))
-        for i in np.flatnonzero(values["penalized"]).tolist():
-            self._seen[int(rows[i])].add(int(tokens[i]))
-        for i in marked:
-            self._last[int(rows[i])] = int(tokens[i])
-        for i in np.flatnonzero(values["restricted"]).tolist():
-            self._rules[int(rows[i])].follow(int(tokens[i]))
-        self._processed.chosen(rows, tokens)
+        for stage in self._stages:
+            stage.chosen(rows, tokens)
         tokens[bad] = -1
         return tokens, logprobs, drawn
 
@@ -307,30 +292,6 @@ class SamplerRows:
             chosen = np.maximum(tokens[part], 0)
             builder.add(int(rows[i]), int(positions[i]), logits, chosen, self._wanted[int(rows[i])])
         return builder.columns()
-
-    def _penalize(
-        self,
-        logits: torch.Tensor,
-        rows: NDArray[np.int32],
-        values: NDArray[np.void],
-        positions: NDArray[np.int64],
-    ) -> None:
-        index = np.flatnonzero(values["penalized"])
-        if len(index):
-            names = ("frequency", "presence", "repetition", "whole_sequence")
-            penalties = Penalties(length=positions[index], **{name: values[name][index] for name in names})
-            penalties.apply(logits, index, [self._seen[int(row)] for row in rows[index]])
-
-    def _apply_rules(
-        self,
-        logits: torch.Tensor,
-        rows: NDArray[np.int32],
-        values: NDArray[np.void],
-        positions: NDArray[np.int64],
-    ) -> None:
-        may_stop = positions >= values["may_stop_at"]
-        for i in np.flatnonzero(values["biased"] | values["restricted"] | ~may_stop).tolist():
-            self._rules[int(rows[i])].apply(logits[i], bool(may_stop[i]))
 
     def _scale(self, logits: torch.Tensor, temperature: NDArray[np.float32]) -> tuple[torch.Tensor, NDArray[np.bool_]]:
         """Shift rows to a largest logit of 0, and divide by the temperature. Returns the first tokens, and which

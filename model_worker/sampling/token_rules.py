@@ -1,20 +1,19 @@
 """The rules of a row on single tokens: a minimum length, biases, the tokens that are allowed, and bad words.
 
-Knows the logits of one row. Does not know the row table, nor the other operations of sampler.py.
+Knows the logits of its rows. Does not know the sampler's table, nor the other stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from interfaces import SamplingParams
 from model_worker.sampling.bad_words import BadWords
-from model_worker.sampling.row_values import inside_vocabulary, known_tokens
+from model_worker.sampling.row_values import first_stop, inside_vocabulary, known_tokens
+from model_worker.sampling.stages import JoiningRow, Stage
 
 
 @dataclass(frozen=True)
@@ -28,27 +27,25 @@ class TokenRules:
     # None: every token.
     allowed: torch.Tensor | None
     bad_words: BadWords | None
+    # The first position at which the row may end.
+    may_stop_at: int
 
     @staticmethod
-    def of(
-        params: SamplingParams,
-        stop_token_ids: Sequence[int],
-        emitted: NDArray[np.int32],
-        vocab_size: int,
-        device: torch.device,
-    ) -> TokenRules:
-        """Make the rules of a sequence that has emitted these tokens; ValueError for tokens that the model lacks."""
+    def of(joining: JoiningRow, vocab_size: int, device: torch.device) -> TokenRules:
+        """Make the rules of a row; ValueError for tokens that the model lacks."""
+        params = joining.params
         biased = known_tokens("logit_bias", list(params.logit_bias), vocab_size)
         allowed = inside_vocabulary(params.allowed_token_ids, vocab_size)
         if params.allowed_token_ids and not len(allowed):
             raise ValueError(f"allowed_token_ids has no token of this model: valid are 0 to {vocab_size - 1}")
         biases = np.fromiter(params.logit_bias.values(), np.float32)
         return TokenRules(
-            stops=torch.from_numpy(inside_vocabulary(stop_token_ids, vocab_size)).to(device),
+            stops=torch.from_numpy(inside_vocabulary(joining.stop_token_ids, vocab_size)).to(device),
             biased=torch.from_numpy(biased).to(device),
             biases=torch.from_numpy(biases).to(device),
             allowed=torch.from_numpy(allowed).to(device) if params.allowed_token_ids else None,
-            bad_words=BadWords(params.bad_words, emitted.tolist()) if params.bad_words else None,
+            bad_words=BadWords(params.bad_words, joining.emitted.tolist()) if params.bad_words else None,
+            may_stop_at=first_stop(params, len(joining.prompt)),
         )
 
     def follow(self, token: int) -> None:
@@ -56,9 +53,9 @@ class TokenRules:
         if self.bad_words is not None:
             self.bad_words.add(token)
 
-    def apply(self, logits: torch.Tensor, may_stop: bool) -> None:
-        """Apply the rules to the row's logits [vocabulary], in place."""
-        if not may_stop:
+    def apply(self, logits: torch.Tensor, position: int) -> None:
+        """Apply the rules to the row's logits [vocabulary] for the token at `position`, in place."""
+        if position < self.may_stop_at:
             self._hold_back_stops(logits)
         if len(self.biased):
             logits[self.biased] += self.biases
@@ -82,3 +79,27 @@ class TokenRules:
         if bool(torch.isneginf(logits.max())):
             # A grammar leaves nothing else.
             logits.copy_(before)
+
+
+class RuleStage(Stage[TokenRules]):
+    """The rows with rules on single tokens."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(max_rows)
+        self._vocab_size = vocab_size
+        self._device = device
+
+    def state_of(self, joining: JoiningRow) -> TokenRules | None:
+        params = joining.params
+        if not (params.logit_bias or params.allowed_token_ids or params.bad_words or params.min_new_tokens):
+            return None
+        return TokenRules.of(joining, self._vocab_size, self._device)
+
+    def change(
+        self, logits: torch.Tensor, index: NDArray[np.intp], rows: list[int], positions: NDArray[np.int64]
+    ) -> None:
+        for i, row, position in zip(index.tolist(), rows, positions.tolist(), strict=True):
+            self._states[row].apply(logits[i], position)
+
+    def follow(self, row: int, token: int) -> None:
+        self._states[row].follow(token)

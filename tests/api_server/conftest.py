@@ -169,6 +169,8 @@ class SchedulerDouble:
     pooled: Callable[[PoolingContext], PooledValues] = sums_of
     """The values of a one-shot request; they are sent in two halves."""
     images: int = 0
+    # Schemas of the parameters of logits processors, as JSON text, by name.
+    processors: dict[str, str] = field(default_factory=dict)
     adapters: list[AdapterStatus] = field(default_factory=list)
     adapter_orders: list[AdapterOrder] = field(default_factory=list)
     fail_adapter: tuple[LoRAStatus, str] | None = None
@@ -260,6 +262,7 @@ class SchedulerDouble:
             images=self.images,
             adapters=self.adapters,
             takes_adapters=True,
+            processors=self.processors,
         )
 
     def _take(self, router: zmq.Socket[bytes], replica: bytes, message: Any) -> None:

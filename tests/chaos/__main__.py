@@ -1,4 +1,4 @@
-"""The long forms: `python -m tests.chaos kills|fuzz|pictures|texts|vanish|slow|overload|unfair|soak|all`.
+"""The long forms: `python -m tests.chaos kills|fuzz|pictures|texts|adapters|vanish|slow|overload|unfair|soak|all`.
 
 They start servers of a tiny model of their own (or of `--model`; texts always have a tiny encoder), so they need
 nothing but a few free minutes.
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.chaos import killing, load, pictures, texts
+from tests.chaos import adapters, killing, load, pictures, texts
 from tests.system.served_model import make_model
 
 
@@ -59,6 +59,7 @@ FORMS: dict[str, Callable[[argparse.Namespace], dict[str, object]]] = {
     "fuzz": killing.fuzz,
     "pictures": pictures.pictures,
     "texts": texts.texts,
+    "adapters": adapters.adapters,
     "vanish": load.vanish,
     "slow": load.slow,
     "overload": load.overload,

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from deploy.hub_revision import hub_revision
-from deploy.serve import resolve_model
+from deploy.serve import resolve_adapters, resolve_model
 from shared.settings import Settings, SettingsError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -49,3 +49,22 @@ def test_a_revision_that_is_not_there_is_named(cache: Path) -> None:
 @pytest.mark.parametrize("model", ["someone/tiny", "./a@b", "a@", "@v1", "a b@v1"])
 def test_other_names_have_no_revision(model: str) -> None:
     assert hub_revision(model) is None
+
+
+def test_an_adapter_that_is_named_as_on_the_hub_is_its_folder_in_the_cache(cache: Path) -> None:
+    weights = cache / "adapter_model.safetensors"
+    for name in ("adapter_config.json", weights.name):
+        (cache.parents[1] / "blobs" / name).write_text("{}")
+        (cache / name).symlink_to(f"../../blobs/{name}")
+    for path in ("someone/tiny@v1", f"someone/tiny@{COMMIT}"):
+        found = resolve_adapters(Settings(lora=f"a={path}"))
+        assert found.adapter_paths == {"a": str(cache)}
+    weights.unlink()
+    with pytest.raises(SettingsError, match=r"lora a=someone/tiny@v1: .*has no adapter_model\.safetensors"):
+        resolve_adapters(Settings(lora="a=someone/tiny@v1"))
+
+
+@pytest.mark.parametrize("path", ["someone/else", "someone/tiny@v2", "someone/tiny"])
+def test_an_adapter_that_is_not_in_the_cache_is_named(path: str, cache: Path) -> None:
+    with pytest.raises(SettingsError, match=f"lora a={path}: '{path}' is no folder here, and the hub's local cache"):
+        resolve_adapters(Settings(lora=f"a={path}"))

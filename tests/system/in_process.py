@@ -37,7 +37,7 @@ from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.rows import WorkerRows
 from model_worker.runner import ModelRunner
-from model_worker.sampling.processors import Processor
+from model_worker.sampling.registry import Processor
 from model_worker.sampling.sampler import SamplerRows
 from scheduler.core import Scheduler
 from scheduler.limits import Limits

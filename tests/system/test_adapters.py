@@ -18,6 +18,7 @@ import httpx
 import pytest
 import torch
 
+from tests.chaos.adapters import churn
 from tests.model_worker.adapters.made import Made, Recipe, make
 from tests.system.server import Server
 from tests.system.test_resilience import last_frame
@@ -160,10 +161,10 @@ def test_what_cannot_be_an_adapter_is_refused_with_the_reason(server: Server, ad
     folder = adapters["one"].folder.parent / "strange"
     shutil.copytree(adapters["one"].folder, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"layer_replication": [[0, 1]]}))
     response = post(server, "/v1/load_lora_adapter", lora_name="x", lora_path=str(folder))
     assert response.status_code == 400
-    assert "modules_to_save" in response.json()["error"]["message"]
+    assert "layer_replication" in response.json()["error"]["message"]
     shutil.rmtree(folder)
     assert names(server) == {"start"}
 
@@ -189,6 +190,31 @@ def test_a_killed_process_changes_no_token_and_forgets_no_adapter(
     assert names(server) == {"start", "a", "b"}
     answers = generate(server, [PROMPT] * 3, ["start", "a", "b"])
     assert answers == [truth(adapters[name].merged, PROMPT) for name in ("start", "three", "two")]
+
+
+def test_loads_and_unloads_disturb_no_stream(server: Server, adapters: dict[str, Made]) -> None:
+    """The short form of `python -m tests.chaos adapters`, with a killed worker in its middle."""
+    load(server, "a", adapters["one"])
+
+    def disturb(number: int) -> None:
+        if number == 5:
+            server.child("model_worker").send_signal(signal.SIGKILL)
+
+    folders = [adapters[name].folder for name in ("two", "three", "four")]
+    found = churn(server, [None, "start", "a"], folders, loads=10, streams=6, disturb=disturb)
+    assert found.loads == 10
+    assert found.streams >= 6
+    assert not found.changed, found.changed
+
+
+def test_32_requests_over_adapters_and_none_are_as_one_by_one(server: Server, adapters: dict[str, Made]) -> None:
+    for name in NAMES[1:]:
+        load(server, name, adapters[name])
+    asked: list[str | None] = [(None, *NAMES)[i % 6] for i in range(32)]
+    prompts = [[9 + (i * 7 + j * 3) % 400 for j in range(5 + i)] for i in range(32)]
+    together = generate(server, prompts, asked, 12)
+    alone = [generate(server, [prompt], [name], 12)[0] for prompt, name in zip(prompts, asked, strict=True)]
+    assert together == alone
 
 
 def test_why_names_the_adapter(server: Server) -> None:

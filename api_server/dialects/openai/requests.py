@@ -10,8 +10,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import orjson
-
 from api_server.body import item_limits, unknown_fields, validation
 from api_server.body.unknown_fields import ALWAYS, Refusals, unless
 from api_server.chat import documents, images, videos
@@ -24,7 +22,7 @@ from api_server.dialects.openai.responses.schema import ResponsesBody
 from api_server.dialects.openai.responses.tools import Toolbox
 from api_server.dialects.openai.schema import ChatBody, CompletionBody, ExtendedBody, TextBody
 from api_server.errors import invalid, shown, unsupported
-from api_server.generation.logit_processors import processor_problem
+from api_server.generation.logit_processors import AllowedProcessors
 from api_server.text.stop_patterns import pattern_problem
 from api_server.web.endpoint import Call
 from interfaces import SEED_LIMIT, LogprobMode, SamplingParamsInput, TextGenerationRequest, TextGenerationRequestMessage
@@ -239,19 +237,14 @@ def _common(call: Call, given: TextBody, max_tokens: int | None, logprobs: int |
 
 def _extended(call: Call, given: ExtendedBody, common: dict[str, Any]) -> dict[str, Any]:
     """Adds the fields of `ExtendedBody` to the arguments. Raises RequestFailed."""
-    name = given.custom_logit_processor or ""
     problem = pattern_problem(given.stop_patterns)
     if problem is not None:
         raise invalid(problem, "stop_regex")
-    problem = processor_problem(name, call.server.settings.processor_paths)
-    if problem is not None:
-        raise invalid(problem, "custom_logit_processor")
     sampling = replace(
         common["sampling"],
         allowed_token_ids=given.allowed_token_ids,
         bad_words=_bad_words(call, given.bad_words or []),
-        logit_processor=name,
-        custom_params=orjson.dumps(given.custom_params or {}).decode() if name else None,
+        named_processors=_named_processors(call, given),
     )
     if given.prompt_logprobs is not None:
         if given.stream:
@@ -267,6 +260,23 @@ def _extended(call: Call, given: ExtendedBody, common: dict[str, Any]) -> dict[s
         "stop_patterns": given.stop_patterns,
         "cache_salt": f"{given.extra_key}\0{salt}" if given.extra_key else salt,
     }
+
+
+def _named_processors(call: Call, given: ExtendedBody) -> dict[str, Any]:
+    """The logits processors that a body names, with their parameters. Raises RequestFailed."""
+    if not (given.custom_logit_processor or given.logits_processors or given.vllm_xargs):
+        return {}
+    listed: list[tuple[str, dict[str, Any]]] = []
+    for i, entry in enumerate(given.logits_processors or []):
+        if isinstance(entry, str):
+            listed.append((entry, {}))
+        elif entry.args:
+            text = f"logits_processors[{i}].args has values without names: give them by name, in kwargs"
+            raise invalid(text, "logits_processors")
+        else:
+            listed.append((entry.qualname, entry.kwargs or {}))
+    allowed = AllowedProcessors.of(call.server)
+    return allowed.named(given.custom_logit_processor or "", given.custom_params, listed, given.vllm_xargs)
 
 
 def _bad_words(call: Call, words: list[str]) -> list[list[int]]:

@@ -76,6 +76,15 @@ class TextBody(Body):
     )
 
 
+# The constructor that mypy's plugin makes up has an argument `kwargs` already.
+class NamedProcessor(Body):  # type: ignore[no-redef]
+    """A logits processor that vLLM's clients name."""
+
+    qualname: str = Field(max_length=LONGEST_NAME, description="Its name")
+    args: list[Any] | None = Field(None, description="Refused unless empty: parameters have names")
+    kwargs: dict[str, Any] | None = Field(None, description="Its parameters")
+
+
 class ExtendedBody(TextBody):
     """Additions of SGLang's and vLLM's clients to chat and plain completions."""
 
@@ -102,6 +111,12 @@ class ExtendedBody(TextBody):
         None, description="Name of a logits processor that the server was started with (--logit-processors)"
     )
     custom_params: dict[str, Any] | None = Field(None, description="What the custom logit processor is given")
+    logits_processors: Annotated[list[str | NamedProcessor], Field(fail_fast=True, max_length=16)] | None = Field(
+        None, description="Names of logits processors that the server was started with, or objects with parameters"
+    )
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="Parameters of logits processors, by name; each goes to the processors that have it"
+    )
     rid: str | None = Field(None, min_length=1, max_length=256, description="Name of the request, for aborting it")
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import orjson
@@ -32,7 +33,7 @@ from api_server.dialects.sglang.validation import (
 )
 from api_server.errors import invalid, unsupported
 from api_server.generation.generation import Generation, generate
-from api_server.generation.logit_processors import processor_problem
+from api_server.generation.logit_processors import AllowedProcessors
 from api_server.web.endpoint import Call, Document
 from api_server.web.sse import DONE, EventStream, frame
 from interfaces import SEED_LIMIT, LogprobMode, RequestID, SamplingParamsInput, TextGenerationRequest
@@ -142,11 +143,18 @@ def _check(body: GenerateRequest, batch: Batch, call: Call) -> None:
             known = ", ".join(call.server.adapters) or "none"
             text = f"Got LoRA adapter that has never been loaded: {item.lora_path[:100]!r}. Loaded adapters: {known}."
             raise invalid(text, "lora_path")
-        problem = processor_problem(item.custom_logit_processor, call.server.settings.processor_paths)
-        if problem is None and item.return_logprob:
-            problem = logprob_problem(item, vocab_size)
+        if item.custom_logit_processor:
+            _named_processors(item, call)
+        problem = logprob_problem(item, vocab_size) if item.return_logprob else None
         if problem is not None:
             raise invalid(problem)
+
+
+def _named_processors(item: Item, call: Call) -> dict[str, Any]:
+    """The logits processor that an item names, with its parameters. Raises RequestFailed."""
+    custom = item.custom_logit_processor
+    params = item.sampling.custom_params
+    return AllowedProcessors.of(call.server).named(custom, params, custom_field="sampling_params.custom_params")
 
 
 def _check_width(vectors: NDArray[np.float32], call: Call) -> None:
@@ -183,7 +191,7 @@ def _internal(item: Item, call: Call, body: GenerateRequest) -> TextGenerationRe
             prompt_embeddings=None if isinstance(item.prompt, str | list) else item.prompt,
             **arguments(item.images, item.videos),
             hidden_states=item.return_hidden_states,
-            sampling=_with_logprobs(_sampling(item), item) if item.return_logprob else _sampling(item),
+            sampling=_with_logprobs(_sampling(item, call), item) if item.return_logprob else _sampling(item, call),
             constraint=of_sampling_params(given),
             model_defaults=False,
             default_max_new_tokens=None if "max_new_tokens" in given.model_fields_set else DEFAULT_MAX_NEW_TOKENS,
@@ -212,7 +220,7 @@ def _with_logprobs(sampling: SamplingParamsInput, item: Item) -> SamplingParamsI
     )
 
 
-def _sampling(item: Item) -> SamplingParamsInput:
+def _sampling(item: Item, call: Call) -> SamplingParamsInput:
     given = item.sampling
     temperature = item.sampling.temperature
     return SamplingParamsInput(
@@ -230,7 +238,6 @@ def _sampling(item: Item) -> SamplingParamsInput:
         ignore_eos=given.ignore_eos,
         stop=given.stop_strings,
         stop_token_ids=[] if given.ignore_eos else given.stop_token_ids,
-        logit_processor=item.custom_logit_processor,
-        custom_params=orjson.dumps(given.custom_params or {}).decode() if item.custom_logit_processor else None,
+        named_processors=_named_processors(item, call),
         seed=None if given.sampling_seed is None else given.sampling_seed % SEED_LIMIT,
     )

@@ -87,23 +87,3 @@ def test_hidden_states_of_all_tokens_but_the_last(live: LiveServer, stream: bool
     first, *rest = told["hidden_states"]
     assert first == [[float(i)] * 4 for i in range(prompt)]
     assert rest == [[float(i)] * 4 for i in range(prompt, prompt + told["completion_tokens"] - 1)]
-
-
-def test_processors_are_named_never_sent(live: LiveServer) -> None:
-    configure(live, logit_processors="ban=my.package:Ban, other.module:P")
-    for body, path in (
-        ({"text": "a", "sampling_params": {"custom_params": {"x": [1, None]}}}, "/generate"),
-        ({"prompt": "a", "custom_params": {"x": [1, None]}}, "/v1/completions"),
-        ({"messages": [{"role": "user", "content": "a"}], "custom_params": {"x": [1, None]}}, "/v1/chat/completions"),
-    ):
-        for name in ("ban", "other.module:P"):
-            assert post(live, body | {"custom_logit_processor": name}, path).status_code == 200
-            params = live.double.submits[-1].text.sampling_params
-            assert (params.logit_processor, json.loads(params.custom_params)) == (name, {"x": [1, None]})
-        for name, words in (("os:system", "there is no 'os:system'"), ('{"callable": "80"}', "code sent by clients")):
-            response = post(live, body | {"custom_logit_processor": name}, path)
-            assert response.status_code == 400
-            assert words in response.json()["error"]["message"]
-            assert "one of ban, other.module:P" in response.json()["error"]["message"]
-    post(live, {"text": ["a", "b"], "custom_logit_processor": ["ban", None]})
-    assert [s.text.sampling_params.logit_processor for s in live.double.submits[-2:]] == ["ban", ""]

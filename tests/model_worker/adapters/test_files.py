@@ -210,9 +210,8 @@ def test_headers_that_would_be_longer_than_the_file_are_refused(length: int, tmp
     ("config", "reason"),
     [
         ({"peft_type": "IA3"}, "peft_type"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices"),
-        ({"target_parameters": ["experts.w1"]}, "target_parameters"),
         ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
         ({"use_qalora": True}, "use_qalora"),
@@ -274,6 +273,15 @@ def test_patterns_match_as_pefts_and_in_linear_time() -> None:
         ({**pair("lm_head", 4, 7), f"{PREFIX}lm_head.base_layer.weight": torch.ones(7, 4)}, {}, "differs"),
         ({**pair("lm_head", 4, 7), f"{PREFIX}lm_head.base_layer.weight": torch.ones(9, 4)}, {}, "differs"),
         ({"proj.lora_A.weight": torch.zeros(2, 4)}, {}, "not PEFT's"),
+        ({f"{PREFIX}norm.weight": torch.ones(4)}, {"modules_to_save": ["norm"]}, "LayerNorm"),
+        ({f"{PREFIX}lm_head.weight": torch.ones(9, 4)}, {"modules_to_save": ["lm_head"]}, "another model"),
+        ({f"{PREFIX}embed.weight": torch.ones(9, 4)}, {"modules_to_save": ["embed"]}, "another model"),
+        ({f"{PREFIX}lm_head.weight": torch.ones(7, 4)}, {"modules_to_save": ["head2"]}, "not a part of a LoRA adapter"),
+        (
+            {**pair("lm_head", 4, 7), f"{PREFIX}lm_head.weight": torch.ones(7, 4)},
+            {"modules_to_save": ["head"]},
+            "whole",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
