@@ -50,7 +50,7 @@ def test_a_batch_of_an_adapter_a_processor_and_neither(tmp_path: Path) -> None:
         run(pipeline, [TextContext.from_prompt(PROMPT, wrong)], 1)
     with pytest.raises(ValueError, match="there is an adapter 'a' already"):
         pipeline.load_adapter("a", made.folder)
-    with pytest.raises(ValueError, match="cannot be used: .*no adapter"):
+    with pytest.raises(ValueError, match=r"cannot be used: .*no adapter"):
         pipeline.load_adapter("c", tmp_path / "nothing")
     pipeline.unload_adapter("a")
     with pytest.raises(ValueError, match="there are: none"):
