@@ -74,8 +74,9 @@ class LLM:
     """A model of a Hugging Face directory or hub name. Do not use it from two threads at once.
 
     `options` are those of `TextPipeline.load`: device, dtype, quantization, max_batch_size, max_length, kv_memory,
-    logit_processors. `adapters` are directories of LoRA adapters for text, by name. The model is loaded by the first
-    call that needs it, once for text and once for each other task; ValueError gives the reason when it cannot be.
+    kv_dtype, logit_processors. `adapters` are directories of LoRA adapters for text, by name. The model is loaded by
+    the first call that needs it, once for text and once for each other task; ValueError gives the reason when it cannot
+    be.
     """
 
     def __init__(self, model: str | Path, *, adapters: Mapping[str, str | Path] | None = None, **options: Any) -> None:

@@ -136,6 +136,7 @@ def build(
         quantization=settings.quantization,
         has_kernels=kernel_cache.are_compiled,
         vision=settings.vision,
+        kv_dtype=settings.kv_dtype,
     )
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory) or default_kv_memory(loaded.device, models)

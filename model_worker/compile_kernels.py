@@ -23,9 +23,9 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from model_worker.attention import cpu
 from model_worker.cpu import kernel_cache
-from model_worker.cpu.gemm.codes import GROUP_INPUTS, Codes, Grouped
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
 from model_worker.cpu.simd import bf12
+from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.grammar import apply_mask
 from model_worker.loading.checkpoint import DTYPES
 from model_worker.loading.prepare import prepare
@@ -35,6 +35,7 @@ from model_worker.runner import ModelRunner
 from model_worker.sampling.sampler import SamplerRows
 from shared import logs
 from shared.liveness import become
+from shared.weight_codes import Codes, Grouped
 
 # Niceness of the compilation: a quarter of a core where another process wants it.
 NICE = 5

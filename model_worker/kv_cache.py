@@ -1,12 +1,13 @@
 """The paged KV cache: for each attention layer, K and V of a fixed number of blocks.
 
-Knows shapes and bytes. Does not know which block belongs to which sequence (the scheduler does), nor how attention
-reads the blocks (attention/ does).
+Elements have the model's own type, or are codes of 8 bits with a float32 scale for each token and head. Knows shapes
+and bytes. Does not know which block belongs to which sequence (the scheduler does), nor how attention reads the blocks
+(attention/ does).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,10 @@ CPU_SHARE = 0.25
 CPU_LIMIT = 4 * GIB
 # A CUDA device is ours, but activations and the allocator's slack need room beside the cache.
 CUDA_SHARE = 0.85
+# The types of codes that K and V may be kept in, by the names of `--kv-dtype`.
+CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# Bytes of the scale of one token's codes of one head.
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +64,21 @@ class KVLayout:
     dtype: torch.dtype
 
     @property
+    def in_codes(self) -> bool:
+        """Whether K and V are codes with scales."""
+        return self.dtype in CODE_DTYPES.values()
+
+    def as_codes(self, name: str) -> KVLayout:
+        """Return the same layers in codes of this name. ValueError for heads that cannot be kept so."""
+        if any(layer.k_dim % 2 for layer in self.layers):
+            raise ValueError(f"kv_dtype {name} wants heads with an even number of elements: use kv_dtype auto")
+        return replace(self, dtype=CODE_DTYPES[name])
+
+    @property
     def bytes_per_token(self) -> int:
-        return sum(layer.elements_per_token for layer in self.layers) * self.dtype.itemsize
+        elements = sum(layer.elements_per_token for layer in self.layers) * self.dtype.itemsize
+        scales = sum(2 * layer.kv_heads for layer in self.layers) * SCALE_BYTES
+        return elements + scales if self.in_codes else elements
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
@@ -79,17 +97,23 @@ class KVLayout:
 class KVCache:
     """K and V per layer, indexed `[block, offset, kv_head, element]`, allocated once and never moved.
 
-    On a CPU a block's memory is laid out head by head: a core reads one head's keys from end to end.
+    On a CPU a block's memory is laid out head by head: a core reads one head's keys from end to end. In codes a block
+    is bytes, as many for each token and head as elements and a scale take; attention/coded.py knows their order.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, block_size: int, device: torch.device) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a KV cache needs blocks and tokens in them: {num_blocks=}, {block_size=}")
+        if layout.in_codes and (device.type != "cpu" or block_size % 2):
+            raise ValueError(f"K and V in codes want a CPU and blocks of an even number of tokens: {block_size=}")
         self.layout = layout
         self.num_blocks = num_blocks
         self.block_size = block_size
 
         def blocks(layer: LayerShape, head_dim: int) -> Tensor:
+            if layout.in_codes:
+                shape = (num_blocks, layer.kv_heads, block_size, head_dim + SCALE_BYTES)
+                return _untouched_zeros(shape, torch.uint8).transpose(1, 2)
             # Zeros, not garbage: a NaN in an unwritten slot must not reach a softmax through 0 * NaN.
             if device.type == "cpu":
                 shape = (num_blocks, layer.kv_heads, block_size, head_dim)

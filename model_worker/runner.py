@@ -43,9 +43,11 @@ class ModelRunner:
         """The kind of backend, in words, for operators."""
         if not self.loaded.has_kernels:
             return "plain torch, while kernels compile"
+        kept = self.loaded.attention.layout
+        codes = f", K and V in {str(kept.dtype).removeprefix('torch.')}" if kept.in_codes else ""
         if isinstance(self.backend, FusedBackend):
-            return "fused stack"
-        return f"transformers' modules, {self.attention_name} attention"
+            return f"fused stack{codes}"
+        return f"transformers' modules, {self.attention_name} attention{codes}"
 
     @property
     def token_capacity(self) -> int:

@@ -1,4 +1,4 @@
-"""The forms that texts of settings may have: lists of models, devices and origins, and endpoints.
+"""The forms that texts of settings may have: lists of models, devices and origins, endpoints, and sizes.
 
 Knows texts. Does not know settings, nor whether what a text names is there.
 """
@@ -6,6 +6,8 @@ Knows texts. Does not know settings, nor whether what a text names is there.
 from __future__ import annotations
 
 import re
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 def are_models(text: str, first: str) -> bool:
@@ -30,3 +32,9 @@ def are_origins(text: str) -> bool:
 
 def are_devices(text: str) -> bool:
     return text == "auto" or all(re.fullmatch(r"cpu|cuda:[0-9]+", device) for device in text.split(","))
+
+
+def bytes_of(size: str) -> int:
+    """Return the bytes of a size such as 512MB or 4GiB; 0 for what is none."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMG]I?|)B?", size.upper())
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0

@@ -19,7 +19,7 @@ from typing import Any
 from shared.adapter_paths import named_paths
 from shared.fetch_hosts import FetchHosts
 from shared.logs import FORMATS
-from shared.setting_forms import are_devices, are_models, are_origins, entries, is_tcp
+from shared.setting_forms import are_devices, are_models, are_origins, bytes_of, entries, is_tcp
 
 
 class SettingsError(ValueError):
@@ -115,6 +115,9 @@ class Settings:
         "model",
         "none",
         "none, or int8: weights of linear layers in one byte each, half the memory to read per token; CPU only",
+    )
+    kv_dtype: str = _setting(
+        "model", "auto", "type of K and V: auto (as dtype), or on a CPU int8 or fp8 (docs/checkpoints.md)"
     )
     max_model_len: int | None = _setting(
         "model", None, "longest prompt + answer in tokens; default: what the model and the KV memory allow"
@@ -279,6 +282,7 @@ class Settings:
         _check(self.dtype in DTYPES, "dtype", self.dtype, "one of " + ", ".join(DTYPES))
         _check(self.task in TASKS, "task", self.task, "one of " + ", ".join(TASKS))
         _check(self.quantization in QUANTIZATIONS, "quantization", self.quantization, "none or int8")
+        _check(self.kv_dtype in KV_DTYPES, "kv_dtype", self.kv_dtype, "auto, int8 or fp8")
         _check(self.log_level in LOG_LEVELS, "log_level", self.log_level, "one of " + ", ".join(LOG_LEVELS))
         _check(self.log_format in FORMATS, "log_format", self.log_format, "text or json")
         parse_memory(self.kv_memory)
@@ -344,18 +348,15 @@ class Settings:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TASKS = ("auto", "generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "classify_tokens")
 QUANTIZATIONS = ("none", "int8")
+KV_DTYPES = ("auto", "int8", "fp8")
 _FURTHER_MODELS = "a list of NAME=MODEL with a name of its own for each (letters, digits and ./-_)"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
 def parse_memory(text: str, name: str = "kv_memory") -> int | None:
     """Parse `512MB`, `4GiB`, `2000000` to bytes; None for `auto`. Raises SettingsError."""
-    if text == "auto":
-        return None
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMG]I?|)B?", text.upper())
-    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if size < 1:
+    size = None if text == "auto" else bytes_of(text)
+    if size == 0:
         raise SettingsError(f"{name} must be auto or a size such as 512MB or 4GB, got {text!r}")
     return size
 

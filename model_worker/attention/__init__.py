@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_worker.attention import cpu, cuda, reference, tiled
+from model_worker.attention import coded, cpu, cuda, reference, tiled
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import AttentionParams, KVCache
 
-# q [T, Hq, D], one layer's K and V blocks, the batch, the layer's parameters -> [T, Hq, Dv] in q's dtype.
-AttentionBackend = Callable[[Tensor, Tensor, Tensor, ForwardBatch, AttentionParams], Tensor]
+# q [T, Hq, D], one layer's K and V blocks, the batch, the layer's parameters -> [T, Hq, Dv] in q's dtype. Blocks are
+# tensors, or what the cache's views in codes are.
+AttentionBackend = Callable[[Tensor, Any, Any, ForwardBatch, AttentionParams], Tensor]
 
 PAGED_ATTENTION = "tokenyard_paged"
 
@@ -47,7 +48,7 @@ class PagedForward:
     """The facts of a forward pass that its attention layers need."""
 
     batch: ForwardBatch
-    cache: KVCache | tiled.TiledCache
+    cache: KVCache | tiled.TiledCache | coded.CodedCache
     backend: AttentionBackend
     layer_of: Mapping[nn.Module, int]
     params: Sequence[AttentionParams]

@@ -15,6 +15,8 @@ from torch import Tensor
 from model_worker.adapters.fitting import Adapter, read_adapter
 from model_worker.adapters.hooks import AdapterHooks
 from model_worker.attention import PAGED_ATTENTION, AttentionBackend, PagedForward, paged_forward, reference
+from model_worker.attention.coded import CodedCache
+from model_worker.attention.coded import attend as coded_attend
 from model_worker.attention.tiled import TiledCache
 from model_worker.attention.tiled import attend as tiled_attend
 from model_worker.backends.base import AdapterFacts, Backend, levels_of, most_adapter_bytes, one_pass
@@ -30,7 +32,7 @@ log = logging.getLogger(__name__)
 class ModulesBackend(Backend):
     """A model's modules on a cache, attending by `attend`, or by plain torch where that cannot.
 
-    `tiled`: the cache is laid out as the fused stack reads it.
+    `tiled`: the cache is laid out as the fused stack reads it. One in codes always is, and plain torch attends to it.
     """
 
     def __init__(self, loaded: LoadedModel, cache: KVCache, attend: AttentionBackend, tiled: bool = False) -> None:
@@ -38,10 +40,16 @@ class ModulesBackend(Backend):
         self.vocab_size = loaded.vocab_size
         self._loaded = loaded
         self._cache = cache
-        self._paged = TiledCache(cache) if tiled else cache
-        self._attend = tiled_attend if tiled else attend
+        self._paged: KVCache | TiledCache | CodedCache = cache
+        self._attend = attend
         # For batches with tokens that see later keys.
-        self._attend_later = tiled_attend if tiled else reference.attend
+        self._attend_later: AttentionBackend = reference.attend
+        if cache.layout.in_codes:
+            self._paged = CodedCache(cache)
+            self._attend = self._attend_later = coded_attend
+        elif tiled:
+            self._paged = TiledCache(cache)
+            self._attend = self._attend_later = tiled_attend
         self._graphs: DecodeGraphs | None = None
         self._adapters = AdapterHooks(loaded.model, loaded.device, loaded.dtype)
         loaded.model.set_attn_implementation(PAGED_ATTENTION)

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from model_worker.kv_cache import CODE_DTYPES
 from model_worker.model import ModelRefused
 from model_worker.vision.family import family_of, is_composite, why_refused
 from shared.load_errors import broken_file, missing_weights
@@ -47,6 +48,15 @@ def check_quantization(quantization: str, device: torch.device) -> None:
         raise ValueError(
             f"quantization {quantization!r} is not supported on {device}, only on the CPU: "
             "use quantization none, or devices cpu"
+        )
+
+
+def check_kv_dtype(kv_dtype: str, device: torch.device) -> None:
+    if kv_dtype != "auto" and kv_dtype not in CODE_DTYPES:
+        raise ValueError(f"kv_dtype {kv_dtype!r} is unknown: use one of auto, {', '.join(CODE_DTYPES)}")
+    if kv_dtype != "auto" and device.type != "cpu":
+        raise ValueError(
+            f"kv_dtype {kv_dtype!r} is not supported on {device}, only on the CPU: use kv_dtype auto, or devices cpu"
         )
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from model_worker.loading.checkpoint import (
     check_device,
+    check_kv_dtype,
     check_quantization,
     read_config,
     refuse_by_config,
@@ -40,6 +41,7 @@ def load_model(
     quantization: str = "none",
     has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
     vision: bool = True,
+    kv_dtype: str = "auto",
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub name, or a GGUF file.
 
@@ -47,11 +49,12 @@ def load_model(
     the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
     int8 quantizes the weights of linear layers, per output, and verifies the model against itself with these weights.
     `has_kernels` says for the weights' dtype whether the kernels of a CPU are compiled. Without `vision` a model that
-    takes images serves text alone.
+    takes images serves text alone. `kv_dtype` is auto (K and V have the weights' dtype), int8 or fp8.
     """
     target = torch.device(device)
     wanted_dtype = weights_dtype(dtype, target)
     check_quantization(quantization, target)
+    check_kv_dtype(kv_dtype, target)
     check_device(target)
     gguf = open_gguf(source) if is_gguf(source) else None
     config = read_config(source) if gguf is None else gguf_config(gguf)
@@ -72,9 +75,9 @@ def load_model(
     if max_position is not None:
         pin_longrope(model, min(max_position, max_model_len or max_position))
     if not is_composite(config):
-        return prepare(model.eval(), target, quantization, progress, has_kernels)
+        return prepare(model.eval(), target, quantization, progress, has_kernels, kv_dtype)
     text, encoder = take_apart(model.eval(), target, vision)
-    return replace(prepare(text, target, quantization, progress, has_kernels), encoder=encoder)
+    return replace(prepare(text, target, quantization, progress, has_kernels, kv_dtype), encoder=encoder)
 
 
 def _half_as_bfloat16(model: PreTrainedModel) -> None:

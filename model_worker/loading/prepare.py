@@ -37,11 +37,13 @@ def prepare(
     quantization: str,
     progress: Progress,
     has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
+    kv_dtype: str = "auto",
 ) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it.
 
     `has_kernels` says for the weights' dtype whether a CPU's kernels of a family (`kernel_cache.FAMILIES`) are
-    compiled. Without them the model stays as it is, and attends in plain torch.
+    compiled. Without them the model stays as it is, and attends in plain torch. `kv_dtype` names codes in which K and V
+    are kept, or is auto.
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -88,7 +90,7 @@ def prepare(
     if waits:
         plain = replace(loaded, attention_name="reference", has_kernels=False)
         verify.check_paged(plain, tokens, expected)
-        return plain
+        return _with_kv(plain, kv_dtype, tokens)
     if device.type == "cpu":
         pack()
         size = _parameters(model)[1] + sum(linear.num_bytes for linear in dict.fromkeys(packed))
@@ -98,14 +100,37 @@ def prepare(
         return _on_cuda(loaded, tokens, expected)
     if loaded.stack is not None:
         if not verify.stack_differs(loaded, tokens, expected):
-            return replace(loaded, row_invariant=verify.rows_are_invariant(loaded, tokens))
+            invariant = kv_dtype == "auto" and verify.rows_are_invariant(loaded, tokens)
+            return _with_kv(replace(loaded, row_invariant=invariant), kv_dtype, tokens)
         log.warning(
             "%s is not served by the fused stack but by transformers' modules, since the stack gives other logits",
             architecture,
         )
     modules = replace(loaded, stack=None)
     verify.check_paged(modules, tokens, expected)
-    return modules
+    return _with_kv(modules, kv_dtype, tokens)
+
+
+def _with_kv(loaded: LoadedModel, kv_dtype: str, tokens: torch.Tensor) -> LoadedModel:
+    """Keep K and V in codes where `kv_dtype` names some, in the stack if that computes what plain torch does."""
+    if kv_dtype == "auto":
+        return loaded
+    attention = loaded.attention
+    try:
+        coded = replace(loaded, attention=replace(attention, layout=attention.layout.as_codes(kv_dtype)))
+    except ValueError as error:
+        raise ModelRefused(loaded.architecture, str(error)) from None
+    plain = replace(coded, stack=None, attention_name="reference")
+    expected = verify.plain_logits(plain, tokens)
+    change = verify.median_error(expected, verify.plain_logits(replace(plain, attention=attention), tokens))
+    log.info("K and V are kept in %s, which changes logits of random tokens by %.2g", kv_dtype, change)
+    if loaded.stack is not None:
+        if not verify.coded_stack_differs(coded, tokens, expected):
+            return replace(coded, row_invariant=verify.rows_are_invariant(coded, tokens))
+        log.warning("the fused stack gives other logits with K and V in %s than plain torch", kv_dtype)
+    if loaded.has_kernels:
+        log.warning("%s attends in plain torch, which is slow: K and V are in %s", loaded.architecture, kv_dtype)
+    return plain
 
 
 def _on_cuda(loaded: LoadedModel, tokens: torch.Tensor, expected: torch.Tensor) -> LoadedModel:

@@ -78,7 +78,7 @@ def check_paged(
         ("a sequence in two chunks", rest[:split], expected[0, FIRST_CHUNK:]),
         ("a sequence packed beside another", rest[split:], expected[1]),
     ):
-        error = _median_error(got, want)
+        error = median_error(got, want)
         if not error < TOLERANCE[loaded.dtype]:
             raise ModelRefused(
                 loaded.architecture,
@@ -103,7 +103,27 @@ def stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool
     )
     far = replace(batch, positions=batch.positions + first)
     got = ModelRunner(loaded, 8, STACK_BLOCK_SIZE, "cpu").backend.logits(far)
-    return not _median_error(got, want) < TOLERANCE[loaded.dtype]
+    return not median_error(got, want) < TOLERANCE[loaded.dtype]
+
+
+def plain_logits(loaded: LoadedModel, tokens: Tensor) -> Tensor:
+    """Return the logits [2, n, vocab] of the model's modules on a paged cache, with attention in plain torch."""
+    backend = ModelRunner(loaded, num_blocks=8, block_size=BLOCK_SIZE, attention="reference").backend
+    lens = np.array([PROBE_TOKENS, PROBE_TOKENS])
+    every = np.arange(tokens.numel())
+    packed = tokens.cpu().flatten().numpy()
+    batch = ForwardBatch.build(packed, lens, lens, BLOCK_TABLES, BLOCK_SIZE, every, loaded.device)
+    logits: Tensor = backend.logits(batch).unflatten(0, tokens.shape).clone()
+    return logits
+
+
+def coded_stack_differs(loaded: LoadedModel, tokens: Tensor, expected: Tensor) -> bool:
+    """Whether the stack gives other logits with K and V in codes than `expected`, those of plain torch with them."""
+    try:
+        check_paged(loaded, tokens, expected, "cpu", STACK_BLOCK_SIZE)
+    except ModelRefused:
+        return True
+    return False
 
 
 def rows_are_invariant(loaded: LoadedModel, tokens: Tensor) -> bool:
@@ -145,7 +165,7 @@ def rows_are_invariant(loaded: LoadedModel, tokens: Tensor) -> bool:
     )
 
 
-def _median_error(got: Tensor, want: Tensor) -> float:
+def median_error(got: Tensor, want: Tensor) -> float:
     """Return the median over rows of |got - want| / |want|."""
     got = got.float()
     want = want.float()

@@ -107,18 +107,19 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         max_batch_size: int = 16,
         max_length: int | None = None,
         kv_memory: int | None = None,
+        kv_dtype: str = "auto",
         max_batch_tokens: int = 512,
         batch_processors: Sequence[BatchLogitsProcessor] = (),
         logit_processors: str = "",
     ) -> TextPipeline:
         """Load a Hugging Face directory or hub name. ValueError says why a model cannot be served.
 
-        `quantization` may be int8 on a CPU. `max_length` bounds prompt and answer of one request in tokens, `kv_memory`
-        is in bytes, and `max_batch_tokens` are what one forward pass takes: longer prompts take several.
-        `logit_processors` are those that requests may name, as a server's setting has them.
+        On a CPU `quantization` may be int8, and `kv_dtype` int8 or fp8. `max_length` bounds prompt and answer of one
+        request in tokens, `kv_memory` is in bytes, and `max_batch_tokens` are what one forward pass takes: longer
+        prompts take several. `logit_processors` are those that requests may name, as a server's setting has them.
         """
         processors = load_processors(entries(logit_processors))
-        loaded = load_model(model, dtype, device, lambda *_: None, max_length, quantization)
+        loaded = load_model(model, dtype, device, lambda *_: None, max_length, quantization, kv_dtype=kv_dtype)
         capacity = capacity_for(loaded, kv_memory, max_length, max_batch_size, loaded.block_size)
         runner = ModelRunner(loaded, capacity.num_blocks, capacity.block_size)
         runner.record_decode(capacity.max_rows, capacity.max_model_len)

@@ -1,7 +1,8 @@
 """Paged attention of the fused stack: an online softmax between the two products of cache_dot.py.
 
-Knows sequences as attention_plan.py cuts them up, and the memory layout of a block (cache_dot.py). Operands of products
-have the queries' dtype, as elsewhere in the model; scores and sums are float32. Indices are not checked.
+Knows sequences as attention_plan.py cuts them up, and the memory layout of a block (cache_dot.py, or kv_codes.py for
+one in codes, which a core widens a panel of one head at a time). Operands of products have the queries' dtype, as
+elsewhere in the model; scores and sums are float32. Indices are not checked.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from numpy.typing import NDArray
 from model_worker.cpu.fused.attention_plan import PANEL_KEYS
 from model_worker.cpu.simd.cache_dot import GROUP, PANEL_GROUPS, gather, score
 from model_worker.cpu.simd.dot_bf16 import LANES, PIECE_ROWS
-from model_worker.cpu.simd.elements import INSIDE, MATH, element
-from model_worker.cpu.simd.softmax import LOWEST, soften
+from model_worker.cpu.simd.elements import INSIDE, MATH, carray, element, pointer
+from model_worker.cpu.simd.kv_codes import IN_WORDS, widen_keys, widen_values
+from model_worker.cpu.simd.softmax import LOWEST, soften, soften_scaled
 
 _LOWEST = np.float32(LOWEST)
 _WORD_BYTES = 4
+_PAIR_BYTES = 2
+_SCALE_BYTES = 4
 
 
 class Cache(NamedTuple):
@@ -27,7 +31,8 @@ class Cache(NamedTuple):
 
     k: NDArray[np.int64]  # [L] addresses of blocks
     v: NDArray[np.int64]
-    like: NDArray[Any]  # any array of the cache's element type
+    like: NDArray[Any]  # any array of the element type of K and V where they are multiplied
+    kind: int  # IN_WORDS: blocks have such elements; or the kind of their codes (kv_codes.py)
     kv_heads: int
     block_size: int
     k_dim: int
@@ -37,6 +42,15 @@ class Cache(NamedTuple):
     # [T]: how many tokens after this one are in its group, but in no sequence: 0 unless it is the last of its
     # sequence and a token of this step began the group.
     unused: NDArray[np.int64]
+
+
+class Decoded(NamedTuple):
+    """One head's K and V of a panel, out of codes: a core's own. Empty where a cache has none."""
+
+    keys: NDArray[Any]  # words as cache_dot.py has them, elements of `Cache.like`
+    values: NDArray[Any]
+    key_scales: NDArray[np.float32]  # [PANEL_KEYS]
+    value_scales: NDArray[np.float32]
 
 
 class Attention(NamedTuple):
@@ -54,21 +68,40 @@ class Attention(NamedTuple):
 
 
 @njit(nogil=True, cache=True, **INSIDE)
-def _head_bytes(cache: Any, dim: int) -> Any:
-    """Return the bytes of one head in one block."""
-    return cache.block_size * dim * cache.like.itemsize
+def _element_bytes(cache: Any) -> Any:
+    return cache.like.itemsize if cache.kind == IN_WORDS else 1
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _head(cache: Any, head: int, block: int, dim: int) -> Any:
+    """Return where one head's elements begin in one layer's K or V, and where its scales do, if it is in codes."""
+    elements = cache.block_size * dim * _element_bytes(cache)
+    scales = 0 if cache.kind == IN_WORDS else cache.block_size * _SCALE_BYTES
+    begin = (block * cache.kv_heads + head) * (elements + scales)
+    return begin, begin + elements
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def key_group(cache: Any, layer: int, head: int, block: int, offset: int) -> Any:
     """Return the address of K of the group that begins at `offset` of a block."""
-    return cache.k[layer] + (block * cache.kv_heads + head) * _head_bytes(cache, cache.k_dim) + offset * _WORD_BYTES
+    words = _WORD_BYTES if cache.kind == IN_WORDS else _PAIR_BYTES
+    return cache.k[layer] + _head(cache, head, block, cache.k_dim)[0] + offset * words
 
 
 @njit(nogil=True, cache=True, **INSIDE)
 def value_group(cache: Any, layer: int, head: int, block: int, offset: int) -> Any:
-    begin = (block * cache.kv_heads + head) * _head_bytes(cache, cache.v_dim)
-    return cache.v[layer] + begin + offset * cache.like.itemsize * cache.v_dim
+    return cache.v[layer] + _head(cache, head, block, cache.v_dim)[0] + offset * _element_bytes(cache) * cache.v_dim
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def key_scale(cache: Any, layer: int, head: int, block: int, offset: int) -> Any:
+    """Return the address of the scale of K in codes at `offset` of a block."""
+    return cache.k[layer] + _head(cache, head, block, cache.k_dim)[1] + offset * _SCALE_BYTES
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def value_scale(cache: Any, layer: int, head: int, block: int, offset: int) -> Any:
+    return cache.v[layer] + _head(cache, head, block, cache.v_dim)[1] + offset * _SCALE_BYTES
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -124,6 +157,41 @@ def _next_group(index: int, offset: int, size: int) -> Any:
     return (index + 1, 0) if offset + GROUP == size else (index, offset + GROUP)
 
 
+@njit(nogil=True, cache=True, **INSIDE)
+def _decode_panel(
+    layer: int,
+    table: Any,
+    place: Any,
+    head: int,
+    count: int,
+    cache: Any,
+    k_groups: Any,
+    v_groups: Any,
+    k_early: Any,
+    to: Any,
+) -> None:
+    """Decode one head's K and V of `count` groups, and let the addresses of groups be those of the words.
+
+    `place` is the first group's: the block as its index in the table, and the offset. V is prefetched beside K, and the
+    K that follows beside V.
+    """
+    index, offset = place
+    for g in range(count):
+        block = table[index]
+        k_groups[g] = widen_keys(cache.kind, g, k_groups[g], cache.block_size, v_groups[g], to.keys)
+        of_keys = carray(pointer(key_scale(cache, layer, head, block, offset)), (GROUP,), np.float32)
+        of_values = carray(pointer(value_scale(cache, layer, head, block, offset)), (GROUP,), np.float32)
+        for token in range(GROUP):
+            to.key_scales[g * GROUP + token] = of_keys[token]
+            to.value_scales[g * GROUP + token] = of_values[token]
+        index, offset = _next_group(index, offset, cache.block_size)
+    for g in range(count):
+        v_groups[g] = widen_values(cache.kind, g, v_groups[g], k_early[g], to.values)
+    for g in range(count, PANEL_GROUPS):
+        k_groups[g] = k_groups[count - 1]
+        v_groups[g] = v_groups[count - 1]
+
+
 @njit(fastmath=MATH, error_model="numpy", nogil=True, cache=True, **INSIDE)
 def _walk(
     layer: int,
@@ -145,7 +213,8 @@ def _walk(
     `heads` are first and end of the KV heads, and the rows of each. `positions` are that of the first row, the number
     of rows that have the same, and the growth after these.
     """
-    queries, scores, weights, acc, peak, totals, k_groups, v_groups, k_early = own
+    queries, scores, weights, acc, peak, totals, k_groups, v_groups, k_early, decoded = own
+    in_words = cache.kind == IN_WORDS
     first_head, end_head, head_rows = heads
     first_row, end_row = rows
     position_of_first, group, growth = positions
@@ -188,17 +257,31 @@ def _walk(
                 if g * GROUP < left:
                     k_early[g] = key_group(cache, layer, another, table[index], offset)
                     index, offset = _next_group(index, offset, size)
+            stride = size
+            early = k_early
+            if not in_words:
+                place = panel_index, panel_offset
+                _decode_panel(layer, table, place, head, count, cache, k_groups, v_groups, k_early, decoded)
+                stride = PANEL_KEYS
+                early = k_groups
             first = first_row + (head - first_head) * head_rows
             for piece in range(pieces):
                 at = first + piece * least + min(piece, longer)
                 many = least + (1 if piece < longer else 0)
-                score(queries, cache.like, at, many, k_groups, size, v_groups, scores)
+                score(queries, cache.like, at, many, k_groups, stride, v_groups, scores)
             for query in range(count_rows // group):
                 position = position_of_first + query * growth - start
                 visible = max(0, min(keys, position + 1))
                 hidden = min(max(0, position - window + 1), visible)
                 for row in range(first + query * group, first + (query + 1) * group):
-                    shrink = soften(scores, row, hidden, visible, scale, weights, peak, totals)
+                    if in_words:
+                        shrink = soften(scores, row, hidden, visible, scale, weights, peak, totals)
+                    else:
+                        of_keys = decoded.key_scales
+                        of_values = decoded.value_scales
+                        shrink = soften_scaled(
+                            scores, row, hidden, visible, scale, weights, peak, totals, of_keys, of_values
+                        )
                     if shrink < np.float32(1.0):
                         sums = acc[row]
                         for d in range(len(sums)):
@@ -206,7 +289,7 @@ def _walk(
             for piece in range(pieces):
                 at = first + piece * least + min(piece, longer)
                 many = least + (1 if piece < longer else 0)
-                gather(weights, cache.like, at, many, count, v_groups, cache.v_dim, k_early, size, acc)
+                gather(weights, cache.like, at, many, count, v_groups, cache.v_dim, early, stride, acc)
         panel_index = next_index
         panel_offset = next_offset
 
@@ -250,6 +333,7 @@ def attention_scratch(q: Any, cache: Any, attention: Any) -> Any:
     for number in range(len(attention.units)):
         tile, first, end = attention.units[number]
         most = max(most, attention.tiles[tile, 2] * group * (end - first))
+    decoded = 0 if cache.kind == IN_WORDS else PANEL_KEYS
     return (
         np.empty((most, cache.k_dim), q.dtype),
         np.empty((most, PANEL_KEYS), np.float32),
@@ -260,6 +344,12 @@ def attention_scratch(q: Any, cache: Any, attention: Any) -> Any:
         np.empty(PANEL_GROUPS, np.int64),
         np.empty(PANEL_GROUPS, np.int64),
         np.empty(PANEL_GROUPS, np.int64),
+        Decoded(
+            np.empty(decoded * cache.k_dim, cache.like.dtype),
+            np.empty(decoded * cache.v_dim, cache.like.dtype),
+            np.empty(decoded, np.float32),
+            np.empty(decoded, np.float32),
+        ),
     )
 
 

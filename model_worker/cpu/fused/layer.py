@@ -30,6 +30,9 @@ class Weights(NamedTuple):
     """The weights of the model. Arrays begin with the layer."""
 
     panels: NDArray[np.int64]  # [L, 7] addresses of packed weights
+    # [L, 4]: by the operand, in the order of RANKS_PARTS, the address of the order in which panels have its inputs; 0:
+    # as they come
+    orders: NDArray[np.int64]
     biases: NDArray[np.float32]  # [L, q + k + v outputs]
     norms: NDArray[np.float32]  # [L, 2, hidden]
     head_norms: NDArray[np.float32]  # [L, 2, head_dim] of Q and K, or [L, 2, 0]
@@ -173,7 +176,7 @@ def do_part(
         _fill(adapters, layer, 0, block, taken, hidden)
     elif part == QKV:
         if fresh:
-            own.weight_format.prepare(hidden)
+            own.weight_format.prepare_in_order(hidden, weights.orders[layer, 0])
         _project(layer, block, taken, hidden, buffers.qkv[at : at + count], work, own)
     elif part == PLACE:
         rotate_and_write_kv(layer, block, taken, work)
@@ -184,7 +187,7 @@ def do_part(
         out = panels[layer, O]
         biases = weights.biases
         if fresh:
-            own.weight_format.prepare(operand)
+            own.weight_format.prepare_in_order(operand, weights.orders[layer, 1])
         added = adapters_of(adapters, layer, O, first, count, at)
         add_product(core, taken, operand, out, x.shape[1], rows, 0, biases, -1, own.weight_format, tile, added)
     elif part == INNER_RANKS:
@@ -194,7 +197,7 @@ def do_part(
         up = panels[layer, UP]
         width = weights.mlp_width
         if fresh:
-            own.weight_format.prepare(hidden)
+            own.weight_format.prepare_in_order(hidden, weights.orders[layer, 2])
         to_gate = adapters_of(adapters, layer, GATE, first, count, at)
         to_up = adapters_of(adapters, layer, UP, first, count, at)
         gated(core, taken, hidden, gate, up, width, inner, own.weight_format, tile, own.other, to_gate, to_up)
@@ -204,7 +207,7 @@ def do_part(
         down = panels[layer, DOWN]
         biases = weights.biases
         if fresh:
-            own.weight_format.prepare(inner)
+            own.weight_format.prepare_in_order(inner, weights.orders[layer, 3])
         added = adapters_of(adapters, layer, DOWN, first, count, at)
         add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.weight_format, tile, added)
 

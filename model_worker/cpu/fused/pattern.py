@@ -22,6 +22,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from model_worker.cpu.fused.layer import Weights
+from model_worker.cpu.gemm.coded_linear import CodedLinear
 from model_worker.cpu.gemm.packed_linear import Packed
 from model_worker.cpu.gemm.weight_format import PANEL
 from model_worker.cpu.simd.dot_bf16 import LANES
@@ -83,6 +84,11 @@ class Projection(NamedTuple):
     def input_width(self) -> int:
         """Input features, with padding."""
         return self.linear.input_width
+
+    @property
+    def order(self) -> NDArray[np.int32] | None:
+        """Return the order in which the panels have the inputs, where it is another one."""
+        return self.linear.order if isinstance(self.linear, CodedLinear) else None
 
     @property
     def bias(self) -> NDArray[np.float32]:
@@ -185,6 +191,18 @@ class DecoderWeights:
         rows = [[p.address_in(panels(p.linear)) for p in row] for row in self.projections]
         return np.array(rows), self.head.address_in(panels(self.head.linear))
 
+    def _orders(self) -> NDArray[np.int64]:
+        """Return the addresses of the orders of inputs, [L, 4] by the operand, or 0. The linear modules own them."""
+        _require(self.head.order is None, "its head has its inputs in another order")
+        rows = []
+        for row in self.projections:
+            readers = row[:3], row[3:4], row[4:6], row[6:]
+            orders = [[projection.order for projection in group] for group in readers]
+            alike = all(_are_equal(order, group[0]) for group in orders for order in group)
+            _require(alike, "linear layers of the same inputs have them in different orders")
+            rows.append([0 if group[0] is None else group[0].ctypes.data for group in orders])
+        return np.array(rows, np.int64)
+
     def weights(self) -> Weights:
         norms = [(layer.input_layernorm, layer.post_attention_layernorm) for layer in self._layers]
         head_norms = [
@@ -199,6 +217,7 @@ class DecoderWeights:
         panels, head = self.addresses(lambda linear: linear.panels)
         return Weights(
             panels=panels,
+            orders=self._orders(),
             biases=np.stack([np.concatenate([projection.bias for projection in row[:3]]) for row in self.projections]),
             norms=np.array([[_float(norm.weight) for norm in pair] for pair in norms]),
             head_norms=np.array([[_float(norm.weight) for norm in pair] or [_NOTHING] * 2 for pair in head_norms]),
@@ -209,6 +228,10 @@ class DecoderWeights:
             mlp_width=self.projections[0][4].width,
             epsilon=np.float32(epsilons.pop()),
         )
+
+
+def _are_equal(one: NDArray[np.int32] | None, other: NDArray[np.int32] | None) -> bool:
+    return other is None if one is None else other is not None and np.array_equal(one, other)
 
 
 def _require(condition: bool, reason: str) -> None:

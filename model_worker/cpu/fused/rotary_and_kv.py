@@ -1,9 +1,9 @@
 """From a token's projections to rotated queries, as operand of the scores, and to K and V in their slots of the cache.
 
 Knows the memory layout of blocks (cache_dot.py): K as words [element step, token], V as [token step, element]; a word
-is one float32 or two bfloat16. Sixteen elements at a time go through vector registers, from and to addresses: as loops
-over arrays, whose slices may overlap for all that a compiler knows, this took as long as a third of attention. Indices
-are not checked.
+is one float32 or two bfloat16, and two codes of a cache in codes (kv_codes.py). Sixteen elements at a time go through
+vector registers, from and to addresses: as loops over arrays, whose slices may overlap for all that a compiler knows,
+this took as long as a third of attention. Indices are not checked.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
 
-from model_worker.cpu.fused.attention import key_group, value_group
+from model_worker.cpu.fused.attention import key_group, key_scale, value_group, value_scale
 from model_worker.cpu.gemm.weight_format import LANE_BYTES
 from model_worker.cpu.simd.cache_dot import GROUP
 from model_worker.cpu.simd.dot_bf16 import FLOATS, INDEX, LANES, WORD, WORDS, sums_at
 from model_worker.cpu.simd.elements import INSIDE, MATH, carray, element, pointer
+from model_worker.cpu.simd.kv_codes import IN_WORDS, encode_token
 from model_worker.cpu.simd.vectors import load_lanes, round_lanes, store_lanes
 
 # Its stub gives what it decorates the wrong signature.
@@ -222,7 +223,17 @@ def rotate_and_write_kv(layer: int, block: Any, taken: Any, work: Any) -> None:
             elif head < heads + kv_heads:
                 rotated = to_keys + ((at + row) * kv_heads + kv) * dim * like.itemsize
                 _rotate(part, dim, angle, rotary, like, rotated)
-                _scatter_key(key_group(cache, layer, kv, number, offset), cache.block_size, steps, rotated)
+                to = key_group(cache, layer, kv, number, offset)
+                if cache.kind == IN_WORDS:
+                    _scatter_key(to, cache.block_size, steps, rotated)
+                else:
+                    elements = carray(pointer(rotated), (dim,), like.dtype)
+                    scale = key_scale(cache, layer, kv, number, offset)
+                    encode_token(cache.kind, elements, to, 2 * cache.block_size, 1, scale)
+            elif cache.kind != IN_WORDS:
+                to = value_group(cache, layer, kv, number, offset // 2 * 2) + offset % 2
+                values = carray(pointer(part), (v_dim,), np.float32)
+                encode_token(cache.kind, values, to, 4, 2, value_scale(cache, layer, kv, number, offset))
             else:
                 to = value_group(cache, layer, kv, number, offset // GROUP * GROUP)
                 _scatter_value(to, v_dim, offset % GROUP, part, cache.unused[token], like)

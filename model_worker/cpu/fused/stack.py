@@ -45,6 +45,7 @@ from model_worker.cpu.simd.bf12 import Bf12Panels, bf12_panels
 from model_worker.cpu.simd.cache_dot import GROUP
 from model_worker.cpu.simd.dot_bf16 import operand_dtype
 from model_worker.cpu.simd.fixed_point import MOST_INPUTS, width_of
+from model_worker.cpu.simd.kv_codes import FP8, IN_WORDS, INT8
 from model_worker.cpu.simd.softmax import LOG2_E
 from model_worker.cpu.threads import Job, thread_pool
 from model_worker.cpu.tuning import EVERYTHING, Tuning
@@ -328,10 +329,13 @@ class FusedStack:
             keep_in_huge_pages([*k, *v], written=False)
             shape = self._layout
             nothing = np.empty(0, np.int64)
+            dtype = cache.layout.dtype
+            kind = IN_WORDS if not cache.layout.in_codes else INT8 if dtype == torch.int8 else FP8
             known = Cache(
                 k=np.array([array.ctypes.data for array in k]),
                 v=np.array([array.ctypes.data for array in v]),
                 like=np.empty(1, self._element),
+                kind=kind,
                 kv_heads=shape.kv_heads,
                 block_size=cache.block_size,
                 k_dim=shape.k_dim,

@@ -30,7 +30,7 @@ from model_worker.cpu.simd.dot_codes import (
     multiply_codes,
 )
 from model_worker.cpu.simd.elements import INSIDE, carray, pointer
-from model_worker.cpu.simd.fixed_point import BASE, room_for, split
+from model_worker.cpu.simd.fixed_point import BASE, room_for, split, split_row
 from model_worker.cpu.simd.group_numbers import expand_numbers, expand_zeros
 
 # The header of a panel, int32: what each of its numbers is. Places are bytes from the beginning of a half, -1 for what
@@ -85,16 +85,25 @@ class CodedFormat(NamedTuple):
     like: NDArray[np.uint16]  # for the number of digits: activations keep 16 bits, whatever the model's type
     digits: CodedDigits
     expanded: Expanded
+    ordered: NDArray[np.float32]  # [inputs]: a row in the order of panels; a core's own, or with the core first
 
     def of_core(self, core: int) -> CodedFormat:
         digits = self.digits
         kept = self.expanded
         own = CodedDigits(digits.values[core], digits.starts[core], digits.factors[core], digits.sums[core])
-        return CodedFormat(self.like, own, Expanded(kept.scales[core], kept.least[core], kept.places[core]))
+        expanded = Expanded(kept.scales[core], kept.least[core], kept.places[core])
+        return CodedFormat(self.like, own, expanded, self.ordered[core])
 
     def prepare(self, operand: Any) -> None:
-        split(operand, self.like, self.digits)
-        _sum_digits(self.digits.values, len(operand), operand.shape[1], self.digits.sums)
+        self.prepare_in_order(operand, 0)
+
+    def prepare_in_order(self, operand: Any, order: int) -> None:
+        width = operand.shape[1]
+        if order:
+            _split_in_order(operand, carray(pointer(order), width, np.int32), self.like, self.digits, self.ordered)
+        else:
+            split(operand, self.like, self.digits)
+        _sum_digits(self.digits.values, len(operand), width, self.digits.sums)
         self.expanded.places[:] = 0
 
     def piece_rows(self) -> int:
@@ -145,7 +154,19 @@ def coded_format(cores: int, rows: int, elements: int, inputs: int) -> CodedForm
         like,
         CodedDigits(values, starts, factors, np.zeros((cores, elements // SUM_INPUTS), np.int32)),
         Expanded(np.zeros(shape, np.float32), np.zeros(shape, np.float32), np.zeros((cores, _KEPT_HALVES + 1), int)),
+        np.zeros((cores, inputs), np.float32),
     )
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def _split_in_order(operand: Any, order: Any, like: Any, digits: Any, ordered: Any) -> None:
+    """Split the rows of an operand into digits, input number order[c] as number c."""
+    width = len(order)
+    for row in range(len(operand)):
+        values = operand[row]
+        for c in range(width):
+            ordered[c] = values[order[c]]
+        split_row(row, ordered[:width], like, digits)
 
 
 @njit(nogil=True, cache=True, **INSIDE)

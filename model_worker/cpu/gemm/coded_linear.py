@@ -18,10 +18,10 @@ from torch.nn import functional
 
 from model_worker.cpu.gemm.coded_format import HEADER_BYTES, WORD_BITS, CodedFormat, coded_format
 from model_worker.cpu.gemm.coded_panels import Layout, UnsupportedCodes, layout_of, normalised, pack, unpacked
-from model_worker.cpu.gemm.codes import Codes
 from model_worker.cpu.gemm.panel_linear import PanelLinear
 from model_worker.cpu.gemm.weight_format import HALVES, LANE_BYTES, PANEL
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
+from shared.weight_codes import Codes
 
 __all__ = ["CodedEmbedding", "CodedLinear", "Read", "UnsupportedCodes"]
 
@@ -38,11 +38,14 @@ class CodedLinear(PanelLinear):
     def __init__(self, shape: tuple[int, int], bias: Tensor | None, dtype: torch.dtype, read: Read) -> None:
         """Read the weight [outputs, inputs]. Raises UnsupportedCodes if panels cannot hold it."""
         super().__init__(shape, bias, dtype)
+        # The input of each column of the panels; None: they are in order.
+        self.order: NDArray[np.int32] | None = None
         outputs = shape[0]
         for first in range(0, outputs, READ_OUTPUTS):
             codes = normalised(read(first, min(first + READ_OUTPUTS, outputs)))
             if first == 0:
                 self.layout = layout_of(codes)
+                self.order = codes.order
                 # [panel, header, then halves as `pack` writes them]
                 self.panels: NDArray[np.uint8] = self._empty_panels()
             pack(codes, self.layout, self._halves[first // PANEL : (first + READ_OUTPUTS) // PANEL])
@@ -64,7 +67,7 @@ class CodedLinear(PanelLinear):
         return view
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x)
+        return self.multiply(x if self.order is None else x[..., torch.from_numpy(self.order)])
 
     @property
     def weight(self) -> Tensor:
@@ -80,7 +83,7 @@ class CodedLinear(PanelLinear):
 
     def codes(self, numbers: NDArray[np.int64]) -> Codes:
         """Return the codes of some outputs."""
-        return unpacked(self.layout, self._halves, numbers)
+        return unpacked(self.layout, self._halves, numbers)._replace(order=self.order)
 
     @property
     def input_width(self) -> int:
@@ -101,6 +104,7 @@ class WordLinear(CodedLinear):
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         """Take a weight whose values are all bfloat16's, of an even number of inputs."""
         PanelLinear.__init__(self, tuple(weight.shape), bias, dtype)
+        self.order = None
         self.layout = Layout(WORD_BITS, self.in_features, 0, 0, {}, 0)
         self.panels = self._empty_panels()
         padded = functional.pad(weight.detach().bfloat16(), (0, 0, 0, -self.out_features % PANEL))

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from model_worker.cpu.gemm import coded_format as fields
 from model_worker.cpu.gemm.coded_format import FIELDS, HEADER_BYTES, NOT_THERE
-from model_worker.cpu.gemm.codes import BITS, Codes, Grouped
 from model_worker.cpu.gemm.weight_format import HALF, HALVES, PANEL
 from model_worker.cpu.simd.dot_codes import GROUP_INPUTS, SHORT_BITS, SUM_INPUTS
 from model_worker.cpu.simd.fixed_point import PLACES, WORD_BYTES
+from shared.weight_codes import Codes, Grouped
 
+# Bits of codes that panels hold as they are. A code of fewer bits is held in the next larger ones.
+BITS = (4, 5, 6, 8)
 _LINE_BYTES = 64
 _STEPS = GROUP_INPUTS // WORD_BYTES
-_MIDDLE = 128
 # The input of a step for each byte of a word, and the byte for each input.
 _INPUT_OF_BYTE = np.array(PLACES)
 _BYTE_OF_INPUT = np.argsort(_INPUT_OF_BYTE)
@@ -78,6 +79,7 @@ class Layout(NamedTuple):
 
 def normalised(codes: Codes) -> Codes:
     """Return the same weight without a table, in codes of as many bits as panels hold, with steps for each unit."""
+    codes = _without_table(codes)
     inputs = codes.codes.shape[1]
     groups = [codes.scales, *([] if codes.minimums is None else [codes.minimums])]
     counts = {array.shape[1] for group in groups for array in group if array is not None}
@@ -88,20 +90,29 @@ def normalised(codes: Codes) -> Codes:
     if any(inputs % count or inputs // count % unit for count in counts):
         raise UnsupportedCodes(f"its groups are not of {SUM_INPUTS}, or of multiples of {GROUP_INPUTS} inputs")
     if not isinstance(codes.zeros, int):
-        plain = codes.table is None and codes.minimums is None and codes.scales.steps is None
+        plain = codes.minimums is None and codes.scales.steps is None
         if not plain or codes.zeros.shape[1] != codes.scales.groups:
-            raise UnsupportedCodes("its zeros are not those of its scales, or it has a table, steps or minimums, too")
-    bits = codes.bits if codes.table is None else 8
+            raise UnsupportedCodes("its zeros are not those of its scales, or it has steps or minimums, too")
+    bits = codes.bits
     if is_short and bits > SHORT_BITS:
         raise UnsupportedCodes(f"its groups of {SUM_INPUTS} have codes of more than {SHORT_BITS} bits")
-    if codes.table is not None:
-        values = (codes.table.astype(np.int16) + _MIDDLE).astype(np.uint8)[codes.codes]
-        codes = codes._replace(codes=values, zeros=int(codes.zeros) + _MIDDLE, table=None)
     return codes._replace(
         bits=SHORT_BITS if is_short else max(min(BITS), bits if bits < 7 else 8),
         scales=_by_unit(codes.scales, inputs // unit),
         minimums=None if codes.minimums is None else _by_unit(codes.minimums, inputs // unit),
     )
+
+
+def _without_table(codes: Codes) -> Codes:
+    """Return the same weight with the values of its table as codes, above the least of them."""
+    if codes.table is None:
+        return codes
+    if not isinstance(codes.zeros, int):
+        raise UnsupportedCodes("it has a table and zeros")
+    least = int(codes.table.min())
+    values = (codes.table.astype(np.int16) - least).astype(np.uint8)
+    bits = int(values.max()).bit_length()
+    return codes._replace(codes=values[codes.codes], bits=bits, zeros=codes.zeros - least, table=None)
 
 
 def _by_unit(numbers: Grouped, units: int) -> Grouped:

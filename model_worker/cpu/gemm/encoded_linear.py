@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model_worker.cpu.gemm.codes import Codes
 from model_worker.cpu.gemm.int8_linear import Quantized, quantize
 from model_worker.cpu.gemm.weight_format import PANEL
+from shared.weight_codes import Codes
 
 # Numbers that are decoded at a time: 16 MB of float32.
 _PIECE = 1 << 22

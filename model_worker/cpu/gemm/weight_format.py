@@ -91,6 +91,19 @@ def _prepare(self: Any, operand: Any) -> Any:
     return _method(self, "prepare")
 
 
+def _prepare_as_it_is(self: Any, operand: Any, order: int) -> None:
+    self.prepare(operand)
+
+
+@_compiled("prepare_in_order")
+def _prepare_in_order(self: Any, operand: Any, order: Any) -> Any:
+    """Prepare an operand whose inputs have another order in the panels: that at this address, int32, or none for 0.
+
+    A format without this method has no panels in another order.
+    """
+    return _method(self, "prepare_in_order") or _prepare_as_it_is
+
+
 @_compiled("piece_rows")
 def _piece_rows(self: Any) -> Any:
     return _method(self, "piece_rows")

@@ -146,34 +146,39 @@ def _set_starts(values: Any, starts: Any) -> None:
 @njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
 def split(operand: Any, like: Any, digits: Any) -> None:
     """Split the rows of an operand into digits."""
+    for row in range(len(operand)):
+        split_row(row, operand[row], like, digits)
+
+
+@njit(error_model="numpy", nogil=True, cache=True, **INSIDE)
+def split_row(row: int, values: Any, like: Any, digits: Any) -> None:
+    """Split the values of row number `row` into digits."""
     count = digits_of(like)
-    inputs = operand.shape[1]
+    inputs = len(values)
     width = width_of(inputs)
     blocks = blocks_of(inputs)
     wholes = np.float32(_COARSEST if like.itemsize == 1 else _COARSE if like.itemsize == 2 else _FINE)
-    for row in range(len(operand)):
-        values = operand[row]
-        most = np.int32(0)
-        for c in range(inputs):
-            most = max(most, magnitude(values[c]))
-        peak = number_of(most)
-        at = row * count * width
-        own = digits.values[at:]
-        starts = digits.starts[row * count * blocks : (row + 1) * count * blocks]
-        if HARDLY_ANYTHING <= peak < np.float32(np.inf):
-            inverse = wholes / peak
-            if count == 1:
-                _in_one(values, inverse, own[:width])
-            elif count == 2:
-                _in_two(values, inverse, own[:width], own[width : 2 * width])
-            else:
-                _in_three(values, inverse, own[:width], own[width : 2 * width], own[2 * width : 3 * width])
-            for digit in range(count):
-                end = (digit + 1) * width
-                own[end - width + inputs : end] = 0
-                _set_starts(own[end - width : end], starts[digit * blocks : (digit + 1) * blocks])
-            digits.factors[row] = peak / wholes
+    most = np.int32(0)
+    for c in range(inputs):
+        most = max(most, magnitude(values[c]))
+    peak = number_of(most)
+    at = row * count * width
+    own = digits.values[at:]
+    starts = digits.starts[row * count * blocks : (row + 1) * count * blocks]
+    if HARDLY_ANYTHING <= peak < np.float32(np.inf):
+        inverse = wholes / peak
+        if count == 1:
+            _in_one(values, inverse, own[:width])
+        elif count == 2:
+            _in_two(values, inverse, own[:width], own[width : 2 * width])
         else:
-            own[: count * width] = 0
-            starts[:] = 0
-            digits.factors[row] = np.float32(0.0) if peak < HARDLY_ANYTHING else np.float32(np.nan)
+            _in_three(values, inverse, own[:width], own[width : 2 * width], own[2 * width : 3 * width])
+        for digit in range(count):
+            end = (digit + 1) * width
+            own[end - width + inputs : end] = 0
+            _set_starts(own[end - width : end], starts[digit * blocks : (digit + 1) * blocks])
+        digits.factors[row] = peak / wholes
+    else:
+        own[: count * width] = 0
+        starts[:] = 0
+        digits.factors[row] = np.float32(0.0) if peak < HARDLY_ANYTHING else np.float32(np.nan)

@@ -16,7 +16,7 @@ from numba import types
 
 from model_worker.cpu.simd.cache_dot import PANEL_GROUPS
 from model_worker.cpu.simd.dot_bf16 import INDEX, LANES, WORD, WORDS, splat, sums_at
-from model_worker.cpu.simd.vectors import constant, larger, power_of_two, store_lanes
+from model_worker.cpu.simd.vectors import constant, larger, load_lanes, power_of_two, store_lanes
 
 # Its stub gives what it decorates the wrong signature.
 intrinsic: Any = numba.extending.intrinsic
@@ -26,6 +26,8 @@ LOG2_E = 1.4426950408889634
 LOWEST = -1e30
 # Excess of a score over the peak up to which the peak stays, so that it seldom rises after a row's first panel.
 _SLACK = 8.0
+# Arguments of `soften`.
+_PLAIN_ARGUMENTS = 8
 
 
 def _over_lanes(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
@@ -85,6 +87,54 @@ def _powers(builder: Any, scaled: list[Any], seen: list[Any], peak_place: Any, t
     return [*powers, shrink]
 
 
+def _emit_soften(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Emit `soften`, or `soften_scaled` where there are scales."""
+    kinds = signature.args
+    nothing = ir.Constant(INDEX, 0)
+    every = ir.Constant(INDEX, LANES * PANEL_GROUPS)
+    places = sums_at(context, builder, kinds[0], args[0], args[1], nothing, 1, PANEL_GROUPS)
+    scaled = [builder.fmul(builder.load(place, align=4), splat(builder, args[4])) for place in places]
+    of_values = []
+    if len(args) > _PLAIN_ARGUMENTS:
+        of_keys, of_values = (_scales(context, builder, kinds[i], args[i]) for i in range(_PLAIN_ARGUMENTS, len(args)))
+        scaled = [builder.fmul(score, factor) for score, factor in zip(scaled, of_keys, strict=True)]
+    peak_place = builder.gep(context.make_array(kinds[6])(context, builder, args[6]).data, [args[1]])
+    totals_place = sums_at(context, builder, kinds[7], args[7], args[1], nothing, 1, 1)[0]
+    whole = builder.and_(builder.icmp_signed("<=", args[2], nothing), builder.icmp_signed(">=", args[3], every))
+    ways = []
+    masks = _seen(builder, args[2], args[3])
+    with builder.if_else(whole, likely=True) as branches:
+        for branch, seen in zip(branches, ([], masks), strict=True):
+            with branch:
+                made = _powers(builder, scaled, seen, peak_place, totals_place)
+                ways.append((made, builder.block))
+    *powers, shrink = (builder.phi(value.type) for value in ways[0][0])
+    for made, block in ways:
+        for phi, value in zip((*powers, shrink), made, strict=True):
+            phi.add_incoming(value, block)
+    array = context.make_array(kinds[5])(context, builder, args[5])
+    line = builder.gep(array.data, [builder.mul(args[1], builder.extract_value(array.shape, 1))])
+    written = powers
+    if of_values:
+        # Scales of keys that are not there may be no numbers.
+        products = [builder.fmul(power, factor) for power, factor in zip(powers, of_values, strict=True)]
+        written = [builder.select(mask, value, constant(0.0)) for mask, value in zip(masks, products, strict=True)]
+    for v, power in enumerate(written):
+        store_lanes(builder, power, builder.gep(line, [ir.Constant(INDEX, v * LANES)]), kinds[5].dtype)
+    added = builder.fadd(builder.fadd(powers[0], powers[1]), builder.fadd(powers[2], powers[3]))
+    builder.store(builder.fadd(builder.load(totals_place, align=4), added), totals_place, align=4)
+    return shrink
+
+
+def _scales(context: Any, builder: Any, kind: Any, value: Any) -> list[Any]:
+    """Load the scales of a panel's keys, float32 [64]."""
+    data = context.make_array(kind)(context, builder, value).data
+    return [load_lanes(builder, builder.gep(data, [ir.Constant(INDEX, v * LANES)])) for v in range(PANEL_GROUPS)]
+
+
+_NUMBERS = (types.int64, types.int64, types.int64, types.float32)
+
+
 @intrinsic
 def soften(
     typing: Any, scores: Any, row: Any, begin: Any, end: Any, scale: Any, weights: Any, peak: Any, totals: Any
@@ -95,34 +145,23 @@ def soften(
     has to rise. `totals` f32[rows, LANES] add up to the sum of weights. Returns the factor by which earlier results
     shrink because the peak has risen. `scores` f32[rows, 64], `weights` likewise, or bfloat16's bits.
     """
+    return types.float32(scores, *_NUMBERS, weights, peak, totals), _emit_soften
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = signature.args
-        nothing = ir.Constant(INDEX, 0)
-        every = ir.Constant(INDEX, LANES * PANEL_GROUPS)
-        places = sums_at(context, builder, kinds[0], args[0], args[1], nothing, 1, PANEL_GROUPS)
-        scaled = [builder.fmul(builder.load(place, align=4), splat(builder, args[4])) for place in places]
-        peak_place = builder.gep(context.make_array(kinds[6])(context, builder, args[6]).data, [args[1]])
-        totals_place = sums_at(context, builder, kinds[7], args[7], args[1], nothing, 1, 1)[0]
-        whole = builder.and_(builder.icmp_signed("<=", args[2], nothing), builder.icmp_signed(">=", args[3], every))
-        ways = []
-        masks = _seen(builder, args[2], args[3])
-        with builder.if_else(whole, likely=True) as branches:
-            for branch, seen in zip(branches, ([], masks), strict=True):
-                with branch:
-                    made = _powers(builder, scaled, seen, peak_place, totals_place)
-                    ways.append((made, builder.block))
-        *powers, shrink = (builder.phi(value.type) for value in ways[0][0])
-        for made, block in ways:
-            for phi, value in zip((*powers, shrink), made, strict=True):
-                phi.add_incoming(value, block)
-        array = context.make_array(kinds[5])(context, builder, args[5])
-        line = builder.gep(array.data, [builder.mul(args[1], builder.extract_value(array.shape, 1))])
-        for v, power in enumerate(powers):
-            store_lanes(builder, power, builder.gep(line, [ir.Constant(INDEX, v * LANES)]), kinds[5].dtype)
-        added = builder.fadd(builder.fadd(powers[0], powers[1]), builder.fadd(powers[2], powers[3]))
-        builder.store(builder.fadd(builder.load(totals_place, align=4), added), totals_place, align=4)
-        return shrink
 
-    numbers = (types.int64, types.int64, types.int64, types.float32)
-    return types.float32(scores, *numbers, weights, peak, totals), codegen
+@intrinsic
+def soften_scaled(
+    typing: Any,
+    scores: Any,
+    row: Any,
+    begin: Any,
+    end: Any,
+    scale: Any,
+    weights: Any,
+    peak: Any,
+    totals: Any,
+    of_keys: Any,
+    of_values: Any,
+) -> Any:
+    """Soften the scores of keys in codes: each has a scale, f32[64], and a value in codes, by whose scale its weight is
+    multiplied where it is written."""
+    return types.float32(scores, *_NUMBERS, weights, peak, totals, of_keys, of_values), _emit_soften

@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model_worker.cpu.gemm.codes import Codes
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.cpu.gemm.ggml_blocks import BLOCK_TYPES, codes_of
 from model_worker.loading.gguf.names import Change, Source
 from shared.gguf.blocks import OUTPUTS_AT_A_TIME
+from shared.gguf.code_blocks import codes_of, has_codes
 from shared.gguf.file import GgufFile, Matrix
 from shared.gguf.format import damaged
+from shared.weight_codes import Codes
 
 # Numbers from which on decoding is worth several threads.
 _WORTH_THREADS = 1 << 20
@@ -41,8 +41,8 @@ class GgufWeight(EncodedWeight):
 
     @property
     def codes(self) -> Callable[[int, int], Codes] | None:
-        kind = self.matrix.kind.name
-        if len(self.shape) != 2 or kind not in BLOCK_TYPES:
+        kind = self.matrix.kind
+        if len(self.shape) != 2 or not has_codes(kind):
             return None
         return lambda first, last: codes_of(kind, np.ascontiguousarray(self.matrix.raw(first, last)))
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import (
-    WORD_BITS,
-    check_scales,
-    check_words,
-    group_width,
-    spread,
-    stated_sizes,
-    unpack,
-)
+from model_worker.loading.quantized.bits import WORD_BITS, group_width, stated_sizes, unpack
+from model_worker.loading.quantized.grouped import GroupedWeight, Parts, qweights, take_scales
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
@@ -25,23 +19,22 @@ _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 _VERSIONS = ("gemm", "exllama", "marlin", "")
 
 
-class AwqWeight(EncodedWeight):
-    """A weight [out, in] of qweight i32 [in, out / 8], qzeros i32 [groups, out / 8] and scales [groups, out]."""
+class AwqWeight(GroupedWeight):
+    """A weight [out, in] of qweight i32 [in, out / 8], qzeros i32 [groups, out / 8] and scales [groups, out].
+
+    `width` inputs share a group.
+    """
 
     def __init__(self, codes: Stored, zeros: Stored, scales: Stored, width: int) -> None:
+        super().__init__((codes.shape[1] * _PER_WORD, codes.shape[0]), _BITS, width)
         self._codes = codes
         self._zeros = zeros
         self._scales = scales
-        self._width = width  # inputs of a group
-        self.shape = (codes.shape[1] * _PER_WORD, codes.shape[0])
 
-    def rows(self, first: int, last: int) -> Tensor:
+    def parts(self, first: int, last: int) -> Parts:
         words = slice(first // _PER_WORD, -(-last // _PER_WORD))
-        codes = _in_order(self._codes[:, words])[:, : last - first].t()
-        zeros = _in_order(self._zeros[:, words])[:, : last - first].t().float()
-        scales = self._scales[:, first:last].float().t()
-        inputs = self.shape[1]
-        return (codes - spread(zeros, inputs, self._width)) * spread(scales, inputs, self._width)
+        codes, zeros = (_in_order(packed[:, words])[:, : last - first].t() for packed in (self._codes, self._zeros))
+        return Parts(codes, zeros.to(torch.int16), self._scales[:, first:last].t())
 
 
 def _in_order(words: Tensor) -> Tensor:
@@ -59,25 +52,8 @@ def take_awq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
     if bits != _BITS:
         raise ValueError(f"{scheme.file} has bits {bits}; of AWQ's, {_BITS} bits can be read here")
     found: dict[str, EncodedWeight] = {}
-    for name in pool:
-        module, dot, kind = name.rpartition(".")
-        if kind != "qweight":
-            continue
-        scales = pool.peek(f"{module}.scales")
-        zeros = pool.peek(f"{module}.qzeros")
-        if scales is None or zeros is None:
-            raise ValueError(f"{name} has no {'scales' if scales is None else 'qzeros'} beside it")
-        codes = pool.take(name)
-        check_words(codes, zeros)
-        groups = scales.shape[0]
-        outputs = codes.shape[1] * _PER_WORD
-        if scales.shape != (groups, outputs) or zeros.shape != (groups, codes.shape[1]):
-            raise ValueError(
-                f"{name} {list(codes.shape)}, its qzeros {list(zeros.shape)} and scales {list(scales.shape)} do not "
-                f"fit {_BITS} bits"
-            )
-        width = group_width(name, codes.shape[0], groups, stated_sizes(scheme))
-        check_scales(pool.take(scales.name))
-        pool.take(zeros.name)
-        found[f"{module}{dot}weight"] = AwqWeight(codes, zeros, scales, width)
+    for one in qweights(pool):
+        groups = take_scales(pool, one, one.codes.shape[1] * _PER_WORD, _BITS)
+        width = group_width(one.codes.name, one.codes.shape[0], groups, stated_sizes(scheme))
+        found[one.target] = AwqWeight(one.codes, one.zeros, one.scales, width)
     return found

@@ -18,11 +18,11 @@ from model_worker.loading.quantized.bits import (
     check_scales,
     check_words,
     group_width,
-    spread,
     unpack,
     width_of,
 )
 from model_worker.loading.quantized.float4 import Float4Weight
+from model_worker.loading.quantized.grouped import GroupedWeight, Parts
 from model_worker.loading.quantized.scaled import FP8, ScaledWeight, scales_of
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
@@ -41,7 +41,7 @@ FORMATS = (
 )
 
 
-class PackedWeight(EncodedWeight):
+class PackedWeight(GroupedWeight):
     """A weight [out, in] of i32 [out, in * bits / 32] (codes less 2^(bits - 1)), scales [out, groups], zeros, and the
     group of each input, or how many neighbours share one."""
 
@@ -54,32 +54,23 @@ class PackedWeight(EncodedWeight):
         zeros: Stored | None,
         groups: Tensor | int,
     ) -> None:
+        super().__init__(shape, bits, groups)
         self._codes = codes
-        self._bits = bits
         self._scales = scales
         self._zeros = zeros
-        self._groups = groups
-        self.shape = shape
 
-    def rows(self, first: int, last: int) -> Tensor:
-        inputs = self.shape[1]
-        codes = unpack(self._codes[first:last], self._bits)[:, :inputs].float()
-        scales = self._scales[first:last].float()
-        half = float(1 << (self._bits - 1))
-        zeros = torch.full((1, 1), half) if self._zeros is None else self._zeros_of(first, last)
-        if isinstance(self._groups, int):
-            return (codes - spread(zeros, inputs, self._groups)) * spread(scales, inputs, self._groups)
-        if zeros.shape[1] > 1:
-            zeros = zeros[:, self._groups]
-        return (codes - zeros) * scales[:, self._groups]
+    def parts(self, first: int, last: int) -> Parts:
+        codes = unpack(self._codes[first:last], self._bits)[:, : self.shape[1]]
+        middle = 1 << (self._bits - 1)
+        zeros = middle if self._zeros is None else self._zeros_of(self._zeros, first, last, middle)
+        return Parts(codes, zeros, self._scales[first:last])
 
-    def _zeros_of(self, first: int, last: int) -> Tensor:
-        assert self._zeros is not None
-        if self._zeros.dtype != "I32":
-            return self._zeros[first:last].float() + (1 << (self._bits - 1))
+    def _zeros_of(self, stored: Stored, first: int, last: int, middle: int) -> Tensor:
+        if stored.dtype != "I32":
+            return stored[first:last].to(torch.int16) + middle
         per_word = WORD_BITS // self._bits
-        words = self._zeros[first // per_word : -(-last // per_word)]
-        return unpack(words.t(), self._bits)[:, : last - first].t().float()
+        words = stored[first // per_word : -(-last // per_word)]
+        return unpack(words.t(), self._bits)[:, : last - first].t().to(torch.int16)
 
 
 def check_compressed(scheme: Scheme) -> None:

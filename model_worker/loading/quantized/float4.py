@@ -6,15 +6,23 @@ of gpt-oss are MXFP4 in a layout of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
+import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
+from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import E2M1, check_scales, nibbles, powers_of_two, spread
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
+from shared.weight_codes import Codes, Grouped
 
 # Types of scales that are exponents of two.
 _EXPONENTS = ("U8", "F8_E8M0")
+_BITS = 4
+_E2M1_DOUBLED = (2 * E2M1).numpy().astype(np.int8)
 
 
 class Float4Weight(EncodedWeight):
@@ -32,9 +40,24 @@ class Float4Weight(EncodedWeight):
         self.shape = (codes.shape[0], codes.shape[1] * 2)
 
     def rows(self, first: int, last: int) -> Tensor:
+        return E2M1[nibbles(self._codes[first:last])] * spread(self._scales_of(first, last), self.shape[1])
+
+    def _scales_of(self, first: int, last: int) -> Tensor:
         scales = self._scales[first:last]
         values = powers_of_two(scales) if self._scales.dtype in _EXPONENTS else scales.float()
-        return E2M1[nibbles(self._codes[first:last])] * spread(values * self._scale, self.shape[1])
+        return values * self._scale
+
+    @property
+    def codes(self) -> Callable[[int, int], Codes] | None:
+        width = self.shape[1] // self._scales.shape[1]
+        # A row is whole groups of panels, or halves of them.
+        fits = self.shape[1] % GROUP_INPUTS == 0 and (width % GROUP_INPUTS == 0 or 2 * width == GROUP_INPUTS)
+        return self._codes_of if fits else None
+
+    def _codes_of(self, first: int, last: int) -> Codes:
+        # Twice the values of E2M1 are whole.
+        scales = Grouped((self._scales_of(first, last) / 2).numpy())
+        return Codes(nibbles(self._codes[first:last]).to(torch.uint8).numpy(), _BITS, scales, 0, table=_E2M1_DOUBLED)
 
 
 class ExpertsWeight(EncodedWeight):

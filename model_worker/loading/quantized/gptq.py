@@ -5,20 +5,12 @@ Zeros of version 1 ("gptq") are stored less one, those of version 2 ("gptq_v2") 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
-from model_worker.loading.quantized.bits import (
-    BITS,
-    WORD_BITS,
-    check_scales,
-    check_words,
-    group_width,
-    spread,
-    stated_sizes,
-    unpack,
-    width_of,
-)
+from model_worker.loading.quantized.bits import BITS, WORD_BITS, group_width, stated_sizes, unpack, width_of
+from model_worker.loading.quantized.grouped import GroupedWeight, Parts, qweights, take_scales
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
 
@@ -26,67 +18,46 @@ from model_worker.loading.stored import Pool, Stored
 _VERSIONS = ("gptq", "gptq_v2")
 
 
-class GptqWeight(EncodedWeight):
+class GptqWeight(GroupedWeight):
     """A weight [out, in] of qweight i32 [in * bits / 32, out], qzeros i32 [groups, out * bits / 32], scales
     [groups, out], and the group of each input, or how many neighbours share one."""
 
     def __init__(self, codes: Stored, zeros: Stored, scales: Stored, groups: Tensor | int, bits: int, first: int):
+        super().__init__((codes.shape[1], codes.shape[0] * WORD_BITS // bits), bits, groups)
         self._codes = codes
         self._zeros = zeros
         self._scales = scales
-        self._groups = groups
-        self._bits = bits
         self._first = first  # what is added to stored zeros
-        self.shape = (codes.shape[1], codes.shape[0] * WORD_BITS // bits)
 
-    def rows(self, first: int, last: int) -> Tensor:
+    def parts(self, first: int, last: int) -> Parts:
         codes = unpack(self._codes[:, first:last].t(), self._bits)
         per_word = WORD_BITS // self._bits
         words = self._zeros[:, first // per_word : -(-last // per_word)]
-        zeros = unpack(words, self._bits)[:, : last - first].float().t() + self._first
-        scales = self._scales[:, first:last].float().t()
-        if isinstance(self._groups, int):
-            inputs = self.shape[1]
-            return (codes - spread(zeros, inputs, self._groups)) * spread(scales, inputs, self._groups)
-        return (codes - zeros[:, self._groups]) * scales[:, self._groups]
+        zeros = unpack(words, self._bits)[:, : last - first].t().to(torch.int16) + self._first
+        return Parts(codes, zeros, self._scales[:, first:last].t())
 
 
 def take_gptq(pool: Pool, scheme: Scheme) -> dict[str, EncodedWeight]:
     """Take the weights of this format. ValueError says what in them cannot be read."""
     found: dict[str, EncodedWeight] = {}
     first: int | None = None
-    for name in pool:
-        module, dot, kind = name.rpartition(".")
-        if kind != "qweight":
-            continue
-        scales = pool.peek(f"{module}.scales")
-        zeros = pool.peek(f"{module}.qzeros")
-        if scales is None or zeros is None:
-            raise ValueError(f"{name} has no {'scales' if scales is None else 'qzeros'} beside it")
-        codes = pool.take(name)
-        check_words(codes, zeros)
-        outputs = codes.shape[1]
-        bits = int(scheme.get("bits", zeros.shape[1] * WORD_BITS // max(1, outputs)))
+    for one in qweights(pool):
+        outputs = one.codes.shape[1]
+        bits = int(scheme.get("bits", one.zeros.shape[1] * WORD_BITS // max(1, outputs)))
         if bits not in BITS:
             raise ValueError(
                 f"{scheme.file} has bits {bits}; of GPTQ's, {', '.join(map(str, BITS))} bits can be read here"
             )
-        inputs = codes.shape[0] * WORD_BITS // bits
-        groups = scales.shape[0]
-        if zeros.shape != (groups, outputs * bits // WORD_BITS) or scales.shape != (groups, outputs):
-            raise ValueError(
-                f"{name} {list(codes.shape)}, its qzeros {list(zeros.shape)} and scales {list(scales.shape)} do not "
-                f"fit {bits} bits"
-            )
+        inputs = one.codes.shape[0] * WORD_BITS // bits
+        groups = take_scales(pool, one, outputs, bits)
         if first is None:
-            first = _added_to_zeros(scheme, zeros, bits)
-        check_scales(pool.take(scales.name))
-        pool.take(zeros.name)
-        order = pool.take_if(f"{module}.g_idx")
-        shared = (
-            group_width(name, inputs, groups, stated_sizes(scheme)) if order is None else _groups(order, inputs, groups)
-        )
-        found[f"{module}{dot}weight"] = GptqWeight(codes, zeros, scales, shared, bits, first)
+            first = _added_to_zeros(scheme, one.zeros, bits)
+        order = pool.take_if(f"{one.module}g_idx")
+        if order is None:
+            shared: Tensor | int = group_width(one.codes.name, inputs, groups, stated_sizes(scheme))
+        else:
+            shared = _groups(order, inputs, groups)
+        found[one.target] = GptqWeight(one.codes, one.zeros, one.scales, shared, bits, first)
     return found
 
 

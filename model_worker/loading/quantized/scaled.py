@@ -6,19 +6,25 @@ bitsandbytes, whose scales are called SCB.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from model_worker.cpu.gemm.encoded_linear import EncodedWeight
 from model_worker.cpu.gemm.int8_linear import Quantized
+from model_worker.cpu.simd.dot_codes import GROUP_INPUTS
 from model_worker.loading.quantized.bits import check_scales, powers_of_two, spread
 from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import Pool, Stored
+from shared.weight_codes import Codes, Grouped
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 # Sides of blocks where no file says them.
 _BLOCKS = (128, 64, 32, 256)
 _MOST_INT8 = 127
+_MIDDLE = 128
 
 
 class ScaledWeight(EncodedWeight):
@@ -49,6 +55,19 @@ class ScaledWeight(EncodedWeight):
             return spread(values if len(values) == 1 else values[first:last], inputs)
         height, width = self._block
         return values[torch.arange(first, last) // height].repeat_interleave(width, dim=1)[:, :inputs]
+
+    @property
+    def codes(self) -> Callable[[int, int], Codes] | None:
+        groups = self._scales.shape[1]
+        alike = self._numbers.dtype == "I8" and self._zeros is None and self._block is None
+        fitting = self.shape[1] % groups == 0 and self.shape[1] // groups % GROUP_INPUTS == 0
+        return self._codes_of if alike and fitting else None
+
+    def _codes_of(self, first: int, last: int) -> Codes:
+        scales = self._scales if len(self._scales) == 1 else self._scales[first:last]
+        numbers = self._numbers[first:last].view(torch.uint8).numpy() ^ np.uint8(_MIDDLE)
+        base = scales.float().expand(last - first, -1).numpy()
+        return Codes(numbers, 8, Grouped(base), _MIDDLE)
 
     def quantized(self) -> Quantized:
         """Numbers of int8 with a scale for each output are kept as they are."""

@@ -9,9 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from model_worker.cpu.gemm.coded_linear import CodedLinear
-from model_worker.cpu.gemm.codes import Codes, Grouped
-from model_worker.cpu.gemm.ggml_blocks import BLOCK_TYPES, codes_of
+from shared.gguf.code_blocks import codes_of, has_codes
+from shared.gguf.format import TYPES
+from shared.weight_codes import Codes, Grouped
 
+# The types of blocks that are codes.
+BLOCK_TYPES = {kind.name: kind for kind in TYPES.values() if has_codes(kind)}
 # Bytes of a block that are float16: a random one would not always be finite.
 _FLOATS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 
@@ -19,8 +22,8 @@ _FLOATS = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K
 def random_blocks(rng: np.random.Generator, name: str, outputs: int, blocks: int) -> NDArray[np.uint8]:
     """Rows of blocks of one of ggml's types, with values of about 1."""
     kind = BLOCK_TYPES[name]
-    rows = rng.integers(0, 256, (outputs, blocks, kind.bytes), dtype=np.uint8)
-    size = 2 ** -max(3, kind.bytes * 8 // kind.inputs) / (32 if kind.inputs == 256 else 1)
+    rows = rng.integers(0, 256, (outputs, blocks, kind.num_bytes), dtype=np.uint8)
+    size = 2 ** -max(3, kind.num_bytes * 8 // kind.inputs) / (32 if kind.inputs == 256 else 1)
     for place in _FLOATS.get(name, (0,)):
         scales = rng.standard_normal((outputs, blocks, 1)) * size
         rows[..., place : place + 2] = scales.astype("<f2").view(np.uint8)
@@ -31,7 +34,7 @@ def random_blocks(rng: np.random.Generator, name: str, outputs: int, blocks: int
 
 def _of_blocks(name: str) -> Callable[[np.random.Generator, int, int], Codes]:
     def make(rng: np.random.Generator, outputs: int, inputs: int) -> Codes:
-        return codes_of(name, random_blocks(rng, name, outputs, inputs // BLOCK_TYPES[name].inputs))
+        return codes_of(BLOCK_TYPES[name], random_blocks(rng, name, outputs, inputs // BLOCK_TYPES[name].inputs))
 
     return make
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model_worker.cpu.gemm.coded_linear import UnsupportedCodes
-from model_worker.cpu.gemm.codes import Codes, Grouped
 from model_worker.cpu.simd.fixed_point import ROUNDING
+from shared.weight_codes import Codes, Grouped
 from tests.model_worker.cpu.coded_weights import KINDS, coded
 
 # Activations keep 16 bits of their row's greatest, weights all of theirs: about 3e-5, and more where sums cancel out.

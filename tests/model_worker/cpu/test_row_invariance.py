@@ -56,11 +56,17 @@ def in_crowds(passes: Passes, rng: np.random.Generator) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("arch", "dtype", "quantization"),
-    [("llama", "float32", "none"), ("qwen3", "bfloat16", "none"), ("llama", "bfloat16", "int8")],
+    ("arch", "dtype", "options"),
+    [
+        ("llama", "float32", {}),
+        ("qwen3", "bfloat16", {}),
+        ("llama", "bfloat16", {"quantization": "int8"}),
+        ("llama", "float32", {"kv_dtype": "fp8"}),
+        ("qwen3", "bfloat16", {"kv_dtype": "int8"}),
+    ],
 )
-def test_company_and_pieces_change_no_bit(tmp_path: Path, arch: str, dtype: str, quantization: str) -> None:
-    loaded = load_model(tiny_model(arch, tmp_path), dtype, "cpu", lambda *_: None, quantization=quantization)
+def test_company_and_pieces_change_no_bit(tmp_path: Path, arch: str, dtype: str, options: dict[str, str]) -> None:
+    loaded = load_model(tiny_model(arch, tmp_path), dtype, "cpu", lambda *_: None, **options)  # type: ignore[arg-type]
     seed = int(np.random.default_rng().integers(2**31))
     rng = np.random.default_rng(seed)
     crowd = Passes(loaded, rng)

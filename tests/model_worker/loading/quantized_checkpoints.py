@@ -51,14 +51,19 @@ def _words(values: Tensor, bits: int) -> Tensor:
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 
-def _gptq(bits: int, stored_less: int, ordered: bool = False) -> Callable[[torch.Generator, int, int], Written]:
+def _gptq(
+    bits: int, stored_less: int, ordered: bool = False, alike: bool = False
+) -> Callable[[torch.Generator, int, int], Written]:
+    """With `alike`, the weights of as many inputs have them in one order, as those have that read the same inputs."""
+
     def write(draw: torch.Generator, outputs: int, inputs: int) -> Written:
         codes = _codes(draw, bits, inputs, outputs)
         zeros = torch.randint(1, 1 << bits, (inputs // GROUP, outputs), generator=draw)
         scales = _scales(draw, inputs // GROUP, outputs)
         groups = torch.arange(inputs) // GROUP
         if ordered:
-            groups = groups[torch.randperm(inputs, generator=draw)]
+            shuffle = torch.Generator().manual_seed(inputs) if alike else draw
+            groups = groups[torch.randperm(inputs, generator=shuffle)]
         weight = scales.float()[groups] * (codes - zeros[groups])
         tensors = {
             "qweight": _words(codes.t(), bits).t(),
@@ -149,6 +154,14 @@ def _nvfp4(style: str) -> Callable[[torch.Generator, int, int], Written]:
     return write
 
 
+def _mxfp4(draw: torch.Generator, outputs: int, inputs: int) -> Written:
+    codes = _codes(draw, 4, outputs, inputs)
+    data = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+    exponents = torch.randint(119, 123, (outputs, inputs // 32), generator=draw)
+    weight = _e2m1(codes) * torch.exp2(exponents.float() - 127).repeat_interleave(32, 1)
+    return Written({"weight_packed": data, "weight_scale": exponents.to(torch.uint8)}, weight)
+
+
 def _nf4(nested: bool) -> Callable[[torch.Generator, int, int], Written]:
     def write(draw: torch.Generator, outputs: int, inputs: int) -> Written:
         codes = _codes(draw, 4, outputs * inputs)
@@ -202,6 +215,7 @@ FORMATS: dict[str, Format] = {
     "gptq": Format(_gptq(4, 1), {**_GPTQ, "checkpoint_format": "gptq"}),
     "gptq v2": Format(_gptq(4, 0), {**_GPTQ, "checkpoint_format": "gptq_v2"}),
     "gptq in order of activations": Format(_gptq(4, 1, ordered=True), {**_GPTQ, "desc_act": True}),
+    "gptq in one order": Format(_gptq(4, 1, ordered=True, alike=True), {**_GPTQ, "desc_act": True}),
     "gptq 8 bits": Format(_gptq(8, 1), {**_GPTQ, "bits": 8}),
     "auto-round": Format(
         _gptq(4, 1), {**_GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
@@ -218,6 +232,9 @@ FORMATS: dict[str, Format] = {
     "fp8 of ModelOpt": Format(_fp8("tensor"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "nvfp4 of ModelOpt": Format(_nvfp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "nvfp4": Format(_nvfp4("compressed"), _compressed("nvfp4-pack-quantized", num_bits=4, type="float")),
+    "mxfp4 of compressed-tensors": Format(
+        _mxfp4, _compressed("mxfp4-pack-quantized", num_bits=4, type="float", group_size=32)
+    ),
     "nf4": Format(_nf4(nested=False), _BNB),
     "nf4, nested": Format(_nf4(nested=True), _BNB),
     "bitsandbytes int8": Format(_scb, {"quant_method": "bitsandbytes", "load_in_8bit": True}),

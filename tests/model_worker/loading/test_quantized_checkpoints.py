@@ -7,11 +7,15 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from model_worker.batch import ForwardBatch
+from model_worker.cpu import kernel_cache
+from model_worker.cpu.gemm.coded_linear import CodedLinear, WordLinear
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear
 from model_worker.cpu.gemm.int8_linear import Int8Linear
 from model_worker.cpu.gemm.packed_linear import PackedLinear
@@ -22,6 +26,7 @@ from model_worker.loading.quantized.scheme import Scheme
 from model_worker.loading.stored import open_stored
 from model_worker.model import LoadedModel, ModelRefused
 from model_worker.pooling.load import load_pooling
+from model_worker.runner import ModelRunner
 from tests.model_worker.loading.quantized_checkpoints import (
     FORMATS,
     alter_config,
@@ -72,6 +77,81 @@ def test_logits_are_those_of_the_weights_meant(name: str, llama: Path, tmp_path:
         if isinstance(linear, PackedLinear):
             assert torch.equal(linear.weight, meant.weight)
     torch.testing.assert_close(logits(loaded.model), logits(reference), rtol=1e-4, atol=1e-4)
+
+
+# Formats whose weights panels hold as they are, and their bits there.
+KEPT = {
+    "gptq": 4,
+    "gptq v2": 4,
+    "gptq in one order": 4,
+    "gptq 8 bits": 8,
+    "auto-round": 4,
+    "awq": 4,
+    "w4a16": 4,
+    "w4a16 with zeros": 4,
+    "w8a16": 8,
+    "w8a8": 8,
+    "bitsandbytes int8": 8,
+    "nvfp4": 6,
+    "nvfp4 of ModelOpt": 6,
+    "mxfp4 of compressed-tensors": 5,
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_weights_stay_in_their_bits(name: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Panels have the very numbers, and the stack computes with them."""
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS[name])
+    loaded = load(path, "bfloat16")
+    assert loaded.stack is not None
+    assert loaded.kernel_family == kernel_cache.CODED
+    reference = exact(path)
+    kept = {key: module for key, module in loaded.model.named_modules() if isinstance(module, CodedLinear)}
+    assert len(kept) == 8
+    for key, module in kept.items():
+        if not isinstance(module, WordLinear):
+            assert module.layout.bits == KEPT[name]
+            # Bits of a weight, and at most three for the numbers of its group.
+            assert module.num_bytes * 8 < (KEPT[name] + 3) * 1.1 * max(64, module.out_features) * module.in_features
+        got = module.rows(torch.arange(module.out_features))
+        wanted = reference.get_submodule(key).weight
+        assert torch.equal(got, wanted if not isinstance(module, WordLinear) else wanted.bfloat16().float())
+    batch = whole_batch()
+    got = ModelRunner(loaded, 4, 16).backend.logits(batch)
+    want = logits(reference)[0]
+    # Codes of 8 bits mean large weights here, so that attention is sharp and what bfloat16 rounds shows.
+    assert float((got - want).norm() / want.norm()) < (0.2 if KEPT[name] == 8 else 0.03)
+
+
+def whole_batch() -> ForwardBatch:
+    """TOKENS in one piece."""
+    count = np.array([TOKENS.shape[1]])
+    table = np.arange(-(-TOKENS.shape[1] // 16))[None]
+    return ForwardBatch.build(TOKENS[0].numpy(), count, count, table, 16, np.arange(TOKENS.shape[1]))
+
+
+@pytest.mark.parametrize("name", ["gptq in order of activations", "w4a16 in order of activations"])
+def test_layers_in_different_orders_run_as_modules(
+    name: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS[name])
+    loaded = load(path, "bfloat16")
+    assert "since linear layers of the same inputs have them in different orders" in caplog.text
+    assert loaded.stack is None
+    down = loaded.model.model.layers[0].mlp.down_proj
+    assert isinstance(down, CodedLinear)
+    assert torch.equal(down.rows(torch.arange(128)), exact(path).model.layers[0].mlp.down_proj.weight)
+    got = ModelRunner(loaded, 4, 16).backend.logits(whole_batch()).float()
+    want = logits(exact(path))[0]
+    assert float((got - want).norm() / want.norm()) < 0.1
+
+
+def test_groups_that_panels_cannot_hold_are_decoded(llama: Path, tmp_path: Path) -> None:
+    path = quantize_checkpoint(llama, tmp_path / "q", FORMATS["nf4"])
+    loaded = load(path, "bfloat16")
+    assert loaded.kernel_family == kernel_cache.DECODER
+    assert isinstance(loaded.model.model.layers[0].mlp.down_proj, PackedLinear)
 
 
 # Version 1 of GPTQ and version 2 differ in what zeros mean, which only a file can say.

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from model_worker.cpu.gemm.ggml_blocks import BLOCK_TYPES, codes_of
-from tests.model_worker.cpu.coded_weights import random_blocks
+from shared.gguf.code_blocks import codes_of
+from tests.model_worker.cpu.coded_weights import BLOCK_TYPES, random_blocks
 
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -76,15 +76,15 @@ def element_of(name: str, block: bytes, i: int) -> float:
 
 def elements(name: str, row: bytes) -> Iterator[float]:
     kind = BLOCK_TYPES[name]
-    for begin in range(0, len(row), kind.bytes):
+    for begin in range(0, len(row), kind.num_bytes):
         for i in range(kind.inputs):
-            yield element_of(name, row[begin : begin + kind.bytes], i)
+            yield element_of(name, row[begin : begin + kind.num_bytes], i)
 
 
 @pytest.mark.parametrize("name", sorted(BLOCK_TYPES))
 def test_codes_are_the_values_of_the_published_layout(name: str) -> None:
     rows = random_blocks(np.random.default_rng(), name, 3, 2)
-    codes = codes_of(name, rows)
+    codes = codes_of(BLOCK_TYPES[name], rows)
     want = np.array([list(elements(name, row.tobytes())) for row in rows])
     assert int(codes.codes.max()) < 2**codes.bits
     # In float32 each product and sum is rounded.

@@ -6,7 +6,7 @@ A reader gives some outputs at a time (64 and more), so that no weight exists de
     codes = Codes(codes=nibbles, bits=4, scales=Grouped(d, sc), zeros=0, minimums=Grouped(-dmin, mn))    # Q4_K
     codes = Codes(codes=nibbles, bits=4, scales=Grouped(scales), zeros=zero_points)                      # GPTQ, AWQ
 
-Knows numbers. Does not know files, nor how codes lie in memory when they are multiplied (coded_linear.py does).
+Knows numbers. Does not know files, nor how codes lie in memory when they are multiplied.
 """
 
 from __future__ import annotations
@@ -15,11 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-# Bits of codes that panels hold as they are. A code of fewer bits is held in the next larger ones.
-BITS = (4, 5, 6, 8)
-# Inputs of a group that panels scale at once. Larger groups repeat their scale, shorter ones must be half of it.
-GROUP_INPUTS = 32
 
 
 class Grouped(NamedTuple):
@@ -56,17 +51,23 @@ class Codes(NamedTuple):
     zeros: int | NDArray[np.uint8]  # one for all, or [outputs, groups]
     minimums: Grouped | None = None
     table: NDArray[np.int8] | None = None
+    order: NDArray[np.int32] | None = None  # [inputs]: the input of each column; None: they are in order
 
     @property
     def weight(self) -> NDArray[np.float32]:
         """Return the dequantised weight, float32 [outputs, inputs]: exact, but for the rounding to float32."""
-        inputs = self.codes.shape[1]
-        values = self.codes.astype(np.int32) if self.table is None else self.table[self.codes].astype(np.int32)
-        zeros = self.zeros if isinstance(self.zeros, int) else _spread(self.zeros, inputs).astype(np.int32)
-        weight: NDArray[np.float32] = (values - zeros).astype(np.float32) * _spread(self.scales.values, inputs)
-        return weight if self.minimums is None else weight + _spread(self.minimums.values, inputs)
+        numbers = (self.codes if self.table is None else self.table[self.codes]).astype(np.float32, order="C")
+        if isinstance(self.zeros, int):
+            numbers -= self.zeros
+        else:
+            _apply(np.subtract, numbers, self.zeros)
+        _apply(np.multiply, numbers, self.scales.values)
+        if self.minimums is not None:
+            _apply(np.add, numbers, self.minimums.values)
+        return numbers if self.order is None else numbers[:, np.argsort(self.order)]
 
 
-def _spread(numbers: NDArray[Any], inputs: int) -> NDArray[Any]:
-    """Repeat numbers of groups, [outputs, groups], for each of so many inputs."""
-    return np.repeat(numbers, inputs // numbers.shape[1], axis=1)
+def _apply(operation: np.ufunc, numbers: NDArray[np.float32], groups: NDArray[Any]) -> None:
+    """Combine numbers [outputs, inputs] in place with those of their groups, [outputs, groups]."""
+    by_group = numbers.reshape(*groups.shape, -1)
+    operation(by_group, groups[..., None], out=by_group)

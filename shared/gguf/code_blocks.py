@@ -1,18 +1,19 @@
 """Rows of GGUF blocks as codes. Knows the blocks of ggml's types; does not know files, nor the purpose of a weight.
 
-`codes_of("Q4_K", rows)` takes the bytes of some outputs, uint8 [outputs, bytes of a row], as they lie in the file.
+`codes_of(kind, rows)` takes the bytes of some outputs, uint8 [outputs, bytes of a row], as they lie in the file.
 All numbers are little endian; d, m and dmin are float16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from model_worker.cpu.gemm.codes import Codes, Grouped
+from shared.gguf.format import BlockType
+from shared.weight_codes import Codes, Grouped
 
 Bytes = NDArray[np.uint8]
 
@@ -21,18 +22,14 @@ _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 _E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 
 
-class BlockType(NamedTuple):
-    """A type of blocks: inputs and bytes of one, and how blocks [outputs, blocks, bytes] become codes."""
-
-    inputs: int
-    bytes: int
-    decode: Callable[[Bytes], Codes]
+def has_codes(kind: BlockType) -> bool:
+    """Whether blocks of this type are codes of one kind."""
+    return kind.name in _DECODERS
 
 
-def codes_of(name: str, rows: Bytes) -> Codes:
+def codes_of(kind: BlockType, rows: Bytes) -> Codes:
     """Return the codes of rows of blocks of this type. Raises KeyError for a type that has none."""
-    kind = BLOCK_TYPES[name]
-    return kind.decode(rows.reshape(len(rows), -1, kind.bytes))
+    return _DECODERS[kind.name](rows.reshape(len(rows), -1, kind.num_bytes))
 
 
 def _halves(blocks: Bytes, begin: int) -> NDArray[np.float16]:
@@ -127,18 +124,17 @@ def _mxfp4(blocks: Bytes) -> Codes:
     return Codes(_rows(_nibbles(blocks[..., 1:])), 4, Grouped(scales), 0, table=_E2M1_DOUBLED)
 
 
-_decode: dict[str, tuple[int, int, Any]] = {
-    "Q4_0": (32, 18, _q4_0),
-    "Q4_1": (32, 20, _q4_1),
-    "Q5_0": (32, 22, _q5_0),
-    "Q5_1": (32, 24, _q5_1),
-    "Q8_0": (32, 34, _q8_0),
-    "Q4_K": (256, 144, _q4_k),
-    "Q5_K": (256, 176, _q5_k),
-    "Q6_K": (256, 210, _q6_k),
-    "IQ4_NL": (32, 18, _iq4_nl),
-    "IQ4_XS": (256, 136, _iq4_xs),
-    "MXFP4": (32, 17, _mxfp4),
+# How blocks [outputs, blocks, bytes] become codes, by ggml's names.
+_DECODERS: dict[str, Callable[[Bytes], Codes]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
 }
-# The types whose codes panels hold, by ggml's names.
-BLOCK_TYPES = {name: BlockType(*values) for name, values in _decode.items()}
