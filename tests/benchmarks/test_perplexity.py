@@ -34,8 +34,17 @@ def test_score_is_the_mean_loss_of_the_answers() -> None:
     assert result.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-3)
 
 
-def test_the_table_has_both_kinds_of_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--prompts", "1"])
-    rows = [line for line in capsys.readouterr().out.splitlines() if "MB" in line]
-    assert len(rows) == 2
-    assert "int8" in rows[1]
+def test_the_table_has_all_kinds_of_weights_and_caches(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--prompts", "1", "--exact"])
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines() if "MB" in line]
+    assert [row[0] for row in rows] == ["exact", "bfloat16", "int8", "kv", "kv"]
+    divergences = [float(row[-5]) for row in rows[1:]]
+    assert all(0 < divergence < 0.1 for divergence in divergences)
+    bytes_of_token = [int(row[-3]) for row in rows]
+    assert bytes_of_token[3] == bytes_of_token[4] < 0.6 * bytes_of_token[1]
+
+
+def test_rows_that_do_not_exist_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "int8,kv int4"])
+    assert "--only has kv int4; rows are stored, int8, kv int8, kv fp8" in capsys.readouterr().err
