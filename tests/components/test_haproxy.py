@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 import resource
+import socket
 import subprocess
 import threading
 import time
@@ -50,7 +52,7 @@ class Proxy(Program):
         return {row["svname"]: row["status"] for row in rows if row["pxname"] == "servers"}
 
     def wait_until(self, name: str, state: str) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while self.states()[name].split()[0] != state:
             assert time.monotonic() < deadline, f"{name} is not {state}: {self.states()}"
             time.sleep(0.1)
@@ -97,6 +99,23 @@ def test_requests_and_streams_pass(proxy: Proxy, server: Server) -> None:
 
 def test_operators_routes_are_closed(proxy: Proxy) -> None:
     asking.assert_operators_routes_are_closed(proxy.url)
+
+
+def test_a_request_in_two_pieces_is_sent_again(server: Server, busy: int, tmp_path: Path) -> None:
+    """Clients send head and body one after the other. One of the two servers answers 503 to all but `/ready`."""
+    body = json.dumps(asking.completion(1)).encode()
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", "Connection: close"]
+    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode()
+    statuses = []
+    with haproxy(busy, server.port, tmp_path) as proxy:
+        for _ in range(4):
+            with socket.create_connection(("127.0.0.1", proxy.port), timeout=asking.SECONDS) as client:
+                client.sendall(head)
+                # Long enough for HAProxy to send the head to a server, if it does not wait for the body.
+                time.sleep(0.1)
+                client.sendall(body)
+                statuses.append(client.makefile("rb").readline().split()[1])
+    assert statuses == [b"200"] * 4
 
 
 @dataclass

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -68,30 +66,6 @@ def test_large_bodies_pass_the_shipped_file(url: str) -> None:
     body = json.dumps(asking.completion(1)) + " " * 2_000_000
     answer = httpx.post(url + "/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 200, answer.text
-
-
-class Busy(BaseHTTPRequestHandler):
-    """A server whose queue is full, in SGLang's dialect."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_error(503)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def busy() -> Iterator[int]:
-    """The port of one."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as listener:
-        thread = threading.Thread(target=listener.serve_forever)
-        thread.start()
-        try:
-            yield listener.server_port
-        finally:
-            listener.shutdown()
-            thread.join()
 
 
 def test_the_shipped_file_asks_another_server_when_one_is_busy_or_gone(
