@@ -85,19 +85,22 @@ class LimitedChildren:
 
     def _start(self, job: Any) -> None:
         output, child_output = os.pipe()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(output)
-            self._do(job, child_output)
+            self._do(job, child_output, parent)
         os.close(child_output)
         self._children[output] = _Child(job, pid, output, time.monotonic() + self._limits.wall_seconds)
         self._selector.register(output, selectors.EVENT_READ)
 
-    def _do(self, job: Any, output: int) -> None:
+    def _do(self, job: Any, output: int, parent: int) -> None:
         """Runs in the child; does not return."""
         try:
             signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_seconds)  # its signal ends the child
             end_with_parent(signal.SIGKILL)  # else it would write into shared memory that has no owner
+            if os.getppid() != parent:
+                os._exit(FAILED)  # the parent ended before the kernel knew of the wish
             limit_memory(self._limits.memory_bytes)
             os.nice(self._limits.niceness)
             result = self._work(job)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from httpx import _config as httpx_defaults
 
 from benchmarks.server import compile_kernels
 from shared.kernel_cache import kernel_cache_directory
@@ -25,6 +26,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     # The same under nohup, which supervisors respect.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# httpx waits five seconds for an answer, and a loaded machine can stand still for as long. This object is the default
+# of all its functions.
+for kind in ("connect", "read", "write", "pool"):
+    setattr(httpx_defaults.DEFAULT_TIMEOUT_CONFIG, kind, 60.0)
 hypothesis.settings.register_profile("house", deadline=None)
 hypothesis.settings.load_profile("house")
 

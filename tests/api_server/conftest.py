@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import secrets
 import socket
 import threading
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -207,7 +209,7 @@ class SchedulerDouble:
         self._stop.set()
         self._thread.join(5)
 
-    def wait(self, condition: Callable[[], Any], seconds: float = 5.0) -> None:
+    def wait(self, condition: Callable[[], Any], seconds: float = 30.0) -> None:
         """Until `condition()` holds; fails otherwise."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -450,6 +452,24 @@ class LiveServer:
     state: ServerState
     double: SchedulerDouble
     url: str
+
+
+def raw_post(url: str, path: str, body: object, **headers: str) -> socket.socket:
+    """Sends a request and returns the connection; nothing is read yet."""
+    target = urlsplit(url)
+    connection = socket.create_connection((target.hostname, target.port or 0), timeout=30)
+    data = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(data)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+    return connection
+
+
+def leave_when(condition: Callable[[], Any], live: LiveServer, path: str, body: object, **headers: str) -> None:
+    """Sends a request, and closes its connection when the condition holds, before anything is answered."""
+    connection = raw_post(live.url, path, body, **headers)
+    live.double.wait(condition)
+    connection.close()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from deploy.child import ChildSpec
 from deploy.slot import RestartPolicy
 from deploy.supervisor import Supervisor
 
-_PATIENCE = 20.0
+_PATIENCE = 60.0
 
 
 class Narrator:

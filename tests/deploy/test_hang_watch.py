@@ -14,8 +14,8 @@ from tests.deploy.stage import Stage, actor
 QUICK = {"LOOK_SECONDS": 0.05, "QUIET_SECONDS": 1.0, "SECONDS_FOR_LAST_WORDS": 0.3}
 
 
-def hanging(name: str, *arguments: str, **fields: Any) -> dict[str, Any]:
-    return actor(name, *arguments, hang_seconds=2.0, **fields)
+def hanging(name: str, *arguments: str, hang_seconds: float = 2.0, **fields: Any) -> dict[str, Any]:
+    return actor(name, *arguments, hang_seconds=hang_seconds, **fields)
 
 
 def test_a_child_that_hangs_is_named_killed_and_replaced(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_the_fork_of_a_worker_is_watched_like_any_other(tmp_path: Path) -> None:
 
 def test_a_child_that_was_only_stopped_goes_on() -> None:
     """What it was doing is worth more than a fresh process."""
-    child = hanging("scheduler", "--beat-for", "1000")
+    child = hanging("scheduler", "--beat-for", "1000", hang_seconds=30.0)
     with Stage(child, watch=QUICK) as stage:
         stage.wait_for("all_ready")
         time.sleep(0.3)
@@ -83,7 +83,7 @@ def test_a_start_that_never_ends_is_ended() -> None:
 
 def test_while_everything_stood_still_nobody_is_blamed() -> None:
     """The supervisor and its child are stopped together, as by a suspended machine; it goes on first."""
-    child = hanging("scheduler", "--beat-for", "1000")
+    child = hanging("scheduler", "--beat-for", "1000", hang_seconds=3.5)
     with Stage(child, watch=QUICK | {"STANDSTILL_SECONDS": 1.5}) as stage:
         stage.wait_for("all_ready")
         time.sleep(0.3)

@@ -110,7 +110,8 @@ def scheduler(run_directory: RunDirectory) -> Iterator[int]:
 
 
 def segments() -> set[str]:
-    return {path.name for path in DIRECTORY.glob(f"{PREFIX}*")}
+    """Those of this process: other servers of this machine have some, too."""
+    return {path.name for path in DIRECTORY.glob(f"{PREFIX}*-{os.getpid()}-*")}
 
 
 def seeing(*images: NDArray[np.float32], tokens: int = 3) -> TextAndVisionContext:
@@ -125,14 +126,14 @@ def seeing(*images: NDArray[np.float32], tokens: int = 3) -> TextAndVisionContex
     )
 
 
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def tokens_of(submission: Submission) -> list[int]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not submission.context.is_done:
             await submission.inbox.next()
     return [int(token) for token in submission.context.tokens.all[submission.context.prompt_length :]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,7 @@ from api_server.chat.url_fetch import MOST_BYTES, UrlFetcher
 from api_server.errors import RequestFailed
 from api_server.text.tokenizer import Tokenizer
 from shared.fetch_hosts import FetchHosts
-from tests.api_server.conftest import LiveServer
+from tests.api_server.conftest import LiveServer, leave_when
 from tests.api_server.dialects.test_anthropic import prompt_of
 from tests.api_server.served_app import Web, answer, running
 
@@ -250,22 +249,20 @@ def test_all_are_read_before_one_is_fetched(fetching: LiveServer, web: Web) -> N
 
 def test_a_client_that_goes_away_ends_its_fetch(fetching: LiveServer, web: Web) -> None:
     web.pages = {"/": lambda: [b"HTTP/1.1 200 OK\r\n\r\n", 10.0]}
-    with pytest.raises(httpx.ReadTimeout):
-        post(fetching, CHAT, file(file_url=web.url()), timeout=0.5)
-    assert web.broken.wait(3)
+    leave_when(web.called.is_set, fetching, CHAT, body(CHAT, file(file_url=web.url())))
+    assert web.broken.wait(30)
     assert not fetching.double.submits
 
 
 def test_the_requests_own_time_limit_holds_here_too(fetching: LiveServer, web: Web) -> None:
     web.pages = {"/": lambda: [b"HTTP/1.1 200 OK\r\n\r\n", 10.0], "/soon": lambda: [0.2, *answer(b"x")()]}
-    start = time.monotonic()
     response = post(fetching, CHAT, file(file_url=web.url()), limit="0.4")
-    assert (response.status_code, time.monotonic() - start < 3) == (504, True)
+    assert response.status_code == 504
     assert "0.4 s" in response.json()["error"]["message"]
-    assert post(fetching, CHAT, file(file_url=web.url("/soon")), limit="5").status_code == 200
+    assert post(fetching, CHAT, file(file_url=web.url("/soon")), limit="30", timeout=60).status_code == 200
     left = fetching.double.submits[-1].scheduling.total_seconds
     assert left is not None
-    assert 3 < left < 4.8
+    assert 0 < left < 29.8
 
 
 def test_the_first_that_fails_ends_the_others(fetching: LiveServer, web: Web) -> None:

@@ -8,7 +8,6 @@ import logging
 import random
 import secrets
 import ssl
-import time
 import tracemalloc
 import zlib
 from collections.abc import Iterator, Sequence
@@ -272,11 +271,9 @@ async def test_sizes(web: Web) -> None:
         "/head": lambda: [HEAD, *(b"X-Y: %s\r\n" % bytes([97] * 1000) for _ in range(2000)), b"\r\n"],
     }
     assert len((await fetch(web.url("/most"))).body) == LIMIT
-    start = time.monotonic()
     for path in ("/more", "/announced", "/chunks", "/stream"):
         assert f"more than {LIMIT} bytes" in await refusal(web.url(path))
     await refusal(web.url("/head"))
-    assert time.monotonic() - start < 4
 
 
 @pytest.mark.parametrize(
@@ -306,11 +303,9 @@ async def test_a_failing_server_is_named_by_its_status(web: Web, status: str) ->
 
 @pytest.mark.parametrize("parts", [[HEAD + b"\r\n"], [b""], [HEAD]])
 async def test_a_slow_server_has_so_long_and_no_longer(web: Web, parts: list[bytes]) -> None:
-    web.pages = {"/": lambda: [*parts, *(part for _ in range(100) for part in (0.1, b"X"))]}
-    start = time.monotonic()
+    web.pages = {"/": lambda: [*parts, *(part for _ in range(1000) for part in (0.1, b"X"))]}
     assert "takes longer than 0.4 s" in await refusal(web.url(), seconds=0.4)
-    assert time.monotonic() - start < 2
-    assert await asyncio.to_thread(web.broken.wait, 2)
+    assert await asyncio.to_thread(web.broken.wait, 30)
 
 
 async def test_a_slow_resolver_counts(web: Web) -> None:
@@ -337,13 +332,13 @@ async def test_few_at_once(web: Web) -> None:
 
 
 async def test_a_fetch_that_is_cancelled_hangs_up(web: Web) -> None:
-    web.pages = {"/": lambda: [HEAD + b"\r\n", 10.0]}
+    web.pages = {"/": lambda: [HEAD + b"\r\n", 60.0]}
     task = asyncio.create_task(fetch(web.url()))
-    assert await asyncio.to_thread(web.called.wait, 2)
+    assert await asyncio.to_thread(web.called.wait, 30)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(web.broken.wait, 2)
+    assert await asyncio.to_thread(web.broken.wait, 30)
 
 
 async def test_tls_is_checked_against_the_name_at_the_judged_address() -> None:

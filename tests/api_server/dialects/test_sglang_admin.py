@@ -129,8 +129,8 @@ def test_flush_cache_waits_as_long_as_it_may(live: LiveServer) -> None:
     timer = threading.Timer(0.3, lambda: setattr(live.double, "refuse_order", ""))
     started = time.monotonic()
     timer.start()
-    assert post(live, "/flush_cache?timeout=10").status_code == 200
-    assert 0.25 < time.monotonic() - started < 5
+    assert post(live, "/flush_cache?timeout=60").status_code == 200
+    assert time.monotonic() - started >= 0.3
     timer.join()
     for timeout in ("-1", "nan", "x", "1e9"):
         assert "timeout" in post(live, f"/flush_cache?timeout={timeout}").json()["error"]["message"]

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from interfaces.messages import Submit
-from tests.api_server.conftest import LiveServer, encode
+from tests.api_server.conftest import LiveServer, encode, leave_when
 
 HTTP = httpx.Client(timeout=20)
 TEXT = "Hello, world! The quick brown fox jumps. 日本語 naïve"
@@ -81,8 +81,7 @@ def test_several_answers_are_taken_up_together(spoken: LiveServer) -> None:
 def test_the_scheduler_is_told_the_name_and_that_nobody_listens(spoken: LiveServer) -> None:
     spoken.double.hold.set()
     headers = {"x-resume-stream": "true", "x-request-id": "mine"}
-    with httpx.Client() as client, pytest.raises(httpx.ReadTimeout):
-        client.post(spoken.url + "/v1/chat/completions", json=CHAT, headers=headers, timeout=0.5)
+    leave_when(lambda: spoken.double.running, spoken, "/v1/chat/completions", CHAT, **headers)
     spoken.double.wait(lambda: spoken.double.detached)
     last: Submit = spoken.double.submits[-1]
     assert last.scheduling.resume == "mine#0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import select
 import socket
 import ssl
 import time
@@ -48,6 +49,7 @@ def server(port_server: LiveServer) -> Iterator[LiveServer]:
     """The same server each time, as if it were new."""
     double, answer = port_server.double, port_server.double.answer
     double.submits.clear()
+    double.cancelled.clear()
     yield port_server
     double.answer, double.step_seconds = answer, 0.001
     double.hold.clear()
@@ -103,7 +105,7 @@ class Line:
     ) -> None:
         target = urlsplit(server.url)
         self.socket = socket.socket()
-        self.socket.settimeout(10)
+        self.socket.settimeout(25)
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.connect((target.hostname, target.port or 0))
@@ -116,6 +118,12 @@ class Line:
         for piece in pieces:
             self.socket.sendall(piece)
             time.sleep(pause)
+
+    def wait_for_reset(self) -> None:
+        """Return when the server has broken the connection off. Reads nothing."""
+        poller = select.poll()
+        poller.register(self.socket, 0)  # errors and hang-ups always count
+        assert poller.poll(60_000), "the server has not broken the connection off"
 
     def shut_down(self) -> None:
         self.socket.shutdown(socket.SHUT_WR)

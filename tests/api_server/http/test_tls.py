@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from api_server.text.tokenizer import Tokenizer
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving
-from tests.api_server.http.conftest import SMALL_BUFFER, UNREAD, Line, read_all, request
+from tests.api_server.http.conftest import SMALL_BUFFER, Line, read_all, request
 
 ASK = {"prompt": "x", "max_tokens": 20}
 OFFER = ("Connection: Upgrade", "Upgrade: h2c")
@@ -82,11 +81,9 @@ def test_a_client_that_leaves_is_noticed(opened: Opened, secure: LiveServer, str
     line = opened()
     line.send(request("/v1/completions", ASK | {"stream": stream}))
     secure.double.wait(lambda: secure.double.running)
-    left = time.monotonic()
     line.close()
     secure.double.wait(lambda: not secure.double.running)
     secure.double.hold.clear()
-    assert time.monotonic() - left < 0.5
 
 
 def test_a_client_that_never_reads_its_answer_is_ended(
@@ -97,8 +94,8 @@ def test_a_client_that_never_reads_its_answer_is_ended(
     line.send(ask)
     whole = line.answer("GET").body
     line.send(ask * 4)
-    time.sleep(UNREAD + 3 * hurried)
-    assert "has read nothing of its answer" in caplog.text
+    secure.double.wait(lambda: "has read nothing of its answer" in caplog.text)
+    line.wait_for_reset()
     with contextlib.suppress(ConnectionResetError):
         assert sum(map(len, read_all(line))) < 2 * len(whole)
     line.close()

@@ -336,9 +336,9 @@ def test_the_name_of_the_placeholder_in_a_message_is_text(seeing: LiveServer) ->
 
 
 def test_a_prompt_of_unfinished_images_takes_no_time(seeing: LiveServer) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     post(seeing, GENERATE, {"inputs": "![](data:" * 20_000, "parameters": {"max_new_tokens": 1}})
-    assert time.monotonic() - began < 5  # its square would be a minute
+    assert time.process_time() - began < 20  # its square would be a minute, and the server is in this process
 
 
 def test_images_are_counted(start: Start) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -47,20 +47,35 @@ def names(kind: str, count: int) -> list[bytes]:
     return [f"{kind}{i}".encode() for i in range(count)]
 
 
-async def settled(work: Coroutine[Any, Any, list[ProcessedImage]]) -> asyncio.Task[list[ProcessedImage]]:
-    """A request that has come as far as it can."""
+async def until(condition: Callable[[], bool]) -> None:
+    """Return when the condition holds and nothing that was due is left to do."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def settled(
+    work: Coroutine[Any, Any, list[ProcessedImage]], condition: Callable[[], bool]
+) -> asyncio.Task[list[ProcessedImage]]:
+    """A request that has come as far as it can: until the condition holds."""
     task = asyncio.create_task(work)
-    await asyncio.sleep(0.1)
+    await until(condition)
     return task
+
+
+def waiters(images: Images) -> int:
+    return sum(coming.waiters for coming in images._coming.values())
 
 
 def test_videos_leave_room_for_images() -> None:
     async def run() -> None:
         client = Client()
         images = made(client)
-        videos = await settled(images.processed_videos(names("v", 20), []))
+        videos = await settled(images.processed_videos(names("v", 20), []), lambda: waiters(images) == 20)
         assert len(client.asked) == jobs_at_once() - 1
-        picture = await settled(images.processed([b"i"], []))
+        picture = await settled(images.processed([b"i"], []), lambda: waiters(images) == 21)
         assert client.asked[-1] == b"i"
         client.open.set()
         assert len(await videos) == 20
@@ -74,12 +89,11 @@ def test_what_no_client_waits_for_is_not_read() -> None:
     async def run() -> None:
         client = Client()
         images = made(client)
-        gone = await settled(images.processed_videos(names("v", 20), []))
-        stays = await settled(images.processed_videos(names("v", 12)[10:], []))
+        gone = await settled(images.processed_videos(names("v", 20), []), lambda: waiters(images) == 20)
+        stays = await settled(images.processed_videos(names("v", 12)[10:], []), lambda: waiters(images) == 22)
         gone.cancel()
-        await asyncio.sleep(0.1)
         sent = jobs_at_once() - 1
-        assert len(images._coming) == sent + 2
+        await until(lambda: len(images._coming) == sent + 2)
         client.open.set()
         assert len(await stays) == 2
         assert sorted(client.asked) == sorted([*names("v", sent), b"v10", b"v11"])
@@ -92,7 +106,7 @@ def test_a_video_that_was_dropped_is_read_when_it_comes_again() -> None:
     async def run() -> None:
         client = Client()
         images = made(client)
-        first = await settled(images.processed_videos(names("v", 20), []))
+        first = await settled(images.processed_videos(names("v", 20), []), lambda: waiters(images) == 20)
         first.cancel()
         again = asyncio.create_task(images.processed_videos([b"v19"], []))
         client.open.set()
@@ -108,7 +122,7 @@ def test_few_videos_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         client = Client()
         images = made(client)
         images.most_videos = 1
-        waiting = await settled(images.processed_videos(names("v", 4), []))
+        waiting = await settled(images.processed_videos(names("v", 4), []), lambda: waiters(images) == 4)
         with pytest.raises(RequestFailed, match="4 videos wait to be read") as refused:
             await images.processed_videos([b"another"], [])
         assert refused.value.kind is ErrorKind.OVERLOADED

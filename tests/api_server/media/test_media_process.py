@@ -30,7 +30,7 @@ from api_server.media.processors import Arrays
 from shared.pipe_messages import message_unpacker
 
 media_process.CPU_SECONDS = 0.5
-media_process.WALL_SECONDS = 2.0
+media_process.WALL_SECONDS = float(sys.argv[1])
 media_process.MEMORY_BYTES = 300 << 20
 
 class Processor:
@@ -57,8 +57,9 @@ media_process.MediaProcess(Processor(), answers).run(0, message_unpacker())
 class Process:
     """A media process whose processor does what the width of an image says."""
 
-    def __init__(self) -> None:
-        self.child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, wall_seconds: float) -> None:
+        command = [sys.executable, "-c", PROGRAM, str(wall_seconds)]
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._unpacker = message_unpacker()
 
     def ask(self, number: int, width: int, height: int = 2, segments: list[str] | None = None) -> None:
@@ -81,28 +82,35 @@ class Process:
 
 
 @pytest.fixture
-def process() -> Iterator[Process]:
-    made = Process()
+def process(request: pytest.FixtureRequest) -> Iterator[Process]:
+    """So patient that a busy machine ends no image, unless a test wants another time."""
+    made = Process(getattr(request, "param", 120.0))
     yield made
     made.child.kill()
     made.child.wait(10)
 
 
 def test_an_image_that_goes_too_far_costs_no_other(process: Process) -> None:
-    for number, width in enumerate((1, 20, 2, 21, 3, 22, 4, 23, 5, 24)):
+    for number, width in enumerate((1, 20, 2, 21, 3, 22, 5, 23)):
         process.ask(number, width)
-    found = process.answers(10)
-    for number in (1, 3, 5, 7, 9):
+    found = process.answers(8)
+    for number in (1, 3, 5, 7):
         array = unpacked(found[number]["arrays"]["pixel_values"])
         assert (mapped(array) == 20 + number // 2).all()
     # On a busy machine the clock on the wall may strike first.
     assert any(part in found[0]["error"] for part in ("of processor time", "took over"))
     assert "of memory to read" in found[2]["error"]
     assert "its decoder crashed" in found[4]["error"]
-    assert "took over" in found[6]["error"]
-    assert "the image processor failed on it" in found[8]["error"]
+    assert "the image processor failed on it" in found[6]["error"]
     process.ask(11, 30)
     assert process.answers(1)[11]["run"] == "run"
+
+
+@pytest.mark.parametrize("process", [0.5], indirect=True)
+def test_an_image_that_waits_is_ended_by_the_clock(process: Process) -> None:
+    for number in (1, 2):
+        process.ask(number, 4)
+        assert "took over 0.5 s" in process.answers(1)[number]["error"]
 
 
 def test_it_ends_with_its_input(process: Process) -> None:
@@ -135,11 +143,10 @@ def test_large_arrays_lie_in_the_segments_of_the_owner(process: Process) -> None
 def test_a_killed_process_takes_its_children_along(process: Process) -> None:
     process.ask(1, 4)
     children = Path(f"/proc/{process.child.pid}/task/{process.child.pid}/children")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not (found := children.read_text().split()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(0.2)  # until the child has asked the kernel for it
     os.kill(process.child.pid, signal.SIGKILL)
     process.child.wait(10)
     while is_running(found[0]):

@@ -20,7 +20,7 @@ from interfaces.messages import Status, WorkerStatus
 from interfaces.result.results import ErrorCode, RequestError
 from shared import process_table
 from shared.process_table import ProcessState
-from tests.api_server.conftest import LiveServer, encode
+from tests.api_server.conftest import LiveServer, encode, leave_when
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -76,26 +76,26 @@ def test_figures_are_what_was_sent(live: LiveServer) -> None:
 
 
 def test_times_are_plausible(live: LiveServer) -> None:
+    """The double sends a token every 30 ms at most; a busy machine joins some, and makes others late."""
     live.double.step_seconds = 0.03
+    tokens = len(live.double.answer(None))  # type: ignore[arg-type]
     start = time.monotonic()
     httpx.post(live.url + "/generate", json={"inputs": "Hello"})
     took = time.monotonic() - start
     found = scrape(live)
     gaps = value(found, "tokenyard_inter_token_latency_seconds_count")
-    mean = value(found, "tokenyard_inter_token_latency_seconds_sum") / gaps
-    assert 0.02 < mean < 0.15
-    assert value(found, "tokenyard_inter_token_latency_seconds_bucket", le="0.01") == 0
+    assert 0 < gaps < tokens
     assert value(found, "tokenyard_inter_token_latency_seconds_bucket", le="+Inf") == gaps
     total = value(found, "tokenyard_e2e_request_latency_seconds_sum")
     first = value(found, "tokenyard_time_to_first_token_seconds_sum")
-    assert 0 < first < total < took
+    assert 0.025 < first < total < took
+    assert total > 0.025 * tokens
     assert total - first == pytest.approx(value(found, "tokenyard_inter_token_latency_seconds_sum"), rel=0.05)
 
 
 def test_client_that_leaves_is_counted(live: LiveServer) -> None:
     live.double.hold.set()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(live.url + "/generate", json={"text": "Hello"}, timeout=0.2)
+    leave_when(lambda: live.double.running, live, "/generate", {"text": "Hello"})
     live.double.wait(lambda: live.double.cancelled)
     live.double.hold.clear()
     found = scrape(live)

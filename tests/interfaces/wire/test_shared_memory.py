@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import resource
+import select
 import signal
 import struct
 import subprocess
@@ -144,7 +145,10 @@ def test_random_kills_on_either_side_leave_nothing() -> None:
         children = [forked(producer), forked(consumer)]
         for descriptor in (read, write, results_write):
             os.close(descriptor)
-        time.sleep(rng.uniform(0, 0.5 if LONG else 0.1))
+        if received:
+            time.sleep(rng.uniform(0, 0.5 if LONG else 0.1))
+        else:  # until one array has come, or no round would show that any does
+            assert select.select([results_read], [], [], 60)[0]
         os.kill(rng.choice(children), signal.SIGKILL)
         statuses = [ended(child) for child in children]
         assert set(statuses) <= {0, -signal.SIGKILL}, statuses
@@ -175,7 +179,9 @@ def test_ten_thousand_arrays_between_two_processes() -> None:
     with os.fdopen(results_read, "rb") as results:
         assert len(results.read()) == ARRAYS
     assert [ended(child) for child in children] == [0, 0]
-    assert sweep_segments() == OPEN_REQUESTS
+    # Another server of this machine may sweep as well.
+    assert len(ours() - before) <= OPEN_REQUESTS
+    sweep_segments()
     assert ours() == before
 
 
@@ -191,7 +197,8 @@ def test_a_sweep_takes_only_what_dead_owners_left() -> None:
     for name in (of_another_start, of_no_process, of_another_namespace, foreign):
         (DIRECTORY / name).write_bytes(b"x")
     try:
-        assert sweep_segments() == 2
+        assert sweep_segments() >= 0
+        assert not {of_another_start, of_no_process} & segments()
         assert {living.name, of_another_namespace, foreign} <= segments()
     finally:
         for name in (of_another_namespace, foreign):
