@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 from httpx import _config as httpx_defaults
+from httpx._transports import default as httpx_transports
 
 from benchmarks.server import compile_kernels
 from shared.kernel_cache import kernel_cache_directory
@@ -30,6 +33,16 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # of all its functions.
 for kind in ("connect", "read", "write", "pool"):
     setattr(httpx_defaults.DEFAULT_TIMEOUT_CONFIG, kind, 60.0)
+# Each of its clients, and each call without one, reads all certificates of authorities, which takes 25 ms.
+_usual_context = httpx_transports.create_ssl_context()
+_made_context = httpx_transports.create_ssl_context
+
+
+def _one_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+    return _usual_context if verify is True and cert is None else _made_context(verify, cert, trust_env)
+
+
+setattr(httpx_transports, "create_ssl_context", _one_context)  # noqa: B010
 hypothesis.settings.register_profile("house", deadline=None)
 hypothesis.settings.load_profile("house")
 

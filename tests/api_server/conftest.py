@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -487,6 +487,39 @@ def double(run_directory: RunDirectory, tokenizer: Tokenizer) -> Iterator[Schedu
     scheduler.close()
 
 
+class PromptServer(_Server):
+    """uvicorn looks only ten times a second whether it is to end, which would be most of a small test's time."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._loop = asyncio.get_running_loop()
+        self._ordered = asyncio.Event()
+
+    def end(self) -> None:
+        """Safe from any thread."""
+        self.should_exit = True
+        self._loop.call_soon_threadsafe(self._ordered.set)
+
+    async def main_loop(self) -> None:
+        ticks = 0
+        while not await self.on_tick(ticks):
+            ticks += 1
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ordered.wait(), 0.1)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+        for task in self.server_state.tasks:
+            task.cancel()
+
+
 @contextmanager
 def serving(
     double: SchedulerDouble, run_directory: RunDirectory, tokenizer: Tokenizer, settings: Settings
@@ -499,7 +532,7 @@ def serving(
         engine = EngineClient(run_directory.api_endpoint, "test")
         engine.start()
         found["state"] = ServerState(settings, tokenizer, engine, PooledModel.of(settings))
-        found["web"] = _Server(
+        found["web"] = PromptServer(
             uvicorn.Config(
                 logged(create(found["state"]), settings),
                 http=HttpProtocol,
@@ -522,12 +555,12 @@ def serving(
 
     thread = threading.Thread(target=lambda: uvloop.run(serve()), daemon=True)
     thread.start()
-    assert started.wait(10)
+    assert started.wait(60)
     state: ServerState = found["state"]
     double.wait(lambda: state.engine.health().ready)
     yield LiveServer(state, double, f"http://127.0.0.1:{listener.getsockname()[1]}")
-    found["web"].should_exit = True
-    thread.join(10)
+    found["web"].end()
+    thread.join(60)
     assert not thread.is_alive()
 
 

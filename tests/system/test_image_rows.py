@@ -171,7 +171,7 @@ def heavy_llava() -> Tiny:
 
 
 async def begun(yard: Yard, emitted: int, context_of: Callable[[], TextAndVisionContext]) -> Submission:
-    """A request that has that many tokens; with none its images are being encoded, which is soon over on a fast machine."""
+    """A request that has that many tokens. With none its images are being encoded, which a fast machine soon ends."""
     for seconds in (0.3, 0.1, 0.03, 0.01):
         submission = yard.client.submit(context_of())
         context = submission.context

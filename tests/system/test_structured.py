@@ -295,6 +295,6 @@ def test_hostile_constraints_harm_nobody_else(attacked: Server) -> None:
     assert [attacked.child(name).pid for name in names] == workers
     assert len(times) > 100
     # On a loaded machine gaps of a second happen by themselves; a stuck worker shows as the CPU limit and more.
-    assert np.percentile(gaps, 99) < 1.0
+    assert np.percentile(gaps, 99) < 3.0
     refused = [name for name, outcome in outcomes.items() if outcome.startswith("400")]
     assert set(refused) >= {"nested", "endless literal", "cycle", "10 MB", "multiple", "rules", "self"}

@@ -102,6 +102,11 @@ def both(
     gated(0, (np.int64(0), np.int64(halves)), operand, gate, up, width, out, own, tile, other)
 
 
+def rounding(terms: int) -> float:
+    """The most that a sum in float32 is off, in any order, as a share of the sum of its terms' sizes."""
+    return (terms + 4) * 2.0**-24
+
+
 def weight(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
     codes = rng.integers(-8, 8, (outputs, inputs))
     scales = (rng.random(outputs) + 0.1).astype(np.float32)
@@ -121,7 +126,8 @@ def test_a_product_takes_a_format_that_it_does_not_know(seed: int, rows: int, ou
     weight_format = Nibbles(np.full((cores, PANEL), np.nan, np.float32))
     thread_pool(cores).run(run_product, cores, operand, panels.ctypes.data, bias, out, weight_format)
     want = operand.astype(np.float64) @ exact.T + (bias if len(bias) else 0)
-    assert np.abs(out - want).max() < 1e-4 * (1 + np.abs(want).max())
+    size = np.abs(operand).astype(np.float64) @ np.abs(exact).T + (np.abs(bias) if len(bias) else 0)
+    assert (np.abs(out - want) <= rounding(2 * pairs) * size).all()
 
 
 @settings(max_examples=20, deadline=None)
@@ -137,8 +143,13 @@ def test_a_gated_product_takes_it_too(seed: int, rows: int, outputs: int, pairs:
     addresses = gate_panels.ctypes.data, up_panels.ctypes.data
     both(operand, *addresses, outputs, -(-outputs // HALF), out, weight_format, tile, tile.copy())
     gates = operand.astype(np.float64) @ gate.T
-    want = gates / (1 + np.exp(-gates)) * (operand.astype(np.float64) @ up.T)
-    assert np.abs(out - want).max() < 1e-4 * (1 + np.abs(want).max())
+    ups = operand.astype(np.float64) @ up.T
+    want = gates / (1 + np.exp(-gates)) * ups
+    gate_error = rounding(2 * pairs) * (np.abs(operand).astype(np.float64) @ np.abs(gate).T)
+    up_error = rounding(2 * pairs) * (np.abs(operand).astype(np.float64) @ np.abs(up).T)
+    # SiLU is at most 1.1 times as steep as its argument, and no larger than it.
+    bound = 1.1 * gate_error * (np.abs(ups) + up_error) + np.abs(gates) * up_error
+    assert (np.abs(out - want) <= bound + 1e-6 * np.abs(want) + 1e-12).all()
 
 
 def test_every_format_has_the_methods_that_products_ask_for() -> None:
