@@ -56,7 +56,7 @@ cases: $(TEST_INSTALLED)  ## run the case scripts of a folder against this check
 	$(BIN)/python -m tests.cases "$(CASES)" $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 fuzz: $(TEST_INSTALLED)  ## the tests that send strange requests, at length (about an hour)
-	TOKENYARD_TEST_FUZZ=2000 $(BIN)/python -m pytest --timeout 7200 tests/system/test_contract.py tests/system/test_malformed.py $(ARGS)
+	TOKENYARD_TEST_FUZZ=2000 TOKENYARD_TEST_SEED=random $(BIN)/python -m pytest --timeout 7200 tests/system/test_contract.py tests/system/test_malformed.py $(ARGS)
 
 lint: $(TEST_INSTALLED)  ## style, types and the import rule
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from httpx._transports import default as httpx_transports
 
 from benchmarks.server import compile_kernels
 from shared.kernel_cache import kernel_cache_directory
+from tests import seeds
 from tests.system.server import Server
 
 os.environ["NUMBA_CACHE_DIR"] = str(kernel_cache_directory())
@@ -43,7 +44,7 @@ def _one_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -
 
 
 setattr(httpx_transports, "create_ssl_context", _one_context)  # noqa: B010
-hypothesis.settings.register_profile("house", deadline=None)
+hypothesis.settings.register_profile("house", deadline=None, derandomize=seeds.DERANDOMIZED)
 hypothesis.settings.load_profile("house")
 
 collect_ignore = ["clients"]
@@ -53,6 +54,19 @@ SERVING = ("tests/system/", "tests/chaos/", "tests/deploy/", "tests/benchmarks/"
 
 
 COLD_START = "tests/system/test_cold_start.py"
+
+
+seeds.install()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if seeds.SEED:
+        terminalreporter.write_line(f"random inputs were those of TOKENYARD_TEST_SEED={seeds.SEED}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    seeds.seed_by(item.nodeid)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

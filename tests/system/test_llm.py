@@ -36,7 +36,7 @@ def reference() -> tuple[Any, Any]:
 
 
 def prompts(count: int) -> list[str]:
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(64))
     return [" ".join(rng.choices(WORDS, k=rng.randint(1, 40))) for _ in range(count)]
 
 

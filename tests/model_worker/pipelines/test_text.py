@@ -136,7 +136,7 @@ def test_a_mixed_batch_has_the_servers_tokens_and_log_probabilities(loaded: Load
 
 @pytest.mark.parametrize("most", [1, 5])
 def test_log_probabilities_are_the_models(loaded: LoadedModel, most: int) -> None:
-    prompt = random_prompt(random.Random(), 9)
+    prompt = random_prompt(random.Random(random.getrandbits(64)), 9)
     asked = context(prompt, SamplingParams(temperature=0, max_new_tokens=4), log_probabilities=most)
     output = pipeline_of(loaded).execute(TextGenerationInputs([[asked]], num_steps=4))[asked.request_id]
     ids = torch.tensor([prompt + output.tokens])
@@ -154,7 +154,7 @@ def test_log_probabilities_are_the_models(loaded: LoadedModel, most: int) -> Non
 
 
 def test_requests_may_come_and_go_between_steps(loaded: LoadedModel) -> None:
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(64))
     prompts = [random_prompt(rng, rng.randint(1, 30)) for _ in range(24)]
     wanted = reference(loaded, prompts)
     pipeline = pipeline_of(loaded, Capacity(num_blocks=90, block_size=4, max_rows=5, max_model_len=72))
@@ -177,7 +177,7 @@ def test_requests_may_come_and_go_between_steps(loaded: LoadedModel) -> None:
 
 
 def test_contexts_may_be_reset_rolled_back_and_released_in_between(loaded: LoadedModel) -> None:
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(64))
     prompt = random_prompt(rng, 21)
     params = SamplingParams(temperature=1.0, seed=rng.getrandbits(64), max_new_tokens=NEW_TOKENS)
     (wanted,) = run(pipeline_of(loaded), [context(prompt, params)], NEW_TOKENS)
@@ -195,7 +195,7 @@ def test_contexts_may_be_reset_rolled_back_and_released_in_between(loaded: Loade
 
 
 def test_a_forced_token_is_computed_with_the_next_step(loaded: LoadedModel) -> None:
-    prompt = random_prompt(random.Random(), 10)
+    prompt = random_prompt(random.Random(random.getrandbits(64)), 10)
     pipeline = pipeline_of(loaded)
     forced = context(prompt)
     pipeline.execute(TextGenerationInputs([[forced]], num_steps=2))
@@ -208,7 +208,7 @@ def test_a_forced_token_is_computed_with_the_next_step(loaded: LoadedModel) -> N
 
 
 def test_a_chunked_context_takes_one_chunk_a_step_and_gets_no_token_for_it(loaded: LoadedModel) -> None:
-    prompt = random_prompt(random.Random(), 20)
+    prompt = random_prompt(random.Random(random.getrandbits(64)), 20)
     pipeline, chunked = pipeline_of(loaded), context(prompt)
     chunked.tokens.chunk(8)
     first = pipeline.execute(TextGenerationInputs([[chunked]], num_steps=1))[chunked.request_id]
@@ -220,7 +220,7 @@ def test_a_chunked_context_takes_one_chunk_a_step_and_gets_no_token_for_it(loade
 
 def test_release_frees_blocks_and_rows_and_may_be_repeated(loaded: LoadedModel) -> None:
     pipeline = pipeline_of(loaded)
-    held = context(random_prompt(random.Random(), 10))
+    held = context(random_prompt(random.Random(random.getrandbits(64)), 10))
     pipeline.execute(TextGenerationInputs([[held]], num_steps=1))
     assert pipeline.free_blocks == CAPACITY.num_blocks - 3
     pipeline.release(held.request_id)
@@ -260,7 +260,7 @@ def test_what_cannot_be_done_is_refused(loaded: LoadedModel, prompt: list[int], 
 
 
 def test_a_request_that_fails_fails_alone(loaded: LoadedModel) -> None:
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(64))
     prompt = random_prompt(rng, 5)
     good = context(prompt)
     bad = context(random_prompt(rng, 5), SamplingParams(temperature=0, max_new_tokens=5, logit_bias={VOCAB + 7: 1.0}))
@@ -273,7 +273,7 @@ def test_a_request_that_fails_fails_alone(loaded: LoadedModel) -> None:
 
 
 def test_the_pipeline_ends_what_has_no_length_of_its_own(loaded: LoadedModel) -> None:
-    endless = context(random_prompt(random.Random(), 4), SamplingParams(temperature=0))
+    endless = context(random_prompt(random.Random(random.getrandbits(64)), 4), SamplingParams(temperature=0))
     (tokens,) = run(pipeline_of(loaded), [endless], 7)
     assert len(tokens) == CAPACITY.max_model_len - 4
     assert endless.status is GenerationStatus.MAXIMUM_LENGTH
@@ -305,7 +305,7 @@ def test_it_is_a_pipeline_and_a_token_generator(loaded: LoadedModel) -> None:
     assert isinstance(pipeline, Pipeline)
     assert isinstance(pipeline, TokenGenerator)
     assert pipeline.max_batch_size == 16
-    prompt = random_prompt(random.Random(), 6)
+    prompt = random_prompt(random.Random(random.getrandbits(64)), 6)
     first, second = context(prompt), context(prompt)
     direct: TextGenerationOutput = pipeline.execute(TextGenerationInputs([[first]], num_steps=5))[first.request_id]
     adapted = PipelineTokenGenerator(pipeline)

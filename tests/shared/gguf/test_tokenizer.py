@@ -41,7 +41,7 @@ GAPS = [" ", "  ", "\n", "\r\n", "\n\n\n", "\t", "", "...", "12345", "ğŸ™‚", "â–
 
 def fresh_texts(count: int) -> list[str]:
     """Random texts of words, gaps, marks and any letters."""
-    chosen = random.Random()
+    chosen = random.Random(random.getrandbits(64))
 
     def part() -> str:
         kind = chosen.random()
