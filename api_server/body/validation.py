@@ -98,7 +98,9 @@ def _mismatch(found: list[ErrorDetails]) -> Mismatch:
         return Mismatch(field, f"{count} entries were given; at most {most} are possible: send fewer", _TOO_MANY)
     if first["type"] == "missing":
         return Mismatch(field, f"missing field `{first['loc'][-1]}`", "missing")
-    return Mismatch(field, f"{first['msg']}, got {shown(first['input'])}", first["type"])
+    # Pydantic names the class of ours that an object would become.
+    problem = first["msg"].partition(" or instance of ")[0]
+    return Mismatch(field, f"{problem}, got {shown(first['input'])}", first["type"])
 
 
 # Pydantic's name of the rule that a list or an object has broken.

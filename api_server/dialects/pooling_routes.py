@@ -64,10 +64,10 @@ def routes() -> list[Route]:
     classify = replace(vllm.CLASSIFY, also=(sglang.CLASSIFY,))
     score = replace(sglang_score.SCORE, also=(vllm_score.SCORE,))
     return [
-        _shared("/rerank", _rerankers, rerank),
-        _shared("/v1/rerank", _rerankers, replace(rerank, also=(*rerank.also, sglang.RERANK))),
-        _shared("/v2/rerank", _rerankers, rerank),
-        _shared("/classify", lambda _: _CLASSIFY, classify, ("POST", "PUT")),
+        _shared("/rerank", _rerankers, rerank, cohere.render_error),
+        _shared("/v1/rerank", _rerankers, replace(rerank, also=(*rerank.also, sglang.RERANK)), cohere.render_error),
+        _shared("/v2/rerank", _rerankers, rerank, cohere.render_error),
+        _shared("/classify", lambda _: _CLASSIFY, classify, methods=("POST", "PUT")),
         _shared("/v1/classify", lambda _: _CLASSIFY, classify),
         _shared("/score", lambda _: _SCORE, score),
         _shared("/v1/score", lambda _: _SCORE, score),
@@ -87,8 +87,17 @@ def _rerankers(call: Call) -> tuple[Dialect, ...]:
     return _SGLANG_RERANK if call.path == _SGLANG_RERANK_PATH and is_sglangs else _COHERE_RERANK, _TEI_RERANK
 
 
-def _shared(path: str, choices: Choices, document: Document, methods: tuple[str, ...] = ("POST",)) -> Route:
-    """A route whose body chooses the dialect; errors of a body without one have the form of the first dialect."""
+def _shared(
+    path: str,
+    choices: Choices,
+    document: Document,
+    render_unread: ErrorRenderer = openai_errors.render_error,
+    methods: tuple[str, ...] = ("POST",),
+) -> Route:
+    """A route whose body chooses the dialect; errors of a body without one have the form of the first dialect.
+
+    `render_unread` renders the errors of a body that cannot be read.
+    """
 
     async def handle(call: Call) -> Response:
         dialects = choices(call)
@@ -106,7 +115,7 @@ def _shared(path: str, choices: Choices, document: Document, methods: tuple[str,
             dialects = choices(call)
             chosen = next((dialect for dialect in dialects if dialect.claims(call.json)), dialects[0])
         except RequestFailed:
-            chosen = None
-        return (chosen.render_error if chosen else openai_errors.render_error)(error, call)
+            return render_unread(error, call)
+        return chosen.render_error(error, call)
 
     return endpoint(path, handle, render_error, methods, document)

@@ -103,9 +103,7 @@ class Call:
         except orjson.JSONDecodeError as error:
             raise RequestFailed(ErrorKind.BAD_JSON, f"the request body is not valid JSON: {error}") from None
         if not isinstance(value, dict):
-            raise RequestFailed(
-                ErrorKind.BAD_JSON, f"the request body must be a JSON object, got {type(value).__name__}"
-            )
+            raise RequestFailed(ErrorKind.BAD_JSON, f"the request body must be a JSON object, got {_kind(value)}")
         if self.body.count(b"[") + self.body.count(b"{") > DEEPEST and _deeper(value, DEEPEST):
             raise invalid(f"the request body is nested deeper than {DEEPEST} levels")
         return value
@@ -128,6 +126,20 @@ class Call:
         scheduling.current.set(scheduling.options_of(self.headers, fields, self.caller, may_hurry))
         self.scope["state"]["resume"] = wanted = Resume.wanted(self.headers, self.request_id)
         resume.current.set(wanted)
+
+
+def _kind(value: Any) -> str:
+    """JSON's name for the type of a value that is no object."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+    return "a number"
 
 
 def _deeper(value: Any, levels: int) -> bool:

@@ -51,9 +51,10 @@ def images(folder: Path, _: Path) -> Iterator[LiveServer]:
     double.close()
 
 
-def pooling(
-    architecture: str, tasks: list[str], labels: list[str]
-) -> Callable[..., AbstractContextManager[LiveServer]]:
+Start = Callable[[Path, Path], AbstractContextManager[LiveServer]]
+
+
+def pooling(architecture: str, tasks: list[str], labels: list[str]) -> Start:
     @contextmanager
     def started(folder: Path, _: Path) -> Iterator[LiveServer]:
         run_directory = RunDirectory(folder)
