@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 
 from tests.chaos.fuzz import noise, throw
@@ -16,7 +15,7 @@ FRAMES = 2000
 def test_hostile_frames_end_no_process_and_no_request(
     server: Server, asked: list[Request], undisturbed: list[Heard]
 ) -> None:
-    seed = secrets.randbits(32)
+    seed = random.getrandbits(32)
     directory, before = run_directory(server), server.processes()
 
     def attack(_: Server) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -201,16 +202,36 @@ def real_groups() -> Iterator[dict[str, Path]]:
                 folder = level.path / f"tokenyard-test-{os.getpid()}"
                 with suppress(OSError):
                     folder.mkdir(exist_ok=True)
-                    if _bound(folder, level.version, controller):
+                    if _bound(folder, level.version, controller) and _takes_processes(folder):
                         made[controller] = folder
                         break
-                    folder.rmdir()
+                    _remove(folder)
         if "memory" not in made:
             pytest.skip("no control group with a memory limit can be made here (that takes root and a writable tree)")
         yield made
     finally:
         for folder in set(made.values()):
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """The kernel may take a moment to forget the last process of a group."""
+    deadline = time.monotonic() + 20
+    while folder.exists():
+        try:
             folder.rmdir()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+_JOIN = "import sys\nfor folder in sys.argv[1:]: open(folder + '/cgroup.procs', 'w').write('0')\n"
+
+
+def _takes_processes(folder: Path) -> bool:
+    """Some trees have groups that no process may join."""
+    return subprocess.run([sys.executable, "-c", _JOIN, str(folder)], capture_output=True, timeout=60).returncode == 0
 
 
 def _bound(folder: Path, version: int, controller: str) -> bool:
@@ -231,9 +252,11 @@ def _bound(folder: Path, version: int, controller: str) -> bool:
 
 
 def test_a_real_group_bounds_a_process_in_it(real_groups: dict[str, Path]) -> None:
+    around = memory_room()
+    if around.amount < 2 * LIMIT:
+        pytest.skip(f"the group {around.group} of these tests has less room than the one that is made here")
     code = (
-        "import json, os, sys\n"
-        "for folder in sys.argv[1:]: open(folder + '/cgroup.procs', 'w').write('0')\n"
+        _JOIN + "import json, os\n"
         "from shared.resources import core_room, memory_room\n"
         "rooms = [[room.amount, str(room.group)] for room in (memory_room(), core_room())]\n"
         "kept = all(str(os.getpid()) in open(folder + '/cgroup.procs').read().split() for folder in sys.argv[1:])\n"
@@ -247,5 +270,7 @@ def test_a_real_group_bounds_a_process_in_it(real_groups: dict[str, Path]) -> No
         pytest.skip("this machine moves processes out of the groups that they were put in")
     assert 0 < memory < LIMIT
     assert group == str(real_groups["memory"])
-    if "cpu" in real_groups and visible_cores() > 1:
-        assert (cores, quota) == (1, str(real_groups["cpu"]))
+    if "cpu" in real_groups:
+        assert cores == 1
+        # The tests themselves may have no more than one core.
+        assert quota == str(real_groups["cpu"]) or core_room().amount == 1
