@@ -11,6 +11,7 @@ import ssl
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import hypothesis
 import pytest
 from httpx import _config as httpx_defaults
@@ -35,8 +36,8 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 for kind in ("connect", "read", "write", "pool"):
     setattr(httpx_defaults.DEFAULT_TIMEOUT_CONFIG, kind, 60.0)
 # Each of its clients, and each call without one, reads all certificates of authorities, which takes 25 ms.
-_usual_context = httpx_transports.create_ssl_context()
-_made_context = httpx_transports.create_ssl_context
+_usual_context = httpx.create_ssl_context()
+_made_context = httpx.create_ssl_context
 
 
 def _one_context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:

@@ -87,7 +87,7 @@ def test_a_client_that_leaves_is_noticed(opened: Opened, secure: LiveServer, str
 
 
 def test_a_client_that_never_reads_its_answer_is_ended(
-    opened: Opened, small_buffers: None, hurried: float, caplog: pytest.LogCaptureFixture
+    opened: Opened, secure: LiveServer, small_buffers: None, hurried: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     line = opened(receive_buffer=SMALL_BUFFER)
     ask = request("/openapi.json", b"", method="GET")
