@@ -152,7 +152,7 @@ def test_scheduling_options_reach_the_scheduler(embedding: PoolingServer) -> Non
 
 def test_a_client_that_leaves_cancels_its_texts(embedding: PoolingServer) -> None:
     embedding.double.hold.set()
-    leave_when(lambda: embedding.double.pooling, embedding.live, "/v1/embeddings", {"input": ["fox"] * 9})
+    leave_when(lambda: embedding.double.submits, embedding.live, "/v1/embeddings", {"input": ["fox"] * 9})
     embedding.double.wait(lambda: embedding.double.cancelled)
     assert embedding.double.cancelled == [embedding.double.submits[-1].handle]
 
