@@ -40,12 +40,16 @@ class Questions:
 
         TimeoutError when the scheduler does not answer.
         """
-        answer: OrderAnswer = await self._ask(lambda number: Order(number, action, list(request_ids)))
+        answer: OrderAnswer = await self._ask(
+            lambda number: Order(number, action, list(request_ids)), SECONDS_TO_ANSWER
+        )
         return answer
 
     async def session(self, action: int, session: str, **fields: Any) -> SessionAnswer:
         """Sends an action on a session (`SessionAction`). TimeoutError when the scheduler does not answer."""
-        answer: SessionAnswer = await self._ask(lambda number: SessionOrder(number, action, session, **fields))
+        answer: SessionAnswer = await self._ask(
+            lambda number: SessionOrder(number, action, session, **fields), SECONDS_TO_ANSWER
+        )
         return answer
 
     async def adapter(self, request: LoRARequest, pinned: bool = False, replace: bool = False) -> AdapterAnswer:
@@ -55,7 +59,7 @@ class Questions:
         )
         return answer
 
-    async def _ask(self, message: Callable[[int], Any], seconds: float = SECONDS_TO_ANSWER) -> Any:
+    async def _ask(self, message: Callable[[int], Any], seconds: float) -> Any:
         """Sends the message made for a fresh number and returns its answer. TimeoutError when none comes."""
         self._last += 1
         number = self._last

@@ -130,7 +130,7 @@ NUMBERS = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @example(10**18 - 1, 10**18 - 1, [], False, "integer")
 @example(2**53, 10**18 - 101, [10**18 - 100], False, "number")
 @given(NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=4), st.booleans(), st.sampled_from(["integer", "number"]))
@@ -166,7 +166,7 @@ def test_the_ranges_of_common_types_are_taken(lowest: float, highest: float) -> 
     assert not allows(grammar, str(2**63))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example(1113178120592002.2)
 @given(NUMBERS | st.floats(allow_nan=False, allow_infinity=False))
 def test_a_constant_number_is_exact_or_refused(number: float) -> None:
