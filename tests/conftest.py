@@ -51,7 +51,8 @@ hypothesis.settings.load_profile("house")
 collect_ignore = ["clients"]
 """They run in an environment of their own: `make test-clients`."""
 
-SERVING = ("tests/system/", "tests/chaos/", "tests/deploy/", "tests/benchmarks/", "tests/components/")
+# Tests with servers that compute. Those of tests/deploy have stand-ins.
+SERVING = ("tests/system/", "tests/chaos/", "tests/benchmarks/", "tests/components/", "tests/docs/test_readme.py")
 
 
 COLD_START = "tests/system/test_cold_start.py"
