@@ -79,7 +79,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _served(model: Path | None) -> Iterator[list[str]]:
     """The arguments of client cases, while their server runs."""
     with tempfile.TemporaryDirectory() as folder, Server(model, [], Path(folder) / "log") as server:
-        with urllib.request.urlopen(f"{server.url}/v1/models", timeout=10) as response:
+        with urllib.request.urlopen(f"{server.url}/v1/models", timeout=90) as response:
             name = json.load(response)["data"][0]["id"]
         yield [server.url, name]
 

@@ -207,7 +207,7 @@ class SchedulerDouble:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(60)
 
     def wait(self, condition: Callable[[], Any], seconds: float = 30.0) -> None:
         """Until `condition()` holds; fails otherwise."""
@@ -457,7 +457,7 @@ class LiveServer:
 def raw_post(url: str, path: str, body: object, **headers: str) -> socket.socket:
     """Sends a request and returns the connection; nothing is read yet."""
     target = urlsplit(url)
-    connection = socket.create_connection((target.hostname, target.port or 0), timeout=30)
+    connection = socket.create_connection((target.hostname, target.port or 0), timeout=90)
     data = json.dumps(body).encode()
     lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {len(data)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]

@@ -101,4 +101,4 @@ def running(web: Web) -> Iterator[Web]:
     finally:
         web.shutdown()
         web.server_close()
-        thread.join(5)
+        thread.join(60)

@@ -24,7 +24,7 @@ from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.api_server.conftest import LiveServer, SchedulerDouble, encode, serving
 
-HTTP = httpx.Client(timeout=20)
+HTTP = httpx.Client(timeout=90)
 KEY = secrets.token_urlsafe()
 SECRET = "my-own-secret-prompt"
 
@@ -111,7 +111,7 @@ def test_a_client_that_leaves(live: LiveServer, lines: Lines, stream: bool, stat
     live.double.step_seconds = 0.01
     body = json.dumps(chat(stream=stream, max_tokens=200)).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2])), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2])), timeout=90) as connection:
         connection.sendall(head + body)
         live.double.wait(lambda: any(running.done > 3 for running in live.double.running.values()))
         if stream:

@@ -50,7 +50,7 @@ class Process:
         self.events = os.fdopen(reader)
 
     def connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=90)
 
     def wait_ready(self) -> list[dict[str, str]]:
         seen = []
@@ -130,7 +130,7 @@ def test_a_signal_lets_running_requests_finish_and_says_goodbye(
         process.wait_ready()
         double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
         body = {"prompt": "x", "max_tokens": 60, "stream": True}
-        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=10) as response:
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=90) as response:
             lines = response.iter_lines()
             next(lines)
             double.hold.set()
@@ -154,7 +154,7 @@ def test_what_still_runs_after_the_drain_ends_with_its_error(
         process.wait_ready()
         double.wait(lambda: httpx.get(f"{process.url}/ready").status_code == 200)
         body = {"prompt": "x", "max_tokens": 200, "stream": True}
-        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=20) as response:
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=90) as response:
             lines = response.iter_lines()
             next(lines)
             process.popen.send_signal(signal.SIGTERM)
@@ -296,7 +296,7 @@ def test_one_that_retires_is_ready_until_its_last_stream_has_ended(
     run_directory.settings_file.write_text(json.dumps(settings | {"drain_timeout": 1}))
     double.step_seconds = 0.15
     double.answer = lambda _: [40]
-    with started(run_directory, listener) as old, httpx.Client(timeout=30) as client:
+    with started(run_directory, listener) as old, httpx.Client(timeout=90) as client:
         old.wait_ready()
         kept = old.connection()  # before there is another one to accept it
         double.wait(lambda: ask(kept, "/ready").status == 200)
@@ -347,7 +347,7 @@ def test_keys_are_exchanged_by_a_signal_and_streams_go_on(
         assert (status("old"), status("new")) == (200, 401)
         body = {"prompt": "x", "max_tokens": 60, "stream": True}
         headers = {"x-api-key": "old"}
-        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, headers=headers, timeout=20) as response:
+        with httpx.stream("POST", f"{process.url}/v1/completions", json=body, headers=headers, timeout=90) as response:
             lines = response.iter_lines()
             next(lines)
             turn_to(dataclasses.replace(settings, api_key=digest_of("new")).to_json())

@@ -112,7 +112,7 @@ def _vanishing(port: int, seed: int) -> None:
     body = json.dumps({"prompt": "x" * rng.randint(1, 300), "max_tokens": 400, "stream": rng.random() < 0.7})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     message = (head + body).encode()
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=90) as connection:
         connection.sendall(message[: rng.choice([rng.randrange(len(message)), len(message), len(message)])])
         time.sleep(rng.uniform(0, 0.5))
         connection.settimeout(0.01)

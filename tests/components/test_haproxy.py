@@ -82,7 +82,7 @@ def proxy(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_the_shipped_file_is_valid() -> None:
-    checked = subprocess.run([find("haproxy") or "", "-c", "-f", SHIPPED], capture_output=True, text=True, timeout=30)
+    checked = subprocess.run([find("haproxy") or "", "-c", "-f", SHIPPED], capture_output=True, text=True, timeout=90)
     assert checked.returncode == 0, checked.stderr
     assert "WARNING" not in checked.stderr
 

@@ -109,7 +109,7 @@ def start(*flags: str) -> subprocess.Popen[str]:
 
 def talk(server: Recorder, *lines: str, flags: tuple[str, ...] = ()) -> str:
     chat = start("--url", server.url, *flags)
-    out, err = chat.communicate("".join(f"{line}\n" for line in lines), timeout=30)
+    out, err = chat.communicate("".join(f"{line}\n" for line in lines), timeout=90)
     assert (chat.returncode, err) == (0, "")
     return out
 
@@ -157,8 +157,8 @@ def test_ctrl_c_stops_the_answer_hangs_up_and_goes_on(server: Recorder) -> None:
     while "and and" not in seen:
         seen += chat.stdout.read(1)
     chat.send_signal(signal.SIGINT)
-    assert server.hung_up.wait(10)
-    out, _ = chat.communicate("more\n/exit\n", timeout=30)
+    assert server.hung_up.wait(60)
+    out, _ = chat.communicate("more\n/exit\n", timeout=90)
     assert "(stopped)" in out
     assert chat.returncode == 0
     kept = server.bodies[1]["messages"][1]
@@ -175,7 +175,7 @@ def test_a_reader_that_has_enough_is_no_traceback(server: Recorder) -> None:
     chat.stdin.flush()
     chat.stdout.readline()
     chat.stdout.close()
-    assert chat.wait(timeout=30) == 0
+    assert chat.wait(timeout=60) == 0
     assert chat.stderr.read() == ""
 
 
@@ -183,7 +183,7 @@ def test_without_a_server_it_says_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     chat = start("--url", f"127.0.0.1:{port}")
-    out, err = chat.communicate("hello\n", timeout=30)
+    out, err = chat.communicate("hello\n", timeout=90)
     assert (chat.returncode, out) == (1, "")
     assert f"no server answers at 127.0.0.1:{port}" in err
     assert "start a server with `tokenyard serve`" in err
@@ -205,7 +205,7 @@ def secure(server: Recorder, tmp_path: Path) -> Recorder:
 def test_a_private_authority_is_trusted_when_it_is_named(secure: Recorder, tmp_path: Path) -> None:
     url = secure.url.replace("http:", "https:")
     chat = start("--url", url, "--cacert", str(tmp_path / "authority.pem"))
-    out, err = chat.communicate("hello\n", timeout=30)
+    out, err = chat.communicate("hello\n", timeout=90)
     assert (chat.returncode, err) == (0, "")
     assert f"parrot at {url}" in out
     assert "echo: hello\n" in out
@@ -217,7 +217,7 @@ def test_an_authority_that_is_not_named_is_not_trusted(
 ) -> None:
     url = secure.url.replace("http:", "https:")
     chat = start("--url", url, *(flag.replace("another.pem", str(tmp_path / "another.pem")) for flag in flags))
-    out, err = chat.communicate("hello\n", timeout=30)
+    out, err = chat.communicate("hello\n", timeout=90)
     assert (chat.returncode, out) == (1, "")
     assert f"the certificate of {url} is not trusted" in err
     assert "name the PEM file of its authority with --cacert" in err
@@ -230,7 +230,7 @@ def test_a_file_without_authorities_is_refused(tmp_path: Path, content: str | No
     if content is not None:
         file.write_text(content)
     chat = start("--url", "https://127.0.0.1:1", "--cacert", str(file))
-    out, err = chat.communicate(timeout=30)
+    out, err = chat.communicate(timeout=60)
     assert (chat.returncode, out) == (2, "")
     assert f"cacert {str(file)!r} cannot be used" in err
     assert "give a PEM file" in err
@@ -239,6 +239,6 @@ def test_a_file_without_authorities_is_refused(tmp_path: Path, content: str | No
 @pytest.mark.parametrize("url", ["http://127.0.0.1:notaport", "http://", "ftp://127.0.0.1"])
 def test_a_strange_url_is_no_traceback(url: str) -> None:
     chat = start("--url", url)
-    _, err = chat.communicate(timeout=30)
+    _, err = chat.communicate(timeout=60)
     assert chat.returncode == 1
     assert "Traceback" not in err

@@ -30,7 +30,7 @@ def run(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedPr
         [sys.executable, "-m", "deploy.cli", *argv],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
         env={**os.environ, **(env or {})},
     )
@@ -198,5 +198,5 @@ def test_version() -> None:
 def test_the_command_starts_without_torch_or_transformers() -> None:
     """`tokenyard --help` and the supervisor itself stay quick and small."""
     code = "import sys, deploy.cli; print([m for m in ('torch', 'transformers', 'zmq') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=True)
     assert result.stdout.strip() == "[]"

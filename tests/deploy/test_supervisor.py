@@ -267,7 +267,7 @@ def test_sighup_of_a_terminal_that_went_away_stops() -> None:
         assert any('"all_ready"' in line for line in process.stdout)
         os.close(master)
         rest = process.stdout.read()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert "SIGHUP: stopping in order" in rest
 
 

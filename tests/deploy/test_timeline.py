@@ -95,6 +95,11 @@ def test_long_work_tells_its_progress_now_and_then(clock: Clock) -> None:
     assert lines == [f"  model_worker:0  load weights: {amount} of 10.0 GB" for amount in done]
 
 
+def plain_text(file: io.StringIO) -> str:
+    """What a terminal was given, without its control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+
+
 def test_a_terminal_gets_bars_and_keeps_the_lines() -> None:
     file = io.StringIO()
     timeline = Timeline(console=Console(file=file, force_terminal=True, width=100))
@@ -102,12 +107,15 @@ def test_a_terminal_gets_bars_and_keeps_the_lines() -> None:
         timeline.started(child)
     timeline.event(WORKER, {"event": "phase", "name": "load weights"})
     timeline.event(WORKER, {"event": "progress", "done": 30, "total": 40, "unit": "tensors"})
-    time.sleep(0.3)  # the bars are drawn ten times a second
+    deadline = time.monotonic() + 60
+    while "30 of 40 tensors" not in plain_text(file):  # the bars are drawn ten times a second
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     timeline.output("a line of [red]a child[/red] that is " + "long " * 40)
     for child in (WORKER, SCHEDULER):
         timeline.event(child, {"event": "ready"})
     timeline.output("after the bars")
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    shown = plain_text(file)
     assert "load weights" in shown
     assert "30 of 40 tensors" in shown
     assert "a line of [red]a child[/red] that is " + "long " * 40 + "\n" in shown

@@ -35,7 +35,7 @@ class Shelf(Backend):
 
     def load_adapter(self, handle: int, path: str) -> AdapterFacts:
         self.began.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         if path == "missing":
             raise FileNotFoundError("there is no adapter")
         if path == "broken":
@@ -110,7 +110,7 @@ def test_another_content_than_before_is_reported_with_its_digest(loads: AdapterL
 def test_an_adapter_that_is_dropped_while_it_is_read_is_freed(loads: AdapterLoads, shelf: Shelf) -> None:
     shelf.gate.clear()
     loads.obey(LoadAdapter(9, 2, 1, "5"))
-    assert shelf.began.wait(10)
+    assert shelf.began.wait(60)
     loads.obey(LoadAdapter(9, 2, 2, "6"))
     loads.obey(DropAdapter(9, 2, 1))
     loads.obey(DropAdapter(9, 2, 2))
@@ -123,7 +123,7 @@ def test_an_adapter_that_is_dropped_while_it_is_read_is_freed(loads: AdapterLoad
 def test_a_handle_that_is_given_again_while_it_is_read_has_the_later_content(loads: AdapterLoads, shelf: Shelf) -> None:
     shelf.gate.clear()
     loads.obey(LoadAdapter(9, 2, 1, "5"))
-    assert shelf.began.wait(10)
+    assert shelf.began.wait(60)
     loads.obey(LoadAdapter(10, 2, 1, "6"))
     shelf.gate.set()
     assert answers(loads, 1) == [AdapterLoaded(10, 2, 1, 1, "digest 6", 4, 6)]
@@ -133,7 +133,7 @@ def test_a_handle_that_is_given_again_while_it_is_read_has_the_later_content(loa
 def test_a_handle_that_is_given_again_and_cannot_be_read_then_has_no_content(loads: AdapterLoads, shelf: Shelf) -> None:
     shelf.gate.clear()
     loads.obey(LoadAdapter(9, 2, 1, "5"))
-    assert shelf.began.wait(10)
+    assert shelf.began.wait(60)
     loads.obey(LoadAdapter(10, 2, 1, "missing"))
     shelf.gate.set()
     (answer,) = answers(loads, 1)

@@ -111,7 +111,7 @@ def test_a_step_begins_before_the_last_one_is_read(scheduler: Scheduler, monkeyp
     loop.stop()
     scheduler.send(6)
     scheduler.next(WorkerGoodbye)
-    thread.join(10)
+    thread.join(60)
     assert device.heard == [
         *("begin 1", "begin 2", "read 1", "begin 3", "read 2", "begin 4", "read 3"),
         *("begin 5", "begin 6", "read 5", "read 6"),
@@ -124,12 +124,12 @@ def test_what_may_be_wanted_later_waits_until_nobody_waits(scheduler: Scheduler)
     scheduler.send(1)
     assert not device.rested.acquire(timeout=1.5 * HELLO_SECONDS)  # the step is under way
     device.go.set()
-    assert device.rested.acquire(timeout=10)
+    assert device.rested.acquire(timeout=90)
     assert device.heard == ["begin 1", "read 1"]
     assert not device.rested.acquire(timeout=2.5 * HELLO_SECONDS)  # once is enough
     loop.stop()
     scheduler.next(WorkerGoodbye)
-    thread.join(10)
+    thread.join(60)
 
 
 def test_who_never_rests_does_it_all_the_same(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_who_never_rests_does_it_all_the_same(scheduler: Scheduler, monkeypatch:
     loop.stop()
     scheduler.send(number + 1)
     scheduler.next(WorkerGoodbye)
-    thread.join(10)
+    thread.join(60)
 
 
 def test_it_makes_room_for_a_better_worker(scheduler: Scheduler) -> None:
@@ -170,7 +170,7 @@ def test_it_makes_room_for_a_better_worker(scheduler: Scheduler) -> None:
     assert scheduler.next(StepResult).step == 1
     superseded.set()
     scheduler.next(WorkerGoodbye)
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert [word.split()[1] for word in device.heard if word.startswith("begin")] == [
         word.split()[1] for word in device.heard if word.startswith("read")

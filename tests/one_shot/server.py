@@ -91,7 +91,7 @@ class PoolingServer:
         for name in sorted(self._processes, reverse=True):
             self.kill(name)
         for keeper in self._keepers:
-            keeper.join(10)
+            keeper.join(60)
 
     def __enter__(self) -> PoolingServer:
         return self

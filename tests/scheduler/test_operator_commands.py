@@ -145,7 +145,7 @@ def replica(tmp_path: Path) -> Iterator[Any]:
     socket.send(encode(Hello("replica-1")))
     yield socket
     loop.stop()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     context.destroy(linger=0)
 

@@ -77,7 +77,7 @@ def test_sigusr1_prints_every_stack_and_the_child_lives_on() -> None:
 
 def test_a_child_whose_supervisor_is_another_does_not_start() -> None:
     with start(**{SUPERVISOR_PID: "1"}) as child:
-        _, err = child.communicate(timeout=20)
+        _, err = child.communicate(timeout=60)
     assert child.returncode == 1
     assert "the supervisor ended before this process had started" in err
 

@@ -86,7 +86,7 @@ class Server(Running):
 
     def metrics(self, name: str) -> dict[str, float]:
         """Samples of one metric by their labels."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10, context=self.tls) as response:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=90, context=self.tls) as response:
             text = response.read().decode()
         pattern = re.compile(rf"^{name}(\{{.*\}})? (\S+)$", re.MULTILINE)
         return {labels or "": float(value) for labels, value in pattern.findall(text)}

@@ -67,7 +67,7 @@ def post(server: Server, path: str, **body: Any) -> httpx.Response:
 
 
 def names(server: Server) -> set[str]:
-    models = httpx.get(f"{server.url}/v1/models", timeout=20).json()["data"]
+    models = httpx.get(f"{server.url}/v1/models", timeout=90).json()["data"]
     return {each["id"] for each in models if each["parent"]}
 
 
@@ -136,7 +136,7 @@ def test_unloading_under_use_lets_requests_end(server: Server, adapters: dict[st
     gone: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: gone.append(post(server, "/unload_lora_adapter", lora_name="a")))
     frame = last_frame(response, lambda count: thread.start() if count == 3 else None)
-    thread.join(20)
+    thread.join(60)
     connection.close()
     assert frame["output_ids"] == truth(adapters["one"].merged, PROMPT, 300)
     assert gone[0].json()["success"], gone[0].text
@@ -222,9 +222,9 @@ def test_why_names_the_adapter(server: Server) -> None:
         f"{server.url}/v1/completions",
         json={"model": "start", "prompt": "x", "max_tokens": 2},
         headers={"x-request-id": "asked-why"},
-        timeout=20,
+        timeout=90,
     )
     assert answer.json()["model"] == "start"
     command = [sys.executable, "-m", "deploy.cli", "why", "asked-why"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
     assert "adapter 'start'" in found.stdout

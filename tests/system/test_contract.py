@@ -90,7 +90,7 @@ def check_body(operation: Any, response: Any, case: Any) -> None:
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 def test_our_document(target: Server, mode: GenerationMode) -> None:
-    with urllib.request.urlopen(target.url + "/openapi.json", timeout=10) as response:
+    with urllib.request.urlopen(target.url + "/openapi.json", timeout=90) as response:
         document = json.load(response)
     # What is no JSON and what is too large is refused before a route sees it.
     answered = check_all(document, mode, target, frozenset({400, 413}))

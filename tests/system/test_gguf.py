@@ -48,7 +48,7 @@ def texts(answer: Any) -> list[Any]:
 
 
 def get(server: Server, path: str) -> bytes:
-    with urllib.request.urlopen(server.url + path, timeout=10) as response:
+    with urllib.request.urlopen(server.url + path, timeout=90) as response:
         found: bytes = response.read()
     return found
 

@@ -52,7 +52,7 @@ class Yard:
         self.client.close()
         for process in (self.worker, self._scheduler):
             process.terminate()
-            process.wait(20)
+            process.wait(60)
 
     async def ready(self) -> None:
         deadline = time.monotonic() + 300

@@ -34,7 +34,7 @@ def test_kept_connections_are_spread_over_the_api_processes(target: Server) -> N
     try:
         for _ in range(ROUNDS):
             for _ in range(CONNECTIONS):
-                kept.append(http.client.HTTPConnection("127.0.0.1", target.port, timeout=30))
+                kept.append(http.client.HTTPConnection("127.0.0.1", target.port, timeout=90))
                 kept[-1].request("GET", "/ping")
                 assert kept[-1].getresponse().read() == b""
             shares = held(target)
@@ -83,7 +83,7 @@ def test_what_runs_the_model_is_shown(target: Server) -> None:
     command = [sys.executable, "-m", "deploy.cli", "status", "--run-dir", str(directory)]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "worker 0: cpu (fused stack), epoch 0" in shown
-    connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", target.port, timeout=90)
     connection.request("GET", "/server_info")
     facts = json.loads(connection.getresponse().read())
     connection.close()

@@ -36,7 +36,7 @@ def pids(server: Server) -> list[int]:
 
 @pytest.fixture(scope="module")
 def document(target: Server) -> dict[str, Any]:
-    with urllib.request.urlopen(target.url + "/openapi.json", timeout=10) as response:
+    with urllib.request.urlopen(target.url + "/openapi.json", timeout=90) as response:
         found: dict[str, Any] = json.load(response)
     # What this model cannot do, and what operators do, is sent by other tests.
     kept = ("/v1/embeddings", "/embed", "/embed_all", "/similarity", "/rerank", "/v1/rerank", "/score", "/pooling", "/")

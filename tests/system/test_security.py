@@ -52,7 +52,7 @@ def locked(model: Path, folder: Path) -> Iterator[Server]:
 
 def get(server: Server, path: str, key: str = "") -> bytes:
     request = urllib.request.Request(server.url + path, headers={"x-api-key": key} if key else {})
-    with urllib.request.urlopen(request, timeout=10, context=server.tls) as response:
+    with urllib.request.urlopen(request, timeout=90, context=server.tls) as response:
         body: bytes = response.read()
         return body
 
@@ -106,7 +106,7 @@ def test_a_worker_joins_over_tcp_and_a_stranger_does_not(locked: Server, model: 
         finally:
             remote.send_signal(signal.SIGTERM)
             context.destroy(linger=0)
-        assert remote.wait(20) == 0
+        assert remote.wait(60) == 0
     locked.wait_for("the worker has left", 5, lambda: workers() == 1)
     assert "said goodbye" in locked.log.read_text()
 
@@ -121,7 +121,7 @@ def test_status_and_why_tell_what_happens(locked: Server) -> None:
     headers = {"x-api-key": KEY, "x-request-id": "my-request", "content-type": "application/json"}
     body = json.dumps({"prompt": "x", "max_tokens": 5, "ignore_eos": True}).encode()
     request = urllib.request.Request(locked.url + "/v1/completions", body, headers)
-    with urllib.request.urlopen(request, timeout=30, context=locked.tls):
+    with urllib.request.urlopen(request, timeout=90, context=locked.tls):
         pass
     directory = str(run_directory(locked))
     told = inquire("why", "my-request", "--run-dir", directory)

@@ -63,7 +63,7 @@ class SeeingWorker:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(60)
         self._watched.kill()
         self._watched.wait()
 

@@ -152,7 +152,7 @@ def runs(live: LiveServer, count: int) -> bool:
 def opened(live: LiveServer, body: dict[str, Any], part: int | None = None) -> socket.socket:
     """A connection on which a request was sent, or a part of it."""
     target = urlsplit(live.url)
-    connection = socket.create_connection((target.hostname, target.port or 0), timeout=20)
+    connection = socket.create_connection((target.hostname, target.port or 0), timeout=90)
     data = json.dumps(body).encode()
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data[:part]

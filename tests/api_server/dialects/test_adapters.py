@@ -26,7 +26,7 @@ from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.api_server.conftest import LiveServer, SchedulerDouble, serving
 
-HTTP = httpx.Client(timeout=20)
+HTTP = httpx.Client(timeout=90)
 # A body of each dialect, and where a request's adapter is named in it.
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
 
@@ -318,6 +318,6 @@ def test_an_unanswered_order_says_so_when_the_scheduler_restarts(live: LiveServe
     thread = threading.Thread(target=restart)
     thread.start()
     response = vllm_load(live, "x", folder)
-    thread.join(5)
+    thread.join(60)
     assert response.status_code == 503
     assert "restarted before it answered" in response.json()["error"]["message"]

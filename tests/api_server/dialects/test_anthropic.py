@@ -284,7 +284,7 @@ def test_a_client_that_leaves_cancels(live: LiveServer, tokenizer: Tokenizer, pa
     live.double.step_seconds = 0.02
     body = asked(max_tokens=200) if path == "/v1/messages" else {"input": "hi"}
     if stream:
-        with httpx.stream("POST", live.url + path, json=body | {"stream": True}, timeout=30) as response:
+        with httpx.stream("POST", live.url + path, json=body | {"stream": True}, timeout=90) as response:
             next(response.iter_raw())
     else:
         leave_when(lambda: live.double.running, live, path, body)

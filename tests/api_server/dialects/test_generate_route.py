@@ -177,7 +177,7 @@ _bodies = st.one_of(
 
 @pytest.fixture
 def client(live: LiveServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=live.url, timeout=20) as client:
+    with httpx.Client(base_url=live.url, timeout=90) as client:
         yield client
 
 

@@ -13,7 +13,7 @@ from interfaces.messages import Submit
 from interfaces.result.results import ErrorCode, RequestError
 from tests.api_server.conftest import LiveServer
 
-HTTP = httpx.Client(timeout=20)
+HTTP = httpx.Client(timeout=90)
 
 
 def post(live: LiveServer, path: str, body: Any) -> httpx.Response:

@@ -27,7 +27,7 @@ class Case:
         self.prompt = encode(tokenizer, PROMPT)
         self.answer = [*encode(tokenizer, ANSWER), self.eos]
         live.double.answer = lambda _: self.answer
-        self.client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=20)
+        self.client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=90)
 
     def top(self, token: int, count: int) -> list[int]:
         return report_of(token, SamplingParams(top_logprobs=count))[0]
@@ -39,13 +39,13 @@ def case(live: LiveServer) -> Case:
 
 
 def post(live: LiveServer, path: str, body: Any) -> Any:
-    response = httpx.post(live.url + path, json=body, timeout=20)
+    response = httpx.post(live.url + path, json=body, timeout=90)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def events(live: LiveServer, path: str, body: Any) -> list[Any]:
-    response = httpx.post(live.url + path, json=body | {"stream": True}, timeout=20)
+    response = httpx.post(live.url + path, json=body | {"stream": True}, timeout=90)
     assert response.status_code == 200, response.text
     lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ") and line != "data: [DONE]"]
     return [json.loads(line) for line in lines]
@@ -202,7 +202,7 @@ def test_tgi(case: Case, live: LiveServer) -> None:
     assert implied["details"]["prefill"] == details["prefill"]
     assert "top_tokens" not in implied["details"]
     stream = httpx.post(
-        live.url + "/generate_stream", json={"inputs": PROMPT, "parameters": {"top_n_tokens": 3}}, timeout=20
+        live.url + "/generate_stream", json={"inputs": PROMPT, "parameters": {"top_n_tokens": 3}}, timeout=90
     )
     frames = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: ")]
     assert [frame["top_tokens"] for frame in frames] == wanted
@@ -212,7 +212,7 @@ def test_reports_survive_a_restart_of_the_scheduler(case: Case, live: LiveServer
     """The new scheduler is told what the client has, and tells only the rest."""
     live.double.step_seconds = 0.02
     body = {"text": PROMPT, "stream": True, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1}
-    with httpx.stream("POST", live.url + "/generate", json=body, timeout=20) as response:
+    with httpx.stream("POST", live.url + "/generate", json=body, timeout=90) as response:
         lines = response.iter_lines()
         next(line for line in lines if line.startswith("data: "))
         live.double.restart()

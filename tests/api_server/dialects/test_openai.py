@@ -41,7 +41,7 @@ def says(double: SchedulerDouble, tokenizer: Tokenizer, text: str) -> None:
 
 
 def post(live: LiveServer, path: str, body: Any, **headers: str) -> httpx.Response:
-    return httpx.post(live.url + path, json=body, headers=headers, timeout=10)
+    return httpx.post(live.url + path, json=body, headers=headers, timeout=90)
 
 
 def chat(**more: Any) -> dict[str, Any]:

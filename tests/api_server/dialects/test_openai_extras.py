@@ -15,7 +15,7 @@ PLAIN = {"prompt": "Hello there"}
 
 
 def post(live: LiveServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(live.url + path, json=body, timeout=20)
+    return httpx.post(live.url + path, json=body, timeout=90)
 
 
 @pytest.mark.parametrize(("most", "logprobs"), [(0, None), (3, None), (2, 1), (1, 4)])

@@ -29,7 +29,7 @@ META = {
     "weight_version",
 }
 
-HTTP = httpx.Client(timeout=20)
+HTTP = httpx.Client(timeout=90)
 
 
 def post(live: LiveServer, body: Any, path: str = "/generate") -> httpx.Response:
@@ -416,7 +416,7 @@ def test_a_request_id_is_taken_until_its_request_ends(live: LiveServer) -> None:
     assert second.status_code == 400
     assert second.json()["error"]["message"].startswith("Duplicate request ID detected")
     live.double.hold.clear()
-    thread.join(10)
+    thread.join(60)
     assert first[0].json()["meta_info"]["id"] == rid
     for _ in range(2):
         assert post(live, {"text": "a", "rid": rid, "stream": True}).status_code == 200

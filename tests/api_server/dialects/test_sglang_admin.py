@@ -20,7 +20,7 @@ from interfaces.messages import Action, Status, WorkerStatus
 from interfaces.result.results import ErrorCode, RequestError
 from tests.api_server.conftest import LiveServer, encode
 
-HTTP = httpx.Client(timeout=20)
+HTTP = httpx.Client(timeout=90)
 
 
 def post(live: LiveServer, path: str, body: Any = None, **more: Any) -> httpx.Response:
@@ -37,7 +37,7 @@ def in_background(live: LiveServer, body: dict[str, Any]) -> Future[Any]:
     """The answer to /generate of a request that has reached the scheduler."""
     pool = ThreadPoolExecutor(1)
     known = len(live.double.submits)
-    future = pool.submit(lambda: httpx.post(live.url + "/generate", json=body, timeout=20).json())
+    future = pool.submit(lambda: httpx.post(live.url + "/generate", json=body, timeout=90).json())
     live.double.wait(lambda: len(live.double.submits) > known)
     pool.shutdown(wait=False)
     return future
@@ -58,13 +58,13 @@ def test_an_aborted_request_keeps_what_it_has(live: LiveServer) -> None:
     live.double.wait(lambda: all(running.done > 3 for running in live.double.running.values()))
     response = post(live, "/abort_request", {"rid": rid})
     assert (response.status_code, response.content) == (200, b"")
-    found = answer.result(5)
+    found = answer.result(60)
     GenerateResponse.model_validate(found)
     meta = found["meta_info"]
     assert meta["finish_reason"] == {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     assert found["text"].startswith("Hello")
     assert 3 < meta["completion_tokens"] == len(found["output_ids"]) < 200
-    assert other.result(5)["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
+    assert other.result(60)["meta_info"]["finish_reason"] == {"type": "length", "length": 60}
     metrics = HTTP.get(live.url + "/metrics").text
     assert 'tokenyard_requests_total{outcome="cancelled",route="/generate"} 1.0' in metrics
 
@@ -73,7 +73,7 @@ def test_a_request_aborted_while_it_waits_has_the_documented_form(live: LiveServ
     live.double.hold.set()
     answer = in_background(live, {"text": "Hello", "rid": "w", "sampling_params": LONG})
     post(live, "/abort_request", {"rid": "w"})
-    found = answer.result(5)
+    found = answer.result(60)
     GenerateResponse.model_validate(found)
     meta = found.pop("meta_info")
     assert found == {"text": "", "output_ids": []}
@@ -89,10 +89,10 @@ def test_abort_takes_a_batch_by_the_prefix_and_everything_on_demand(live: LiveSe
     assert post(live, "/abort_request", {"rid": "unknown"}).status_code == 200
     assert not batch.done()
     post(live, "/abort_request", {"rid": "batch"})
-    assert [a["meta_info"]["finish_reason"]["type"] for a in batch.result(5)] == ["abort"] * 3
+    assert [a["meta_info"]["finish_reason"]["type"] for a in batch.result(60)] == ["abort"] * 3
     streamed: list[dict[str, Any]] = []
     with httpx.stream(
-        "POST", live.url + "/generate", json={"text": "a", "stream": True, "sampling_params": LONG}, timeout=20
+        "POST", live.url + "/generate", json={"text": "a", "stream": True, "sampling_params": LONG}, timeout=90
     ) as response:
         lines = (line for line in response.iter_lines() if line)
         streamed.append(json.loads(next(lines).removeprefix("data: ")))

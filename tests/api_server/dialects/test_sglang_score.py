@@ -12,7 +12,7 @@ from tests.api_server.conftest import LiveServer, encode, logprob_of
 
 
 def post(live: LiveServer, **body: Any) -> httpx.Response:
-    return httpx.post(live.url + "/v1/score", json=body, timeout=20)
+    return httpx.post(live.url + "/v1/score", json=body, timeout=90)
 
 
 def test_each_item_gets_a_row(live: LiveServer) -> None:

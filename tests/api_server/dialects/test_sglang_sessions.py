@@ -11,7 +11,7 @@ from tests.api_server.conftest import LiveServer, encode
 
 
 def post(live: LiveServer, path: str, body: Any) -> httpx.Response:
-    return httpx.post(live.url + path, json=body, timeout=20)
+    return httpx.post(live.url + path, json=body, timeout=90)
 
 
 def turn(live: LiveServer, text: str, name: str, **params: Any) -> dict[str, Any]:

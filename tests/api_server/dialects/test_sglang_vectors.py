@@ -16,7 +16,7 @@ from tests.api_server.conftest import LiveServer, encode
 
 
 def post(live: LiveServer, body: Any, path: str = "/generate") -> httpx.Response:
-    return httpx.post(live.url + path, json=body, timeout=20)
+    return httpx.post(live.url + path, json=body, timeout=90)
 
 
 def vectors(count: int) -> list[list[float]]:

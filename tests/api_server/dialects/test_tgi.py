@@ -28,7 +28,7 @@ from tests.api_server.conftest import LiveServer, encode, logprob_of
 
 MANY = "The quick brown fox jumps over the lazy dog. " * 40
 
-HTTP = httpx.Client(timeout=20)
+HTTP = httpx.Client(timeout=90)
 
 
 def post(live: LiveServer, path: str, body: Any) -> httpx.Response:

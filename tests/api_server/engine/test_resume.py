@@ -12,7 +12,7 @@ import pytest
 from interfaces.messages import Submit
 from tests.api_server.conftest import LiveServer, encode, leave_when
 
-HTTP = httpx.Client(timeout=20)
+HTTP = httpx.Client(timeout=90)
 TEXT = "Hello, world! The quick brown fox jumps. 日本語 naïve"
 CHAT = {"messages": [{"role": "user", "content": "x"}], "stream": True, "max_tokens": 60}
 BODIES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from interfaces.result.results import ErrorCode, RequestError
 from shared.access_keys import AccessKeys, digest_of
 from tests.api_server.conftest import LiveServer
 
-HTTP = httpx.Client(timeout=20)
+HTTP = httpx.Client(timeout=90)
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
     "/v1/completions": {"prompt": "x"},

@@ -286,7 +286,7 @@ def flood(line: Line, start: bytes, unit: bytes, limit: int = 8 << 20) -> int:
             line.send(unit)
             sent += len(unit)
     except OSError:
-        assert done.wait(1)
+        assert done.wait(60)
     return sent
 
 

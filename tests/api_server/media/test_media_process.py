@@ -87,7 +87,7 @@ def process(request: pytest.FixtureRequest) -> Iterator[Process]:
     made = Process(getattr(request, "param", 120.0))
     yield made
     made.child.kill()
-    made.child.wait(10)
+    made.child.wait(60)
 
 
 def test_an_image_that_goes_too_far_costs_no_other(process: Process) -> None:
@@ -118,7 +118,7 @@ def test_it_ends_with_its_input(process: Process) -> None:
     process.answers(1)
     assert process.child.stdin is not None
     process.child.stdin.close()
-    assert process.child.wait(10) == 0
+    assert process.child.wait(60) == 0
 
 
 def test_large_arrays_lie_in_the_segments_of_the_owner(process: Process) -> None:
@@ -148,7 +148,7 @@ def test_a_killed_process_takes_its_children_along(process: Process) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.child.pid, signal.SIGKILL)
-    process.child.wait(10)
+    process.child.wait(60)
     while is_running(found[0]):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -118,10 +118,10 @@ def test_client_that_leaves_is_counted(live: LiveServer) -> None:
 def test_a_request_that_an_operator_ends_is_counted_once(live: LiveServer, path: str, body: dict[str, Any]) -> None:
     live.double.hold.set()
     with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(httpx.post, live.url + path, json=body, timeout=20)
+        pending = pool.submit(httpx.post, live.url + path, json=body, timeout=90)
         live.double.wait(lambda: live.double.running)
         assert httpx.post(live.url + "/abort_request", json={"abort_all": True}).status_code == 200
-        pending.result(20)
+        pending.result(60)
     counted = {labels: v for (name, labels), v in scrape(live).items() if name == "tokenyard_requests_total" and v}
     assert [dict(labels) for labels in counted] == [{"route": path, "outcome": "cancelled"}]
     assert list(counted.values()) == [1]

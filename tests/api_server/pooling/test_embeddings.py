@@ -18,7 +18,7 @@ from tests.api_server.pooling.conftest import LIMIT, PROMPTS, WIDTH, PoolingServ
 
 
 def post(server: PoolingServer, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + "/v1/embeddings", json=body, headers=headers, timeout=20)
+    return httpx.post(server.url + "/v1/embeddings", json=body, headers=headers, timeout=90)
 
 
 def unit(tokens: list[int], width: int = WIDTH) -> list[float]:

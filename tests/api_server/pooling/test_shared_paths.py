@@ -16,7 +16,7 @@ DOCUMENTS = ["the fox jumps", "Hello, world!", "fox", "the quick brown fox"]
 
 
 def post(server: PoolingServer | LiveServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=20)
+    return httpx.post(server.url + path, json=body, timeout=90)
 
 
 def unit(tokens: list[int]) -> Any:
@@ -250,7 +250,7 @@ def test_examples_work(embedding: PoolingServer) -> None:
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             for example in content.get("examples", {}).values():
-                response = httpx.request(method, embedding.url + path, json=example["value"], timeout=20)
+                response = httpx.request(method, embedding.url + path, json=example["value"], timeout=90)
                 reasons = (
                     "needs a model that",
                     "no chat template",

@@ -32,7 +32,7 @@ def tagging(serve: Serve, tmp_path: Path) -> Iterator[PoolingServer]:
 
 
 def post(server: PoolingServer, path: str, **body: object) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=20)
+    return httpx.post(server.url + path, json=body, timeout=90)
 
 
 @pytest.mark.parametrize("path", ["/embed_sparse", "/", "/invocations"])

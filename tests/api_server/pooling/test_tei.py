@@ -14,7 +14,7 @@ from tests.api_server.pooling.conftest import LABELS, LIMIT, PROMPTS, WIDTH, Poo
 
 
 def post(server: PoolingServer, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=20)
+    return httpx.post(server.url + path, json=body, timeout=90)
 
 
 def vector(tokens: list[int], width: int = WIDTH) -> Any:

@@ -18,7 +18,7 @@ from shared.access_keys import AccessKeys, digest_of
 from shared.settings import Settings, SettingsError
 from tests.api_server.conftest import LiveServer
 
-HTTP = httpx.Client(timeout=20)
+HTTP = httpx.Client(timeout=90)
 KEYS = [secrets.token_urlsafe() for _ in range(3)]
 ADMIN = secrets.token_urlsafe()
 
@@ -225,7 +225,7 @@ async def test_the_forms_of_an_address_are_one(live: LiveServer) -> None:
 
 
 def test_plain_nginx_says_nothing_but_http_1_0(live: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2])), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2])), timeout=90) as connection:
         head = "POST /flush_cache HTTP/1.0\r\nHost: 127.0.0.1:8000\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 403")

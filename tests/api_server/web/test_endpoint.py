@@ -214,7 +214,7 @@ async def test_a_slow_reader_holds_nobody_up(live: LiveServer) -> None:
 
 
 async def test_many_clients_at_once(live: LiveServer) -> None:
-    async with httpx.AsyncClient(timeout=20) as client:
+    async with httpx.AsyncClient(timeout=90) as client:
 
         async def one(i: int) -> None:
             stream = bool(i % 2)

@@ -81,7 +81,7 @@ def test_examples_work(live: LiveServer, published: dict[str, Any]) -> None:
         for method, operation in methods.items():
             body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             for example in body.get("examples", {}).values():
-                response = httpx.request(method, live.url + path, json=example["value"], timeout=20)
+                response = httpx.request(method, live.url + path, json=example["value"], timeout=90)
                 assert response.status_code == 200, (path, example, response.text)
                 kind = response.headers.get("content-type", "").partition(";")[0]
                 assert kind in operation["responses"]["200"].get("content", {"": "nothing"})

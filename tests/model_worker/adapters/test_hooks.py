@@ -62,7 +62,7 @@ def test_an_adapter_that_comes_while_another_leaves_loses_no_module(
     interrupted = Interrupted(hooks._linears, hooks, dropped=1)
     monkeypatch.setattr(hooks, "_linears", interrupted)
     hooks.add(2, Adapter("", RANK, {module: linear(VOCAB)}, None))
-    interrupted.thread.join(10)
+    interrupted.thread.join(60)
     with hooks.rows(batch(2)):
         after = model(input_ids=tokens[None]).logits
     assert not torch.equal(before, after)

@@ -368,7 +368,7 @@ def test_who_loses_its_core_while_a_phase_begins_waits_for_nothing_that_has_been
     begin(counter, 5)  # by who stood still since then
     waiting = threading.Thread(target=wait, args=(counter, 5), daemon=True)
     waiting.start()
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive()
 
 
