@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from tests.api_server.pooling.conftest import PoolingServer, Serve
-from tests.system.test_malformed import REFUSALS, SECONDS, body, check_error, properties
+from tests.strange_bodies import REFUSALS, body, check_error, properties
+from tests.system.test_malformed import SECONDS
 
 # Bodies for each route.
 BODIES = 40
