@@ -131,6 +131,16 @@ class LikeSGLang:
         return Always()(logits, custom_param_list)
 
 
+class Avoiding:
+    """Lowers the logits of all tokens of the answer so far."""
+
+    def __call__(self, logits: torch.Tensor, parameters: list[dict[str, Any]]) -> torch.Tensor:
+        for row, values in enumerate(parameters):
+            for token in values["__req__"].output_ids:
+                logits[row, token] -= 0.5
+        return logits
+
+
 class Replacing:
     def __call__(self, inputs: BatchProcessorInputs) -> None:
         inputs.logits = inputs.logits + 1
