@@ -163,7 +163,8 @@ def build(
         memory = parse_memory(settings.lora_memory, "lora_memory") or default_adapter_memory(loaded.device)
         shared.adapters = AdapterLoads(runner.backend, epoch, index, memory)
     overlaps = loaded.device.type == "cuda" or runner.backend.overlaps
-    engine = Engine(shared, executors_for(shared, loaded.device.type if overlaps else "off", settings.speculate))
+    overlap = loaded.device.type if overlaps else "off"
+    engine = Engine(shared, executors_for(shared, overlap, settings.most_guesses, learns=settings.speculate == "auto"))
     hello = WorkerHello(
         device=device,
         index=index,
@@ -180,6 +181,7 @@ def build(
         hidden_size=loaded.hidden_size,
         backend=runner.description,
         row_invariant=runner.backend.row_invariant,
+        guesses=shared.drafters is not None,
         images=NO_IMAGES if loaded.encoder is None else int(loaded.encoder.family.sight),
         adapter_memory=0 if shared.adapters is None else shared.adapters.memory,
         processors=schemas(processors),

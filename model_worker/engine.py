@@ -119,6 +119,8 @@ class Engine:
         prompt, emitted = np.split(join.tokens, [join.prompt_len])
         self._running.sampler.join(join.row, join.sampling, join.sampling.stop_token_ids or [], prompt, emitted)
         self._held.add(join.row)
+        if self._running.drafters is not None:
+            self._running.drafters.join(join)
         if join.grammar is not None:
             self._constrain(join, join.grammar, emitted)
 
@@ -130,6 +132,8 @@ class Engine:
         self._running.masks.join(join.row, grammar, emitted, jumps=not reported)
 
     def _drop(self, row: int) -> None:
+        if self._running.drafters is not None:
+            self._running.drafters.drop(row)
         self._running.sampler.drop(row)
         if self._running.masks is not None:
             self._running.masks.drop(row)

@@ -156,7 +156,13 @@ class Loop:
     def _counted(self) -> WorkerHello:
         """The hello with what was counted until now."""
         counters = self._engine.counters
-        hello = replace(self._hello, drafted=counters.drafted, accepted=counters.accepted)
+        hello = replace(
+            self._hello,
+            drafted=counters.drafted,
+            accepted=counters.accepted,
+            drafts=counters.drafts,
+            accepted_at=list(counters.accepted_at),
+        )
         if self._encoding is None:
             return hello
         encoding = self._encoding

@@ -30,7 +30,7 @@ def limits_of(settings: Settings) -> Limits:
         max_queued=settings.max_queued,
         max_model_len=settings.max_model_len,
         steps_in_flight=2 if settings.overlap else 1,
-        most_guesses=settings.speculate,
+        most_guesses=settings.most_guesses,
         prefix_cache=settings.prefix_cache,
         max_queued_tokens=settings.max_queued_tokens,
         max_open_per_tenant=settings.max_open_per_key or 2**62,

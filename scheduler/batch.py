@@ -28,7 +28,7 @@ Preempted = Callable[[Sequence], None]
 def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int, preempted: Preempted) -> Step | None:
     """Build the next step for `worker` and count it as sent; None when nothing can run.
 
-    A single row gets room for up to `most_guesses` guesses. `preempted` gets each sequence that had to leave.
+    Rows in decode get room for up to `most_guesses` guesses each. `preempted` gets each sequence that had to leave.
     """
     rows = _with_blocks(worker, preempted)
     if not len(rows) and not worker.sends_joins:
@@ -53,7 +53,7 @@ def build_step(worker: Worker, incarnation: int, budget: int, most_guesses: int,
         new_blocks=np.array(blocks, np.int32) if blocks else _NO_BLOCKS,
         drop=np.array(drop, np.int32) if drop else _NO_ROWS,
         joins=joins,
-        ahead=np.array([ahead], np.int32) if ahead else None,
+        ahead=ahead,
     )
 
 
@@ -148,4 +148,5 @@ def _join(worker: Worker, sequence: Sequence) -> Join:
         grammar=RowGrammar.of(sequence.context),
         isolated=worker.runs_alone(sequence),
         adapter=sequence.adapter.handle if sequence.adapter is not None else 0,
+        salt=sequence.salt(),
     )

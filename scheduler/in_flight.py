@@ -42,8 +42,8 @@ class StepInFlight:
     versions: NDArray[np.int64]
     # Time of sending on the scheduler's clock.
     sent: float
-    # Positions that its one row may fill with guesses.
-    ahead: int = 0
+    # Positions that each of its rows may fill with guesses; None: none.
+    ahead: NDArray[np.int32] | None = None
 
 
 @dataclass(slots=True)
@@ -57,6 +57,10 @@ class NewTokens:
     hidden: HiddenStates | None = None
     # Tokens that follow the sampled one of a row: its grammar allows no others, or they were guessed.
     following: dict[int, NDArray[np.int32]] = field(default_factory=dict)
+    # Log-probabilities of the tokens that follow, of rows that have any.
+    following_logprobs: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    # Guesses that were computed, by row, and how many of them were right.
+    guesses: dict[int, tuple[int, int]] = field(default_factory=dict)
     # Why single rows failed.
     failed: dict[int, str] = field(default_factory=dict)
 
@@ -91,7 +95,7 @@ class StepsInFlight:
         decoding: int,
         rows: NDArray[np.int32],
         versions: NDArray[np.int64],
-        ahead: int = 0,
+        ahead: NDArray[np.int32] | None = None,
     ) -> None:
         self.last_number += 1
         fields = sampling, sampling_versions, reporting, tokens, decoding, rows, versions, self._clock(), ahead
@@ -127,11 +131,14 @@ class StepsInFlight:
             rows = rows[current]
             tokens = tokens[current]
             logprobs = None if logprobs is None else logprobs[current]
-        following = {} if result.forced is None else self._fast_forward(result.forced, rows)
-        if step.ahead:
-            following |= self._accept(result.more, step, rows)
+        following = {} if step.ahead is None else self._accept(result.more, step, step.ahead, rows)
+        more_logprobs = {row: run for row, run in _logprobs_of(result).items() if row in following}
+        guesses = _guesses_of(result, following)
+        if result.forced is not None:
+            for row, run in self._fast_forward(result.forced, rows).items():
+                following[row] = np.concatenate([following[row], run]) if row in following else run
         failed = self._failed(result, step) if result.errors else {}
-        return NewTokens(rows, tokens, logprobs, reports, hidden, following, failed)
+        return NewTokens(rows, tokens, logprobs, reports, hidden, following, more_logprobs, guesses, failed)
 
     def computing(self) -> list[Sequence]:
         """The sequences in the steps in flight. If the worker dies, one of them may be the reason."""
@@ -173,23 +180,44 @@ class StepsInFlight:
         return runs
 
     def _accept(
-        self, more: TokenRuns | None, step: StepInFlight, rows: NDArray[np.int32]
+        self, more: TokenRuns | None, step: StepInFlight, ahead: NDArray[np.int32], rows: NDArray[np.int32]
     ) -> dict[int, NDArray[np.int32]]:
         """Update the columns for right guesses, which are computed already. ValueError for broken columns."""
         table = self._table
-        row = int(step.rows[0])
-        if table.version[row] != step.versions[0]:
-            return {}
-        table.ahead[row] -= step.ahead
+        current = table.version[step.rows] == step.versions
+        table.ahead[step.rows[current]] -= ahead[current]
         if more is None:
             return {}
-        if not more.consistent or more.rows.tolist() != rows.tolist() or len(more.tokens) > step.ahead:
+        granted = dict(zip(step.rows.tolist(), ahead.tolist(), strict=True))
+        if not more.consistent or any(len(run) > granted.get(row, 0) for row, run in more.runs().items()):
             raise ValueError(f"the guesses of step {step.number} do not fit it")
-        table.num_computed_tokens[row] += len(more.tokens)
-        table.num_tokens[row] += len(more.tokens)
-        return more.runs()
+        left = set(rows.tolist())
+        runs = {row: run for row, run in more.runs().items() if row in left}
+        for row, run in runs.items():
+            table.num_computed_tokens[row] += len(run)
+            table.num_tokens[row] += len(run)
+        return runs
 
     def _failed(self, result: StepResult, step: StepInFlight) -> dict[int, str]:
         """Errors of the rows that still have their owner."""
         versions = dict(zip(step.sampling.tolist(), step.sampling_versions.tolist(), strict=True))
         return {row: text for row, text in result.errors.items() if versions.get(row) == self._table.version[row]}
+
+
+def _guesses_of(result: StepResult, right: dict[int, NDArray[np.int32]]) -> dict[int, tuple[int, int]]:
+    """How many guesses were computed by row, and how many were right. ValueError for broken columns."""
+    if result.guessed is None:
+        return {}
+    pairs = zip(result.rows.tolist(), result.guessed.tolist(), strict=True)
+    return {row: (count, len(right.get(row, ()))) for row, count in pairs if count}
+
+
+def _logprobs_of(result: StepResult) -> dict[int, NDArray[np.float32]]:
+    """Log-probabilities of right guesses, by row. ValueError for broken columns."""
+    more = result.more
+    logprobs = result.more_logprobs
+    if more is None or logprobs is None:
+        return {}
+    if len(logprobs) != len(more.tokens):
+        raise ValueError(f"step {result.step} has {len(logprobs)} log-probabilities of {len(more.tokens)} guesses")
+    return dict(zip(more.rows.tolist(), np.split(logprobs, np.cumsum(more.counts)[:-1]), strict=True))

@@ -109,7 +109,9 @@ class OpenRequests:
 
     def finish(self, sequence: Sequence, code: int) -> None:
         """End a sequence whose last token is published."""
-        self.record(sequence, f"finished with {sequence.emitted} tokens")
+        guessed, right = sequence.guesses
+        parts = f"; {right} of {guessed} guesses at them were right" if guessed else ""
+        self.record(sequence, f"finished with {sequence.emitted} tokens{parts}")
         self.forget(sequence, code)
         self.counters["finished"] += 1
 

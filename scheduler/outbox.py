@@ -35,6 +35,7 @@ class _Extras:
     cached: dict[int, int] = field(default_factory=dict)
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
+    guesses: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Outbox:
@@ -99,6 +100,10 @@ class Outbox:
         if cached:
             extras.cached[handle] = cached
 
+    def guesses(self, replica: int, handle: int, guessed: int, right: int) -> None:
+        """Publish how many guesses at an answer were computed, and how many were right."""
+        self._extras_of(replica).guesses[handle] = [guessed, right]
+
     def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
         """Publish the end of a request without a token."""
         self._add(replica, _Part(np.array([handle], np.int32), _NO_TOKEN, np.array([code], np.int8), None))
@@ -133,6 +138,7 @@ class Outbox:
             cached=extras.cached,
             errors=extras.errors,
             queued=extras.queued,
+            guesses=extras.guesses,
             reports=LogprobReports.joined(extras.reports) if extras.reports else None,
             hidden=HiddenStates.joined(extras.hidden) if extras.hidden else None,
         )

@@ -19,6 +19,13 @@ _LENGTH = np.int8(Finish.LENGTH)
 
 def update(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
     """Update the sequences of `worker` from the result of one step."""
+    for row, (guessed, right) in new.guesses.items():
+        owner = worker.rows.sequences[row]
+        if owner is not None and row in new.rows:
+            owner.guesses = owner.guesses[0] + guessed, owner.guesses[1] + right
+            requests.outbox.guesses(int(worker.rows.replica[row]), owner.handle, *owner.guesses)
+    if new.following:
+        new = _up_to_the_end(worker, new)
     if new.reports is not None:
         _publish_reports(requests, worker, new.reports)
     if new.hidden is not None:
@@ -27,7 +34,7 @@ def update(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
         following = {row: (int(worker.rows.version[row]), run) for row, run in new.following.items()}
         _append(requests, worker, new)
         if following:
-            _append_following(requests, worker, following)
+            _append_following(requests, worker, following, new.following_logprobs)
     for row, text in new.failed.items():
         sequence = worker.rows.sequences[row]
         if sequence is not None:
@@ -54,7 +61,10 @@ def _append(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
 
 
 def _append_following(
-    requests: OpenRequests, worker: Worker, following: dict[int, tuple[int, NDArray[np.int32]]]
+    requests: OpenRequests,
+    worker: Worker,
+    following: dict[int, tuple[int, NDArray[np.int32]]],
+    logprobs: dict[int, NDArray[np.float32]],
 ) -> None:
     """Append tokens that follow the sampled ones, one for each row at a time.
 
@@ -65,7 +75,36 @@ def _append_following(
         left = [row for row, (owner, run) in following.items() if i < len(run) and version[row] == owner]
         if left:
             tokens = np.array([following[row][1][i] for row in left], np.int32)
-            _append(requests, worker, NewTokens(np.array(left, np.int32), tokens, None))
+            known = [row in logprobs and i < len(logprobs[row]) for row in left]
+            column = [logprobs[row][i] if has else np.nan for row, has in zip(left, known, strict=True)]
+            _append(
+                requests,
+                worker,
+                NewTokens(np.array(left, np.int32), tokens, np.array(column, np.float32) if any(known) else None),
+            )
+
+
+def _up_to_the_end(worker: Worker, new: NewTokens) -> NewTokens:
+    """The result without the tokens, and the reports, that come after the end of a sequence."""
+    table = worker.rows
+    following = dict(new.following)
+    # The last position of each row that has following tokens.
+    last: dict[int, int] = {}
+    for row, token in zip(new.rows.tolist(), new.tokens.tolist(), strict=True):
+        if row not in following:
+            continue
+        known = len(table.sequence(row).tokens)
+        run = np.concatenate([[token], following[row]])[: int(table.limit[row]) - known]
+        stops = np.flatnonzero(np.isin(run, table.stop_ids[row]))
+        run = run[: stops[0] + 1] if len(stops) else run
+        last[row] = known + len(run) - 1
+        following[row] = run[1:].astype(np.int32)
+    reports = new.reports
+    if reports is not None:
+        pairs = zip(reports.owners.tolist(), reports.positions.tolist(), strict=True)
+        reports = reports.select(np.array([position <= last.get(owner, position) for owner, position in pairs]))
+    kept = {row: run for row, run in following.items() if len(run)}
+    return replace(new, following=kept, reports=reports)
 
 
 def _publish_reports(requests: OpenRequests, worker: Worker, reports: LogprobReports) -> None:

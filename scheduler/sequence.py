@@ -53,6 +53,8 @@ class Sequence:
     admitted: bool = False
     # Steps that its prompt took.
     chunks: int = 0
+    # Guesses at its answer that were computed, and those that were right.
+    guesses: tuple[int, int] = (0, 0)
     # First position of the prompt whose log-probabilities the client waits for; the prompt's length if there is none.
     next_report: int = 0
     # First token whose hidden state the client waits for, if it wants them.
@@ -124,10 +126,10 @@ class Sequence:
         """Digests of all full blocks of the tokens known now. What was computed `alone` has digests of its own."""
         hashes = self.hashes.setdefault((block_size, alone), [])
         if len(self.tokens) // block_size > len(hashes):
-            extend_hashes(hashes, self.tokens.all, block_size, self._salt(alone), self.images)
+            extend_hashes(hashes, self.tokens.all, block_size, self.salt(alone), self.images)
         return hashes
 
-    def _salt(self, alone: bool) -> str:
+    def salt(self, alone: bool = False) -> str:
         """Everything beside tokens and images that shapes hidden states, then the client's own salt.
 
         The first part has no NUL, so no client's salt can make it up.

@@ -115,11 +115,13 @@ class Worker:
         sequence.blocks.append(block)
         self.rows.num_blocks[row] = len(sequence.blocks)
 
-    def send(self, rows: NDArray[np.int32], ntok: NDArray[np.int32] | None, most_guesses: int = 0) -> int:
+    def send(
+        self, rows: NDArray[np.int32], ntok: NDArray[np.int32] | None, most_guesses: int = 0
+    ) -> NDArray[np.int32] | None:
         """Update the columns for a step that computes `ntok` more tokens of each row; None means one.
 
-        Returns the number of further positions, at most `most_guesses`, that the step's row may fill with guesses. It
-        is 0 for several rows: a worker guesses for single ones.
+        Returns the number of further positions, at most `most_guesses`, that each row may fill with guesses. None if no
+        row may, as beside prompts.
         """
         table = self.rows
         computed = table.num_computed_tokens[rows] + (1 if ntok is None else ntok)
@@ -135,8 +137,8 @@ class Worker:
         versions = table.version[rows]
         tokens = len(rows) if ntok is None else int(ntok.sum())
         decoding = len(rows) if ntok is None else int((ntok == 1).sum())
-        single = most_guesses > 0 and ntok is None and len(rows) == len(sampling) == 1
-        ahead = self._make_room_ahead(int(rows[0]), most_guesses) if single else 0
+        guesses = most_guesses > 0 and self.hello.guesses and ntok is None and 0 < len(rows) == len(sampling)
+        ahead = self._make_room_ahead(rows, most_guesses) if guesses else None
         self.in_flight.add(sampling, versions[at_the_end], reporting, tokens, decoding, rows, versions, ahead)
         for row in rows[ntok > 1].tolist() if ntok is not None else ():
             sequence = table.sequence(row)
@@ -213,6 +215,8 @@ class Worker:
             seconds_since_step=min(waits, default=0.0),
             drafted=self.hello.drafted,
             accepted=self.hello.accepted,
+            drafts=self.hello.drafts,
+            accepted_at=self.hello.accepted_at,
             encoded=self.hello.encoded,
             image_hits=self.hello.image_hits,
             encode_ms=self.hello.encode_ms,
@@ -220,16 +224,22 @@ class Worker:
             tasks=self.hello.tasks,
         )
 
-    def _make_room_ahead(self, row: int, most: int) -> int:
-        """Give a row blocks for up to `most` positions beyond the steps in flight. Returns how many it has."""
+    def _make_room_ahead(self, rows: NDArray[np.int32], most: int) -> NDArray[np.int32] | None:
+        """Give rows blocks for up to `most` positions beyond the steps in flight. Returns how many each has.
+
+        The blocks that the other rows may need next are left. None if no row has any.
+        """
         table = self.rows
-        end = int(table.num_computed_tokens[row]) + int(table.ahead[row])
-        most = min(most, int(table.limit[row]) - end - 1)
-        while table.num_blocks[row] * self.block_size < end + most and self.pool.available:
-            self.grow(row)
-        ahead = max(0, min(most, int(table.num_blocks[row]) * self.block_size - end))
-        table.ahead[row] += ahead
-        return ahead
+        end = table.num_computed_tokens[rows] + table.ahead[rows]
+        wanted = np.clip(table.limit[rows] - end - 1, 0, most)
+        spare = table.running - 1
+        for i in np.flatnonzero(table.num_blocks[rows] * self.block_size < end + wanted).tolist():
+            row = int(rows[i])
+            while table.num_blocks[row] * self.block_size < end[i] + wanted[i] and self.pool.available > spare:
+                self.grow(row)
+        ahead: NDArray[np.int32] = np.clip(table.num_blocks[rows] * self.block_size - end, 0, wanted)
+        table.ahead[rows] += ahead
+        return ahead if ahead.any() else None
 
     def _match(self, sequence: Sequence) -> list[int]:
         """Cached blocks that hold the beginning of `sequence`."""

@@ -197,11 +197,11 @@ class Settings:
     overlap: bool = _setting(
         "behaviour", True, "keep two steps in flight, so that the device never waits for the scheduler"
     )
-    speculate: int = _setting(
+    speculate: str | int = _setting(
         "behaviour",
-        0,
-        "tokens to guess ahead of a sequence that runs by itself on a CPU, from its own text; right guesses save "
-        "passes, wrong ones cost up to as much; 3 or 7 suit the kernels; 0: none",
+        "0",
+        "tokens to guess ahead of each sequence; a pass verifies all of them, and no answer changes; auto: as many as "
+        "save time, by what the worker learns; N: always up to so many; 0: none",
     )
     limit_images: int = _setting("capacity", 32, "images, and videos, that one request may have; 0: none")
     max_image_tokens: int | None = _setting(
@@ -260,19 +260,14 @@ class Settings:
     def __post_init__(self) -> None:
         _check(self.host != "", "host", self.host, "an address, such as 127.0.0.1 or 0.0.0.0")
         _check(1 <= self.port <= 65535, "port", self.port, "1 to 65535")
-        for name in (
-            "api_servers",
-            "max_running",
-            "max_queued",
-            "max_queued_tokens",
-            "max_best_of",
-            "stall_timeout",
-        ):
+        for name in ("api_servers", "max_running", "max_queued", "max_queued_tokens", "max_best_of", "stall_timeout"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         tokens = self.max_batch_tokens
         _check(tokens is None or tokens >= 1, "max_batch_tokens", tokens, "at least 1")
         _check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
-        _check(0 <= self.speculate <= 15, "speculate", self.speculate, "0 to 15")
+        text = str(self.speculate)
+        guesses = text == "auto" or (text.isdecimal() and int(text) <= MOST_GUESSES)
+        _check(guesses, "speculate", self.speculate, f"auto, or 0 to {MOST_GUESSES}")
         _check(1 <= self.keep_alive_timeout <= 3600, "keep_alive_timeout", self.keep_alive_timeout, "1 to 3600")
         _check(0 <= self.drain_delay <= 3600, "drain_delay", self.drain_delay, "0 to 3600")
         _check(0 <= self.drain_timeout <= 3600, "drain_timeout", self.drain_timeout, "0 to 3600")
@@ -332,6 +327,11 @@ class Settings:
         return list(entries(self.logit_processors))
 
     @property
+    def most_guesses(self) -> int:
+        """The most tokens of a sequence that a pass guesses."""
+        return MOST_GUESSES if self.speculate == "auto" else int(self.speculate)
+
+    @property
     def scheme(self) -> str:
         """The scheme of the server's URL."""
         return "https" if self.ssl_certfile else "http"
@@ -349,6 +349,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TASKS = ("auto", "generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "classify_tokens")
 QUANTIZATIONS = ("none", "int8")
 KV_DTYPES = ("auto", "int8", "fp8")
+MOST_GUESSES = 15
 _FURTHER_MODELS = "a list of NAME=MODEL with a name of its own for each (letters, digits and ./-_)"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

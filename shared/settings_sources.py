@@ -128,7 +128,7 @@ def _parse(name: str, text: str) -> Any:
     try:
         if bool in kinds:
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
-        return int(text) if int in kinds else text
+        return int(text) if int in kinds and str not in kinds else text
     except (KeyError, ValueError):
         raise SettingsError(f"{ENV_PREFIX}{name.upper()} must be {_type_name(name)}, got {text!r}") from None
 

@@ -94,6 +94,8 @@ class Choice:
     # Hidden states by the index of their token, prompt first, when they were asked for.
     hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
     cached_tokens: int = 0
+    # Guesses at the answer that the worker computed, and those that were right.
+    guesses: tuple[int, int] = (0, 0)
     logprob_sum: float = 0.0
     finish: Finish | None = None
 

@@ -59,6 +59,9 @@ def _add_facts(results: Results, waiting: Mapping[int, OpenRequest]) -> None:
     for handle, count in results.cached.items():
         if isinstance(submission := waiting.get(handle), Submission):
             submission.context.cached_prefix_length = count
+    for handle, (guessed, right) in results.guesses.items():
+        if isinstance(submission := waiting.get(handle), Submission):
+            submission.guesses = guessed, right
     for handle, microseconds in results.queued.items():
         if handle in waiting:
             waiting[handle].queued = microseconds / 1e6

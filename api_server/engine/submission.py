@@ -87,6 +87,7 @@ class Submission(OpenRequest):
         "_reports",
         "_unread",
         "_wants_logprobs",
+        "guesses",
         "hidden",
         "inbox",
     )
@@ -99,6 +100,8 @@ class Submission(OpenRequest):
         self.inbox = inbox
         # Hidden states that have arrived, by the index of their token; a restarted scheduler sends them again.
         self.hidden: dict[int, NDArray[np.float32]] = {}
+        # Guesses at the answer that were computed, and those that were right.
+        self.guesses = (0, 0)
         self._wants_logprobs = context.log_probabilities > 0
         self._reports: dict[int, LogProbabilities] = {}
         self._announced = False

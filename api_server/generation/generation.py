@@ -159,6 +159,7 @@ class Generation:
             if answer is None:
                 continue  # ended by a stop string while its next token was in flight
             answer.choice.queued = submission.queued
+            answer.choice.guesses = submission.guesses
             self._note_times(answer.choice, 0 if answer.choice.only_scores else len(output.tokens))
             delta = answer.absorb(output)
             if delta.finish is not None:

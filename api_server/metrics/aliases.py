@@ -1,8 +1,8 @@
-"""The figures under the names that TGI's and SGLang's dashboards use.
+"""The figures under the names that the dashboards of TGI, SGLang and vLLM use.
 
 Derived from this server's own families at scrape time, so nothing is counted twice. A name appears only where its
-meaning is the same; bucket bounds are this server's. Where the server has several models, facts of schedulers are those
-of the first one.
+meaning is the same; bucket bounds are this server's; vLLM's are those of guesses. Where the server has several
+models, facts of schedulers are those of the first one.
 """
 
 from __future__ import annotations
@@ -39,6 +39,11 @@ _SGLANG_COUNTERS = {
     "sglang:generation_tokens": "tokenyard_generation_tokens",
     "sglang:cached_tokens": "tokenyard_cached_prompt_tokens",
 }
+_VLLM_COUNTERS = {
+    "vllm:spec_decode_num_drafts": "tokenyard_worker_drafts",
+    "vllm:spec_decode_num_draft_tokens": "tokenyard_worker_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "tokenyard_worker_accepted_tokens",
+}
 _GAUGES = {
     "tgi_queue_size": "tokenyard_requests_waiting",
     "tgi_batch_current_size": "tokenyard_requests_running",
@@ -63,6 +68,7 @@ def aliases(families: Mapping[str, Metric], model_name: str) -> Iterator[Metric]
     yield from _tgi_requests(families)
     yield from _sglang_requests(families, labels)
     yield from _sglang_memory(families, labels)
+    yield from _guesses(families, labels)
 
 
 def _of_model(families: Mapping[str, Metric], model_name: str) -> Iterator[tuple[str, Metric]]:
@@ -116,6 +122,26 @@ def _sglang_memory(families: Mapping[str, Metric], labels: Mapping[str, str]) ->
     yield _gauge("sglang:num_used_tokens", blocks, used * size, labels)
     yield _gauge("sglang:max_total_num_tokens", blocks, capacity * size, labels)
     yield _gauge("sglang:token_usage", blocks, used / capacity if capacity else 0.0, labels)
+
+
+def _guesses(families: Mapping[str, Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
+    """What guesses saved. vLLM's counters, and SGLang's tokens of a pass and share of right guesses."""
+    if "tokenyard_worker_drafts" not in families:
+        return
+    for name, source in _VLLM_COUNTERS.items():
+        yield _counter(name, source, total(families, source), labels)
+    source = "tokenyard_worker_accepted_tokens_per_pos"
+    at = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos", f"As {source}", labels=["position", *labels]
+    )
+    positions = {sample.labels["position"] for sample in families[source].samples} if source in families else set()
+    for position in sorted(positions, key=int):
+        at.add_metric([position, *labels.values()], total(families, source, position=position))
+    yield at
+    drafts, guessed, right = (total(families, source) for source in _VLLM_COUNTERS.values())
+    if drafts:
+        yield _gauge("sglang:spec_accept_length", "tokenyard_worker_drafts", 1 + right / drafts, labels)
+        yield _gauge("sglang:spec_accept_rate", "tokenyard_worker_accepted_tokens", right / guessed, labels)
 
 
 def _gauge(name: str, source: str, value: float, labels: Mapping[str, str]) -> Metric:

@@ -118,6 +118,21 @@ def _worker_counters(status: Status) -> Iterator[Metric]:
         drafted.add_metric(names, worker.drafted)
         accepted.add_metric(names, worker.accepted)
     yield from (steps, starts, drafted, accepted)
+    yield from _guess_counters(status)
+
+
+def _guess_counters(status: Status) -> Iterator[Metric]:
+    labels = _WORKER_LABELS
+    drafts = CounterMetricFamily("tokenyard_worker_drafts", "Sequences in passes that had guesses", labels=labels)
+    at = CounterMetricFamily(
+        "tokenyard_worker_accepted_tokens_per_pos", "Right guesses by position", labels=[*labels, "position"]
+    )
+    for worker in status.workers:
+        names = [worker.device, str(worker.index)]
+        drafts.add_metric(names, worker.drafts)
+        for position, count in enumerate(worker.accepted_at):
+            at.add_metric([*names, str(position)], count)
+    yield from (drafts, at)
 
 
 def _image_counters(status: Status) -> Iterator[Metric]:

@@ -133,7 +133,8 @@ class Results:
     handle to its prompt tokens served from the prefix cache, in the entry with its first token. `errors` has a reason
     for each FAILED handle. `incarnation` names the scheduler process that sends them. `queued` maps a handle to the
     microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
-    request that was placed and got none. `reports` and `hidden` come with or before their tokens.
+    request that was placed and got none. `reports` and `hidden` come with or before their tokens. `guesses` maps a
+    handle to how many guesses at its answer were computed, and how many of them were right.
 
     `number` counts the `Results` and `Vectors` to this replica. One that does not follow the last, and is not the first
     after a registration (`REGISTRATION_SIZE`), shows that some were lost between them.
@@ -150,6 +151,7 @@ class Results:
     reports: LogprobReports | None = None
     hidden: HiddenStates | None = None
     number: int = 0
+    guesses: dict[int, list[int]] = field(default_factory=dict)
 
 
 @message(15)
@@ -187,9 +189,10 @@ class Unknown:
 class WorkerStatus:
     """The state of one worker as the scheduler sees it.
 
-    `blocks_cached` are free but still hold a reusable prefix; `drafted` and `accepted` are the worker's own counts, a
-    second old at most, and so are those of images: `encoded` in `encode_ms`, and `image_hits`. `backend` describes in
-    words what runs the model. `steps` counts batches of texts, too.
+    `blocks_cached` are free but still hold a reusable prefix; `drafted`, `accepted`, `drafts` and `accepted_at` are
+    the worker's own counts (`WorkerHello`), a second old at most, and so are those of images: `encoded` in
+    `encode_ms`, and `image_hits`. `backend` describes in words what runs the model. `steps` counts batches of texts,
+    too.
     """
 
     device: str
@@ -208,6 +211,8 @@ class WorkerStatus:
     encoded: int = 0
     image_hits: int = 0
     encode_ms: int = 0
+    drafts: int = 0
+    accepted_at: list[int] = field(default_factory=list)
 
 
 @message(6)

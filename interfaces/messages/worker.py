@@ -36,13 +36,15 @@ class WorkerHello:
 
     `epoch` counts the starts of this worker slot by its supervisor (`EPOCHS_OF_A_SUPERVISOR`). `max_model_len` is what
     the model and the KV memory allow for one sequence, in tokens. `drafted` and `accepted` count its draft tokens, and
-    those accepted, since it started. `backend` describes in words what runs the model. `tasks` are GENERATE or values
+    those accepted, since it started; `drafts` the rows of passes that had some, and `accepted_at` the accepted ones by
+    depth. `backend` describes in words what runs the model. `tasks` are GENERATE or values
     of `PoolingTask`; a worker that only pools has no blocks and no rows, its `hidden_size` is the width of its vectors,
     and `labels` names those of a classifier. `images` is NO_IMAGES, CUT_IMAGES (a step may compute a part of an image),
     WHOLE_IMAGES, or WHOLE_PROMPTS (all tokens of a prompt with images see each other). It has `encoded` images in
     `encode_ms` milliseconds, and found the features of `image_hits` others. Its adapters may take `adapter_memory`
     bytes; 0: it takes none. `row_invariant`: a row gets the same bits whatever else is in its pass, and however its
-    prompt is cut. `processors` are the schemas of its logits processors' parameters, as JSON text, by name.
+    prompt is cut. `processors` are the schemas of its logits processors' parameters, as JSON text, by name. `guesses`:
+    it uses room for guesses (`Step.ahead`).
     """
 
     device: str
@@ -70,6 +72,9 @@ class WorkerHello:
     adapter_memory: int = 0
     row_invariant: bool = False
     processors: dict[str, str] = field(default_factory=dict)
+    guesses: bool = False
+    drafts: int = 0
+    accepted_at: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class Join:
     tokens from index `hidden_from` on; None: no more. `embeddings` stand for those of the first tokens.
     `images` are all images of the prompt: those that end before `start` only count for positions. `isolated`: it shares
     no forward pass. `adapter` is the handle of its adapter, 0 for the base model; it is loaded before the row's first
-    token is computed.
+    token is computed. Guesses at its answer may come from answers of sequences with the same `salt`.
     """
 
     row: int
@@ -116,6 +121,7 @@ class Join:
     grammar: RowGrammar | None = None
     isolated: bool = False
     adapter: int = 0
+    salt: str = ""
 
 
 @message(17)
@@ -150,7 +156,8 @@ class StepResult:
     `errors` maps a row to the reason why it alone failed; such rows are absent from `rows`. `device_us` is the time of
     the pass in microseconds. `forced` are jump-forward tokens of rows: the worker knows them, and samples the row again
     when they are computed, so a step in flight that computes fewer gives it no token. `more` are guesses that were
-    right: tokens after the sampled one, all but the last of which are computed.
+    right: tokens after the sampled one, all but the last of which are computed; `more_logprobs` are theirs. Tokens of
+    `forced` follow those of `more`. `guessed[i]` guesses were computed for `rows[i]`.
     """
 
     incarnation: int
@@ -166,6 +173,8 @@ class StepResult:
     hidden: HiddenStates | None = None
     forced: TokenRuns | None = None
     more: TokenRuns | None = None
+    more_logprobs: F32 | None = None
+    guessed: I32 | None = None
 
 
 @message(23)

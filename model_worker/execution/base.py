@@ -5,16 +5,20 @@ Knows columns of rows and tensors. Does not know which executor takes which step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from interfaces import Step, StepResult
 from model_worker.adapter_loads import AdapterLoads
-from model_worker.backends.base import Backend
+from model_worker.backends.base import Backend, GreedyTokens
 from model_worker.batch import ForwardBatch
+from model_worker.drafters.pass_times import PassTimes
+from model_worker.drafters.several import Drafters
 from model_worker.execution.flight import InFlight, Pending
 from model_worker.grammar.masks import Masks
 from model_worker.rows import PackedStep, WorkerRows
@@ -41,10 +45,24 @@ class WorkerIdentity:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts of tokens that were guessed, and of guesses that were right."""
+    """Counts of tokens that were guessed, and of guesses that were right.
+
+    `drafts` counts rows of passes that had guesses, and `accepted_at[i]` the right guesses with i others before them.
+    """
 
     drafted: int = 0
     accepted: int = 0
+    drafts: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Count the guesses of a row in a pass."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_at += [0] * (drafted - len(self.accepted_at))
+        for depth in range(accepted):
+            self.accepted_at[depth] += 1
 
 
 class RunningRows:
@@ -70,6 +88,8 @@ class RunningRows:
         # Reads adapters beside the steps; None: the model takes none.
         self.adapters: AdapterLoads | None = None
         self.gives_hidden_states = gives_hidden_states
+        # None: nothing is guessed.
+        self.drafters: Drafters | None = None
         # Rows that share no forward pass.
         self.isolated: set[int] = set()
         # Rows whose next token is an error instead, and the error.
@@ -93,6 +113,9 @@ class DeviceStep(RunningRows):
         gives_hidden_states = backend.gives_hidden_states
         super().__init__(rows, sampler, masks, images, identity=identity, gives_hidden_states=gives_hidden_states)
         self.backend = backend
+        self.times = PassTimes()
+        # Seconds of the last pass that was waited for.
+        self._computed = 0.0
 
     def batch(self, packed: PackedStep, wanted: NDArray[np.int64] | None = None) -> ForwardBatch:
         """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`."""
@@ -109,6 +132,30 @@ class DeviceStep(RunningRows):
             seen=packed.seen,
             adapters=packed.adapters,
         )
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """As `Backend.logits`, and the time is learnt."""
+        begun = time.perf_counter()
+        logits = self.backend.logits(batch)
+        self._learn(batch, time.perf_counter() - begun)
+        return logits
+
+    def greedy(self, batch: ForwardBatch, needed: NDArray[np.bool_]) -> tuple[GreedyTokens, torch.Tensor]:
+        """As `Backend.greedy`, and the time is learnt."""
+        begun = time.perf_counter()
+        result = self.backend.greedy(batch, needed)
+        self._learn(batch, time.perf_counter() - begun)
+        return result
+
+    def waited(self, drawn: int, started_ns: int) -> None:
+        """Learn from a step that has ended, which waited for its last pass and drew so many tokens."""
+        self.times.waited(drawn, started_ns / 1e9, self._computed, time.perf_counter())
+
+    def _learn(self, batch: ForwardBatch, seconds: float) -> None:
+        self._computed = seconds
+        # A prompt's tokens have no logits.
+        if len(batch.logit_positions) == batch.num_tokens:
+            self.times.computed(batch.num_tokens, seconds)
 
     def needs_logits(self, packed: PackedStep) -> NDArray[np.bool_]:
         """Return which sampling rows need more than their largest logit: all, where more than tokens is reported."""

@@ -43,6 +43,8 @@ class OverlapCpu:
 
         def read() -> StepResult:
             sampled = Sampled.of(wait())
+            if len(rows) == len(packed.tokens):
+                shared.times.overlapped(len(rows), since / 1e9, time.perf_counter())
             shared.rows.read(packed, sampled.tokens, launch)
             device_us = (time.perf_counter_ns() - since) // 1000
             return shared.result(step.step, step.incarnation, rows, sampled, errors, device_us)

@@ -53,6 +53,7 @@ class Synchronous:
             shared.rows.follow(row, tokens)
             shared.sampler.follow(row, tokens)
         rows = packed.rows[packed.sampling]
+        shared.waited(len(rows), started)
         device_us = (time.perf_counter_ns() - started) // 1000
         result = shared.result(step.step, step.incarnation, rows, sampled, shared.refusals(rows), device_us)
         if forced:
@@ -65,7 +66,7 @@ class Synchronous:
         backend = self._shared.backend
         batch = self._shared.batch(packed)
         if not packed.hidden:
-            return backend.logits(batch), None
+            return self._shared.logits(batch), None
         logits, hidden = backend.hidden(batch)
         count = sum(part.count for part in packed.hidden)
         return logits, reports.hidden_states(packed.hidden, hidden[len(hidden) - count :])
@@ -80,7 +81,7 @@ class Synchronous:
 
     def _greedy(self, packed: PackedStep, needed: NDArray[np.bool_]) -> tuple[Sampled, Forced]:
         """Compute and sample where the argmax is enough for some rows. Returns as `_sample` does."""
-        largest, logits = self._shared.backend.greedy(self._shared.batch(packed), needed)
+        largest, logits = self._shared.greedy(self._shared.batch(packed), needed)
         rows = packed.rows[packed.sampling]
         drawn = self._draw(logits, rows[needed], packed.positions[needed]) if needed.any() else None
         sampled = with_argmax(largest, needed, drawn)

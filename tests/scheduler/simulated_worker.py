@@ -47,6 +47,7 @@ class SimulatedWorker:
             architecture="simulated",
             dtype="float32",
             attention="none",
+            guesses=True,
         )
         self.memory = np.full((num_blocks, block_size), EMPTY, np.int64)
         self.tables: dict[int, dict[int, int]] = {}
@@ -74,7 +75,9 @@ class SimulatedWorker:
         self.most_tokens = max(self.most_tokens, int(ntok.sum()))
         pairs = [self._compute(row, count) for row, count in zip(step.rows.tolist(), ntok.tolist(), strict=True)]
         sampled = [pair for pair in pairs if pair is not None]
-        more = None if step.ahead is None else self._guess(int(step.rows[0]), int(step.ahead[0]))
+        granted = [] if step.ahead is None else zip(step.rows.tolist(), step.ahead.tolist(), strict=True)
+        guessed = {row: self._guess(row, ahead) for row, ahead in granted}
+        right = {row: run for row, run in guessed.items() if run}
         return StepResult(
             incarnation=step.incarnation,
             epoch=step.epoch,
@@ -85,7 +88,7 @@ class SimulatedWorker:
             logprobs=None,
             errors={},
             device_us=1,
-            more=more,
+            more=TokenRuns.of(right) if right else None,
         )
 
     def _compute(self, row: int, count: int) -> tuple[int, int] | None:
@@ -102,7 +105,7 @@ class SimulatedWorker:
         tokens.append(next_token(cached, self.joins[row].sampling.seed))
         return row, tokens[-1]
 
-    def _guess(self, row: int, ahead: int) -> TokenRuns | None:
+    def _guess(self, row: int, ahead: int) -> list[int]:
         """What follows in a row, as far as it was guessed right; behind it the guesses that were wrong."""
         right = self._random.randint(0, ahead)
         more = [pair[1] for pair in (self._compute(row, 1) for _ in range(right)) if pair is not None]
@@ -110,7 +113,7 @@ class SimulatedWorker:
         size = self.hello.block_size
         for position in range(self.computed[row], self.computed[row] + ahead - right):
             self.memory[table[position // size], position % size] = WRONG
-        return TokenRuns.of({row: more}) if more else None
+        return more
 
 
 def _column(values: list[int]) -> NDArray[np.int32]:

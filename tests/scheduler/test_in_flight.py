@@ -72,8 +72,11 @@ class Bench:
             known = len(self.owner(row).tokens) + self.promised(row)
             assert self.table.num_tokens[row] == known
             assert self.table.num_computed_tokens[row] == known - 1
-            own = (row, self.table.version[row])
-            granted = sum(step.ahead for step in self.steps.steps if (step.rows[0], step.versions[0]) == own)
+            granted = sum(
+                int(step.ahead[(step.rows == row) & (step.versions == self.table.version[row])].sum())
+                for step in self.steps.steps
+                if step.ahead is not None
+            )
             assert self.table.ahead[row] == granted
             assert known - 1 + granted <= self.table.num_blocks[row] * self.worker.block_size
             assert known + granted <= self.table.limit[row]
@@ -95,11 +98,15 @@ class Device:
         step, owners = self.sent.popleft()
         table = self.bench.table
         wanted = [row for row, owner in zip(step.rows.tolist(), owners, strict=True) if table.sequences[row] is owner]
-        guessed = 0 if step.ahead is None else min(right, int(step.ahead[0]))
-        more = TokenRuns.of({int(step.rows[0]): [TOKEN] * guessed}) if guessed else None
-        new = self.bench.result(step, more=more)
+        ahead = np.zeros(len(step.rows), np.int32) if step.ahead is None else step.ahead
+        guessed = {row: min(right, room) for row, room in zip(step.rows.tolist(), ahead.tolist(), strict=True)}
+        runs = {row: [TOKEN] * count for row, count in guessed.items() if count}
+        logprobs = np.arange(sum(guessed.values()), dtype=np.float32)
+        new = self.bench.result(step, more=TokenRuns.of(runs) if runs else None, more_logprobs=logprobs)
         assert new.rows.tolist() == wanted
-        assert {row: len(run) for row, run in new.following.items()} == {row: guessed for row in wanted if guessed}
+        expected = {row: guessed[row] for row in wanted if guessed[row]}
+        assert {row: len(run) for row, run in new.following.items()} == expected
+        assert {row: len(run) for row, run in new.following_logprobs.items()} == expected
 
 
 @settings(max_examples=150, deadline=None)
@@ -125,7 +132,7 @@ def test_results_reach_their_owners_and_wrong_guesses_leave_no_trace(data: st.Da
     assert not bench.steps.steps
 
 
-def test_only_a_single_row_gets_room_for_guesses_and_none_beyond_its_limit_or_its_blocks() -> None:
+def test_rows_get_room_for_guesses_and_none_beyond_their_limit_or_the_blocks() -> None:
     bench = Bench(rows=2, blocks=3)
     row = bench.join(limit=7)
     assert row == 0
@@ -137,11 +144,13 @@ def test_only_a_single_row_gets_room_for_guesses_and_none_beyond_its_limit_or_it
     bench.worker.remove(0)
     bench.join()
     bench.join()
-    assert bench.send(6).ahead is None, "there are two"
+    both = bench.send(6)
+    assert both.ahead is not None
+    assert both.ahead.tolist() == [3, 3], "the third block is left: each of the two may need it next"
     bench.worker.remove(1)
     second = bench.send(20)
     assert second.ahead is not None
-    assert second.ahead.tolist() == [10], "three blocks of four hold the two positions of two steps, and ten"
+    assert second.ahead.tolist() == [7], "three blocks of four hold two steps, three guesses, and these"
 
 
 def test_guesses_that_do_not_fit_their_step_are_an_error() -> None:
@@ -150,6 +159,15 @@ def test_guesses_that_do_not_fit_their_step_are_an_error() -> None:
     for more in (TokenRuns.of({0: [TOKEN] * 4}), TokenRuns.of({1: [TOKEN]})):
         with pytest.raises(ValueError, match=r"the guesses of step \d do not fit it"):
             bench.result(bench.send(3), more=more)
+    with pytest.raises(ValueError, match=r"step \d has 1 log-probabilities of 2 guesses"):
+        bench.result(bench.send(3), more=TokenRuns.of({0: [TOKEN] * 2}), more_logprobs=np.zeros(1, np.float32))
+
+
+def test_a_worker_that_does_not_guess_gets_no_room() -> None:
+    bench = Bench()
+    bench.worker.hello = replace(bench.worker.hello, guesses=False)
+    bench.join()
+    assert bench.send(6).ahead is None
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])

@@ -28,6 +28,7 @@ from interfaces import (
 )
 from interfaces.base.log_probabilities import LogProbabilities
 from model_worker.backends.base import Backend
+from model_worker.drafters.base import Drafter
 from model_worker.engine import Engine
 from model_worker.execution import executors_for
 from model_worker.execution.base import DeviceStep, WorkerIdentity
@@ -61,6 +62,8 @@ class Shape:
     device_overlap: str = "off"
     """As `executors_for` has it; with "cuda", torch's CPU is the device."""
     most_guesses: int = 0
+    learns: bool = False
+    drafters: Sequence[Drafter] | None = None
     processors: Mapping[str, Processor] = field(default_factory=dict)
 
 
@@ -106,7 +109,9 @@ class InProcessServer:
         for index in range(shape.workers):
             shared = _device_step(loaded, shape, index, masks[index] if masks else None)
             self.backends[index] = shared.backend
-            self.engines[index] = Engine(shared, executors_for(shared, shape.device_overlap, shape.most_guesses))
+            most = shape.most_guesses
+            executors = executors_for(shared, shape.device_overlap, most, shape.learns, shape.drafters)
+            self.engines[index] = Engine(shared, executors)
             self.scheduler.worker_hello(_hello(loaded, shape, index, shared.backend.row_invariant))
 
     def submit(self, prompt: Sequence[int], params: SamplingParams, **fields: Any) -> int:
@@ -199,4 +204,5 @@ def _hello(loaded: LoadedModel, shape: Shape, index: int, row_invariant: bool) -
         attention=shape.backend,
         hidden_size=int(embedding.weight.shape[1]),
         row_invariant=row_invariant,
+        guesses=row_invariant,
     )

@@ -62,7 +62,23 @@ def _meta_info(choice: Choice, identifier: str) -> dict[str, Any]:
     }
     if choice.finish is not None:
         meta["e2e_latency"] = time.monotonic() - choice.request.received
+        meta |= _guesses(choice)
     return meta
+
+
+def _guesses(choice: Choice) -> dict[str, Any]:
+    """What guesses saved; nothing where there were none. Each pass gives a token, and one for each right guess."""
+    guessed, right = choice.guesses
+    if not guessed:
+        return {}
+    passes = max(1, choice.completion_tokens - right)
+    return {
+        "spec_verify_ct": passes,
+        "spec_accept_length": choice.completion_tokens / passes,
+        "spec_accept_rate": right / guessed,
+        "spec_num_correct_drafts": right,
+        "spec_num_proposed_drafts": guessed,
+    }
 
 
 def _finish_reason(choice: Choice, finish: Finish | None) -> dict[str, Any] | None:

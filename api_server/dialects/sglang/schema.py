@@ -183,6 +183,11 @@ class MetaInfo(BaseModel):
     reasoning_tokens: int | None = Field(None, description="As prompt_tokens; counted with max_thinking_tokens, else 0")
     weight_version: str
     e2e_latency: float | None = Field(None, description="Seconds; in the last frame only")
+    spec_verify_ct: int | None = Field(None, description="Passes; this and the next ones where tokens were guessed")
+    spec_accept_length: float | None = Field(None, description="Tokens of a pass")
+    spec_accept_rate: float | None = Field(None, description="Share of guesses that were right")
+    spec_num_correct_drafts: int | None = Field(None, description="Guesses that were right")
+    spec_num_proposed_drafts: int | None = Field(None, description="Guesses that were computed")
     input_token_logprobs: list[Logprob] | None = None
     output_token_logprobs: list[Logprob] | None = None
     output_token_logprobs_length: int | None = None

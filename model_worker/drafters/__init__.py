@@ -1,0 +1,7 @@
+"""Drafters guess the tokens that follow, and a pass verifies the guesses of all rows at once.
+
+text     `own_text.py`: what followed the same words earlier in the sequence
+suffix   `suffix.py`: what followed them in answers that have ended
+
+`several.py` asks them all; `budget.py` says how many guesses pay.
+"""
