@@ -47,3 +47,10 @@ class Drafter(Protocol):
     def rest(self) -> None:
         """Do a little of the work that was put off. Called once a step."""
         ...
+
+
+class ModelDrafter(Drafter, Protocol):
+    """A drafter that runs a model, which takes time. No pass of the worker may be in flight when it is asked."""
+
+    # The most guesses of a row that it gives.
+    most: int

@@ -31,20 +31,33 @@ _MOST_GUESSES = 96
 
 
 class Budget(Protocol):
-    """Chooses how many guesses of each row a pass takes."""
+    """Chooses how many guesses of each row a pass takes. `rows` is the number of all rows of the pass."""
 
     # Most guesses of a row.
     most: int
 
-    def hopeless(self, rows: int, overlaps: bool) -> bool:
-        """Whether no guesses would be taken for so many rows, however good they were."""
+    def begin(self, rows: int) -> None:
+        """A step begins that may take guesses."""
         ...
 
-    def choose(self, rows: int, reaches: Mapping[int, NDArray[np.float64]], overlaps: bool) -> dict[int, int]:
+    def hopeless(self, rows: int, overlaps: bool) -> bool:
+        """Whether no guesses would be taken, however good they were."""
+        ...
+
+    def choose(
+        self, rows: int, reaches: Mapping[int, NDArray[np.float64]], overlaps: bool, final: bool
+    ) -> dict[int, int]:
         """Return how many guesses to take by row, for those that get any.
 
-        `reaches` are the probabilities that a row comes as far as each of its guesses; there are `rows` rows in all.
-        `overlaps`: without guesses, the next step would be launched before this one's tokens are read.
+        `reaches` are the probabilities that a row comes as far as each of its guesses. `overlaps`: without guesses, the
+        next step would be launched before this one's tokens are read. `final`: these guesses will be taken.
+        """
+        ...
+
+    def pays(self, rows: int, asked: int, right: float, most: int, seconds: float, final: bool) -> bool:
+        """Whether to ask a model for guesses at `asked` of the rows, which takes `seconds`.
+
+        It gives up to `most` guesses of each, and `right` of them are right on average. `final`: it will be asked.
         """
         ...
 
@@ -59,14 +72,52 @@ class FixedBudget:
     def __init__(self, most: int) -> None:
         self.most = most
 
+    def begin(self, rows: int) -> None:
+        """Every step is like the others."""
+
     def hopeless(self, rows: int, overlaps: bool) -> bool:
         return False
 
-    def choose(self, rows: int, reaches: Mapping[int, NDArray[np.float64]], overlaps: bool) -> dict[int, int]:
+    def choose(
+        self, rows: int, reaches: Mapping[int, NDArray[np.float64]], overlaps: bool, final: bool
+    ) -> dict[int, int]:
         return {row: len(reach) for row, reach in reaches.items()}
+
+    def pays(self, rows: int, asked: int, right: float, most: int, seconds: float, final: bool) -> bool:
+        return True
 
     def learn(self, expected: float, right: int) -> None:
         """Nothing changes what it takes."""
+
+
+class _Trials:
+    """When guesses are tried that seem not to pay: after a pause, which is twice as long after each trial."""
+
+    def __init__(self) -> None:
+        # By the number of rows (in powers of two): steps since guesses paid or were tried, and how many to wait.
+        self._idle: dict[int, int] = {}
+        self._pause: dict[int, int] = {}
+
+    def count(self, rows: int) -> None:
+        """A step begins."""
+        self._idle[rows.bit_length()] = self._idle.get(rows.bit_length(), 0) + 1
+
+    def due(self, rows: int) -> bool:
+        size = rows.bit_length()
+        return self._idle.get(size, 0) >= self._pause.get(size, _FIRST_PAUSE)
+
+    def paid(self, rows: int) -> None:
+        self._idle[rows.bit_length()] = 0
+        self._pause[rows.bit_length()] = _FIRST_PAUSE
+
+    def tried(self, rows: int) -> None:
+        size = rows.bit_length()
+        self._idle[size] = 0
+        self._pause[size] = min(2 * self._pause.get(size, _FIRST_PAUSE), _LONGEST_PAUSE)
+
+    def hurry(self) -> None:
+        """Try again soon: guesses were better than believed."""
+        self._pause = dict.fromkeys(self._pause, _SHORT_PAUSE)
 
 
 class LearntBudget:
@@ -75,24 +126,23 @@ class LearntBudget:
     def __init__(self, most: int, times: PassTimes) -> None:
         self.most = most
         self._times = times
-        # By the number of rows (in powers of two): passes since guesses paid or were tried, and how many to wait.
-        self._idle: dict[int, int] = {}
-        self._pause: dict[int, int] = {}
+        self._guesses = _Trials()
+        self._models = _Trials()
+
+    def begin(self, rows: int) -> None:
+        self._guesses.count(rows)
+        self._models.count(rows)
 
     def hopeless(self, rows: int, overlaps: bool) -> bool:
         room = self._room(rows)
-        if room <= 0:
-            return True
-        speeds = self._speeds(rows, np.ones(room), overlaps)
+        speeds = self._speeds(rows, np.ones(room), overlaps) if room > 0 else None
         if speeds is None:
             return True
-        size = rows.bit_length()
-        if speeds.max() >= LEAST_GAIN * speeds[0]:
-            return False
-        self._idle[size] = self._idle.get(size, 0) + 1
-        return self._idle[size] < self._pause.get(size, _FIRST_PAUSE)
+        return bool(speeds.max() < LEAST_GAIN * speeds[0]) and not self._guesses.due(rows)
 
-    def choose(self, rows: int, reaches: Mapping[int, NDArray[np.float64]], overlaps: bool) -> dict[int, int]:
+    def choose(
+        self, rows: int, reaches: Mapping[int, NDArray[np.float64]], overlaps: bool, final: bool
+    ) -> dict[int, int]:
         owners = np.repeat(list(reaches), [len(reach) for reach in reaches.values()])
         reach = np.concatenate([*reaches.values()])
         # A row's guesses come in their order: the probability to come as far never grows.
@@ -100,31 +150,42 @@ class LearntBudget:
         speeds = self._speeds(rows, reach[order], overlaps)
         if speeds is None:
             return {}
-        size = rows.bit_length()
         count = int(np.argmax(speeds))
         if speeds[count] >= LEAST_GAIN * speeds[0]:
             if not self._times.knows(rows, _MEASURED_WITHIN):
                 return {}
-            self._idle[size] = 0
-            self._pause[size] = _FIRST_PAUSE
+            if final:
+                self._guesses.paid(rows)
+        elif self._guesses.due(rows):
+            count = min(len(order), _TRIED)
+            if final:
+                self._guesses.tried(rows)
         else:
-            count = min(len(order), self._trial(size))
+            return {}
         chosen, counts = np.unique(owners[order[:count]], return_counts=True)
         return dict(zip(chosen.tolist(), counts.tolist(), strict=True))
 
+    def pays(self, rows: int, asked: int, right: float, most: int, seconds: float, final: bool) -> bool:
+        count = min(asked * most, self._room(rows))
+        passes = self._times.seconds(rows, rows + count) if count > 0 else None
+        if passes is None:
+            return False
+        drawing = self._times.draw_seconds
+        tokens = rows + asked * right
+        asking = tokens / (float(passes[-1]) + seconds + tokens * drawing)
+        if asking > LEAST_GAIN * rows / (float(passes[0]) + rows * drawing):
+            if final:
+                self._models.paid(rows)
+            return True
+        due = self._models.due(rows)
+        if due and final:
+            self._models.tried(rows)
+        return due
+
     def learn(self, expected: float, right: int) -> None:
         if right > 2 * expected:
-            self._pause = dict.fromkeys(self._pause, _SHORT_PAUSE)
-
-    def _trial(self, size: int) -> int:
-        """Return how many guesses to try although they seem not to pay: none, but now and then."""
-        self._idle[size] = self._idle.get(size, 0) + 1
-        pause = self._pause.get(size, _FIRST_PAUSE)
-        if self._idle[size] < pause:
-            return 0
-        self._idle[size] = 0
-        self._pause[size] = min(2 * pause, _LONGEST_PAUSE)
-        return _TRIED
+            self._guesses.hurry()
+            self._models.hurry()
 
     def _room(self, rows: int) -> int:
         return min(_MOST_GUESSES, rows * self.most, MOST_TOKENS - rows)

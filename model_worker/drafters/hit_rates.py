@@ -44,8 +44,9 @@ class HitRates:
         """Return the probability of each guess, if those before it are right, as all rows have it."""
         classes = depth_class(np.arange(len(proposal.tokens)))
         right, expected = self._cell(name, proposal.sureness)[:, classes]
-        rates: NDArray[np.float64] = proposal.own * (right + _BELIEVED * _BELIEF) / (expected + _BELIEF)
-        return np.minimum(rates, _MOST)
+        learnt = (right + _BELIEVED * _BELIEF) / (expected + _BELIEF)
+        rates: NDArray[np.float64] = np.minimum(proposal.own * learnt, _MOST)
+        return rates
 
     def reach(self, row: int, name: str, proposal: Proposal) -> NDArray[np.float64]:
         """Return the probability that a row comes as far as each guess."""

@@ -64,6 +64,10 @@ class PassTimes:
             rest = max(0.0, ended - begun - computed) / drawn
             self._draw = rest if not self._draw else self._draw + _WEIGHT * (min(rest, 4 * self._draw) - self._draw)
 
+    def leave_out(self, seconds: float) -> None:
+        """So many seconds since the last step belong to no step: a drafter's model took them."""
+        self._ended += seconds
+
     def computed(self, tokens: int, seconds: float) -> None:
         """A pass of `tokens` tokens took so long."""
         self._steps += 1

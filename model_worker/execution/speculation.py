@@ -66,15 +66,14 @@ class Speculation:
         self._shared = shared
         self._drafters = drafters
         self._overlaps = overlaps
-        self._guesses: dict[int, Guesses] = {}
 
     def accepts(self, step: Step, packed: PackedStep) -> bool:
         """Whether guesses pay, by the text that was read so far."""
         fitting = packed.plain and packed.angles is None and packed.seen is None
         if step.ahead is None or not fitting or len(packed.tokens) != len(packed.sampling):
             return False
-        self._guesses = self._guess(step, packed)
-        return bool(self._guesses)
+        room = self._room(step, packed)
+        return bool(room) and self._drafters.may_guess(room, len(packed.rows), self._overlaps_without(packed))
 
     def launch(self, step: Step, packed: PackedStep) -> Pending:
         started = time.perf_counter_ns()
@@ -83,8 +82,8 @@ class Speculation:
             shared.in_flight.finish()
             # The tokens that this has read are missing in what was packed.
             packed = shared.rows.pack(step)
-            self._guesses = self._guess(step, packed)
-        guesses = self._guesses
+        room = self._room(step, packed)
+        guesses = self._drafters.guess(room, len(packed.rows), self._overlaps_without(packed))
         computed = self._compute(packed, guesses)
         drawn = self._draw(computed)
         shared.rows.commit(packed, drawn.first.tokens)
@@ -98,15 +97,17 @@ class Speculation:
             self._drafters.learn(row, guessed, drawn.seen.get(row, guessed.count), right)
             shared.counters.count(guessed.count, right)
         shared.waited(len(packed.rows) + sum(map(len, drawn.more.values())), started)
-        return Pending.finished(self._result(step, packed, drawn, (time.perf_counter_ns() - started) // 1000))
+        counts = {row: guessed.count for row, guessed in guesses.items()}
+        return Pending.finished(self._result(step, packed, drawn, counts, (time.perf_counter_ns() - started) // 1000))
 
-    def _guess(self, step: Step, packed: PackedStep) -> dict[int, Guesses]:
+    def _room(self, step: Step, packed: PackedStep) -> dict[int, int]:
+        """Return how many guesses each row may get."""
         assert step.ahead is not None
-        refused = self._shared.refused
         room = zip(packed.rows.tolist(), step.ahead.tolist(), strict=True)
-        overlaps = self._overlaps and not self._shared.needs_logits(packed).any()
-        has_room = {row: ahead for row, ahead in room if ahead and row not in refused}
-        return self._drafters.guess(has_room, len(packed.rows), overlaps)
+        return {row: ahead for row, ahead in room if ahead and row not in self._shared.refused}
+
+    def _overlaps_without(self, packed: PackedStep) -> bool:
+        return self._overlaps and not self._shared.needs_logits(packed).any()
 
     def _compute(self, packed: PackedStep, guesses: Mapping[int, Guesses]) -> _Pass:
         """Run the pass over the rows' tokens and guesses."""
@@ -206,12 +207,14 @@ class Speculation:
             drawn.seen[row] = depth - 1
         return ~failed
 
-    def _result(self, step: Step, packed: PackedStep, drawn: _Drawn, device_us: int) -> StepResult:
+    def _result(
+        self, step: Step, packed: PackedStep, drawn: _Drawn, counts: Mapping[int, int], device_us: int
+    ) -> StepResult:
         shared = self._shared
         rows = packed.rows
         result = shared.result(step.step, step.incarnation, rows, drawn.first, drawn.errors, device_us)
-        counts = [self._guesses[row].count if row in self._guesses else 0 for row in result.rows.tolist()]
-        result = replace(result, guessed=np.array(counts, np.int32))
+        guessed = [counts.get(row, 0) for row in result.rows.tolist()]
+        result = replace(result, guessed=np.array(guessed, np.int32))
         more = {row: run for row, run in drawn.more.items() if row not in result.errors}
         if more:
             logprobs = np.array([value for row in more for value in drawn.logprobs[row]], np.float32)

@@ -190,7 +190,16 @@ class SamplerRows:
 
     def needs_host(self, rows: NDArray[np.int32]) -> bool:
         """Whether a choice for these rows takes or gives more than `sample_ahead` knows."""
-        return bool(self._table["hosted"][rows].any())
+        return bool(self.hosted(rows).any())
+
+    def hosted(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Return which rows need what was drawn before, or report more than a token."""
+        found: NDArray[np.bool_] = self._table["hosted"][rows]
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
 
     def sample_ahead(self, logits: torch.Tensor, rows: NDArray[np.int32], positions: NDArray[np.int64]) -> torch.Tensor:
         """Sample rows that do not need the host: tokens i64 that stay on the device, -1 for a bad row.

@@ -29,7 +29,8 @@ class Machine:
         for _ in range(steps):
             proposal = Proposal(np.zeros(self._most, np.int32), np.ones(self._most))
             reaches = {row: self.rates.reach(row, "test", proposal) for row in range(rows)}
-            counts = {} if self.budget.hopeless(rows, True) else self.budget.choose(rows, reaches, True)
+            self.budget.begin(rows)
+            counts = {} if self.budget.hopeless(rows, True) else self.budget.choose(rows, reaches, True, final=True)
             total = rows + sum(counts.values())
             seconds = self._base + self._each * total
             self.seconds += seconds
@@ -85,7 +86,8 @@ def test_a_row_gets_its_guesses_in_order_and_the_surer_row_more() -> None:
     for tokens in range(1, 20):
         times.computed(tokens, 1.0 + 0.25 * tokens)
     budget = LearntBudget(7, times)
-    counts = budget.choose(2, {5: np.array([0.95, 0.9, 0.85, 0.8]), 6: np.array([0.2, 0.1])}, True)
+    reaches = {5: np.array([0.95, 0.9, 0.85, 0.8]), 6: np.array([0.2, 0.1])}
+    counts = budget.choose(2, reaches, True, final=True)
     assert counts == {5: 4}
 
 

@@ -144,4 +144,5 @@ def test_an_answer_that_finds_no_room_is_left_out(monkeypatch: pytest.MonkeyPatc
         drafter.rest()
     joined(drafter, 0)
     assert guessed(drafter, 0, [3, 4]) == [5, 6]
+    joined(drafter, 0)
     assert guessed(drafter, 0, [52, 53]) == []
