@@ -22,9 +22,9 @@ _ROW_REMEMBERED = 24.0
 _MOST = 0.98
 
 
-def depth_class(depth: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return 0 for the first guess, 1 for the second, 2 for the two next ones, 3 for the four next ones, and so on."""
-    classes: NDArray[np.int64] = np.ceil(np.log2(depth + 1)).astype(np.int64)
+def depth_class(guesses: int) -> NDArray[np.int64]:
+    """Return a class of each guess: 0 of the first, 1 of the second, 2 of the two next ones, 3 of four, and so on."""
+    classes: NDArray[np.int64] = np.ceil(np.log2(np.arange(1, guesses + 1))).astype(np.int64)
     return classes
 
 
@@ -42,18 +42,17 @@ class HitRates:
 
     def each(self, name: str, proposal: Proposal) -> NDArray[np.float64]:
         """Return the probability of each guess, if those before it are right, as all rows have it."""
-        classes = depth_class(np.arange(len(proposal.tokens)))
+        classes = depth_class(len(proposal.tokens))
         right, expected = self._cell(name, proposal.sureness)[:, classes]
         learnt = (right + _BELIEVED * _BELIEF) / (expected + _BELIEF)
-        rates: NDArray[np.float64] = np.minimum(proposal.own * learnt, _MOST)
-        return rates
+        rates = np.minimum(proposal.own * learnt, _MOST)
+        return np.asarray(rates, np.float64)
 
     def reach(self, row: int, name: str, proposal: Proposal) -> NDArray[np.float64]:
         """Return the probability that a row comes as far as each guess."""
         right, expected = self._rows.get(row, (0.0, 0.0))
         trust = min(1.1, (right + _ROW_BELIEF) / (expected + _ROW_BELIEF))
-        reached: NDArray[np.float64] = np.cumprod(np.minimum(self.each(name, proposal) * trust, _MOST))
-        return reached
+        return np.asarray(np.cumprod(np.minimum(self.each(name, proposal) * trust, _MOST)), np.float64)
 
     def learn(self, row: int, name: str, proposal: Proposal, tried: int, right: int) -> None:
         """So many guesses of a proposal were computed for a row, and the first `right` of them were right.
@@ -71,7 +70,7 @@ class HitRates:
         half = 0.5 if known_expected > _ROW_REMEMBERED else 1.0
         self._rows[row] = known_right * half, known_expected * half
         cell = self._cell(name, proposal.sureness)
-        classes = depth_class(np.arange(seen))
+        classes = depth_class(seen)
         np.add.at(cell[0], classes, hits)
         np.add.at(cell[1], classes, part.own)
         cell[:, cell[1] > _REMEMBERED] /= 2
