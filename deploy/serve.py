@@ -246,7 +246,7 @@ def resolve_adapters(settings: Settings) -> Settings:
     found = {}
     for name, path in settings.adapter_paths.items():
         try:
-            folder = cached_adapter(path) or Path(path).expanduser().absolute()
+            folder = (cached_adapter(path) or Path(path).expanduser()).resolve()
             # The hub's cache consists of links. Which of them are followed is the worker's to say.
             check_files(folder, links=True)
         except (ValueError, OSError) as error:

@@ -67,7 +67,7 @@ class AdapterFile:
 
     def discard(self, path: str) -> None:
         """Remove the files of an adapter that came over HTTP. Other files are an operator's, and stay."""
-        if self._path is not None and Path(path).parent == self._path.parent / UPLOADS:
+        if self._path is not None and Path(path).resolve().parent == (self._path.parent / UPLOADS).resolve():
             shutil.rmtree(path, ignore_errors=True)
 
     def write(self, adapters: Collection[Adapter]) -> None:

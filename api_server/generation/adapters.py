@@ -152,4 +152,5 @@ def _write(parent: Path | None, config: Mapping[str, Any], weights: bytes) -> Pa
             shutil.rmtree(folder)
         text = f"the adapter cannot be written to {folder.parent}: {error.strerror}"
         raise RequestFailed(ErrorKind.UNAVAILABLE, text, retry_after=RETRY_AFTER_SECONDS) from None
-    return folder
+    # Workers follow no link on the way, and the run directory may lie behind one.
+    return folder.resolve()

@@ -32,6 +32,8 @@ MOST_TENSORS = 1 << 16
 # Bytes of the number in front of a header.
 _LENGTH = 8
 _DIGEST_BYTES = 16
+# How a folder is opened on the way to an adapter: to pass through takes no right to list it.
+_TO_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class _Element(NamedTuple):
@@ -70,8 +72,12 @@ def read_files(folder: Path, most_bytes: int) -> AdapterFiles:
 
     Raises FileNotFoundError where there is none, AdapterRefused for one that cannot be read, and OSError.
     """
-    config = _parsed(_read(folder, CONFIG, MOST_CONFIG_BYTES), CONFIG)
-    data = _read(folder, WEIGHTS, most_bytes)
+    descriptor = _open_folder(folder)
+    try:
+        config = _parsed(_read(descriptor, folder, CONFIG, MOST_CONFIG_BYTES), CONFIG)
+        data = _read(descriptor, folder, WEIGHTS, most_bytes)
+    finally:
+        os.close(descriptor)
     if len(data) < _LENGTH:
         raise AdapterRefused(f"{WEIGHTS} has {len(data)} bytes, and is no safetensors file: save the adapter again")
     length = int.from_bytes(data[:_LENGTH], "little")
@@ -95,10 +101,32 @@ def read_files(folder: Path, most_bytes: int) -> AdapterFiles:
     return AdapterFiles(config, tensors, digest.hexdigest())
 
 
-def _read(folder: Path, name: str, most: int) -> bytes:
-    """Read a regular file of at most `most` bytes."""
+def _open_folder(folder: Path) -> int:
+    """Open a directory part by part, so that nothing that becomes a link meanwhile is followed.
+
+    Its path was checked when it was named, and had no link then.
+    """
+    descriptor = os.open("/", _TO_FOLDER)
+    for part in folder.absolute().parts[1:]:
+        try:
+            deeper = os.open(part, _TO_FOLDER, dir_fd=descriptor)
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "there is no adapter, for want of a folder", str(folder)) from None
+        except NotADirectoryError:
+            raise AdapterRefused(
+                f"{part!r} in {folder} is no folder, or a link, and links are not followed: name the real folder"
+            ) from None
+        finally:
+            os.close(descriptor)
+        descriptor = deeper
+    return descriptor
+
+
+def _read(parent: int, folder: Path, name: str, most: int) -> bytes:
+    """Read a regular file of at most `most` bytes in a folder, which is open as `parent`."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(_path_of(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(_path_of(folder, name), flags, dir_fd=parent)
     except FileNotFoundError:
         if name == WEIGHTS and os.path.lexists(folder / PICKLE):
             raise AdapterRefused(
@@ -126,14 +154,15 @@ def _read(folder: Path, name: str, most: int) -> bytes:
 
 
 def _path_of(folder: Path, name: str) -> Path:
-    """Return the path to open. The hub's local cache consists of links to files of the same repository."""
+    """Return the path to open, from the folder. The hub's local cache consists of links to files of the same
+    repository."""
     path = folder / name
     in_cache = folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--")
     if in_cache and path.is_symlink():
         target = path.resolve()
         if target.parent == (folder.parents[1] / "blobs").resolve():
             return target
-    return path
+    return Path(name)
 
 
 def _parsed(data: bytes, what: str) -> dict[str, Any]:

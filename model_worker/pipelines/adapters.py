@@ -25,7 +25,7 @@ class PipelineAdapters:
         if not self._backend.takes_adapters:
             raise ValueError("this model takes no adapters")
         try:
-            self._backend.load_adapter(self._last + 1, str(path))
+            self._backend.load_adapter(self._last + 1, str(Path(path).expanduser().resolve()))
         except (ValueError, OSError) as error:
             raise ValueError(f"the adapter {name!r} in {str(path)!r} cannot be used: {error}") from error
         self._last += 1

@@ -96,7 +96,7 @@ def test_tensors_of_each_type_are_read_as_they_are(dtype: torch.dtype, tmp_path:
 def test_no_adapter_is_an_error_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=CONFIG):
         read(tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="there is no adapter"):
         read(tmp_path / "nothing")
 
 
@@ -105,6 +105,20 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
     (tmp_path / PICKLE).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(AdapterRefused, match="safe_serialization"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_folder_that_has_become_a_link_is_not_followed(depth: int, tmp_path: Path) -> None:
+    """Whoever may write below a folder of lora_dirs may change it after its path was checked."""
+    folder = tmp_path / "mine" / "adapter"
+    folder.mkdir(parents=True)
+    write(folder, pair())
+    read(folder)
+    swapped = (folder, folder.parent)[depth]
+    swapped.rename(tmp_path / "elsewhere")
+    swapped.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(AdapterRefused, match=f"'{swapped.name}' in .* is no folder, or a link"):
+        read(folder)
 
 
 def linked(folder: Path) -> None:
