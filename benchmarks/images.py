@@ -71,10 +71,12 @@ class Stream:
 class Chat:
     """The chat of one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, plain_body: bool = False) -> None:
+        """`plain_body` leaves out what only some servers know."""
         self._session = session
         self._url = url.rstrip("/")
         self._model = model
+        self._others = {} if plain_body else {"ignore_eos": True}
 
     async def ask(self, picture: bytes | None, text: str, tokens: int, stream: Stream) -> None:
         """Ask about a picture, and note when tokens come. Raises ValueError when the server refuses."""
@@ -87,8 +89,8 @@ class Chat:
             "messages": [{"role": "user", "content": parts}],
             "max_tokens": tokens,
             "temperature": 0,
-            "ignore_eos": True,
             "stream": True,
+            **self._others,
         }
         async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
             if response.status != 200:
@@ -210,11 +212,13 @@ def chosen(names: str, short: bool) -> list[Work]:
     ]
 
 
-async def run(url: str, model: str, works: Sequence[Work], seed: int = 1) -> dict[str, dict[str, float]]:
+async def run(
+    url: str, model: str, works: Sequence[Work], seed: int = 1, plain_body: bool = False
+) -> dict[str, dict[str, float]]:
     """The figures of each work, one after the other, after a request that warms up."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
-        chat = Chat(session, url, model)
+        chat = Chat(session, url, model, plain_body)
         await chat.ask(picture(0, works[0].side), "a", 4, Stream(0.0))
         # Every work has pictures of its own.
         return {work.name: await measured(chat, work, seed + 10_000 * i) for i, work in enumerate(works)}
@@ -225,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--url", required=True, help="address of a server that takes pictures over OpenAI's chat")
     add("--model", default="", help="the model's name there; ours needs none")
+    add("--plain-body", action="store_true", help="no ignore_eos, which transformers serve does not know")
     add("--work", default="", help="a list of V1, V2 and V3; default: all")
     add("--short", action="store_true", help="small pictures and few requests: a test of this program")
     add("--seed", type=int, default=1, help="other seeds have other pictures and questions")
@@ -232,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         works = chosen(options.work, options.short)
-        figures = asyncio.run(run(options.url, options.model, works, options.seed))
+        figures = asyncio.run(run(options.url, options.model, works, options.seed, options.plain_body))
     except (ValueError, aiohttp.ClientError, ExceptionGroup) as error:
         cause = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
         print(f"images: {cause}", file=sys.stderr)

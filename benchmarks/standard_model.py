@@ -12,7 +12,7 @@ import argparse
 import itertools
 import math
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def standard_model(directory: Path, size: str = "135m") -> Path:
     if not (directory / "tokenizer.json").is_file():
         directory.mkdir(parents=True, exist_ok=True)
         _save_weights(directory, SIZES[size])
-        _save_tokenizer(directory)
+        save_tokenizer(directory)
     return directory
 
 
@@ -78,27 +78,36 @@ def _save_weights(directory: Path, shape: Mapping[str, int]) -> None:
     generator = torch.Generator().manual_seed(135)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(_random(name, parameter.shape, generator))
+            parameter.copy_(random_weights(name, parameter.shape, generator))
     model.tie_weights()
     model.generation_config.do_sample = False
     model.save_pretrained(directory)
 
 
-def _random(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+def random_weights(
+    name: str, shape: torch.Size, generator: torch.Generator, specials: int = len(SPECIAL)
+) -> torch.Tensor:
+    """Draw the weights of a parameter. The first tokens of the vocabulary are so many special ones."""
     if len(shape) == 1:
         return torch.ones(shape)
     weights: torch.Tensor = torch.randn(shape, generator=generator)
     if "embed_tokens" not in name:
-        return weights * (1.5 / math.sqrt(shape[1]))
+        return weights * (1.5 / math.sqrt(shape[1:].numel()))
     # Tokens that end the text have logits near zero: greedy text never ends early, whatever a server is asked.
-    weights[: len(SPECIAL)] *= 0.01
+    weights[:specials] *= 0.01
     return weights.mul_(0.25)
 
 
-def _save_tokenizer(directory: Path) -> None:
+def save_tokenizer(
+    directory: Path,
+    specials: Sequence[str] = SPECIAL,
+    chat_template: str = CHAT_TEMPLATE,
+    named: Mapping[str, str] | None = None,
+) -> None:
+    """Write a tokenizer whose vocabulary begins with the special tokens, some of which have names."""
     byte_level = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ("Ġ" + "".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=4))
-    entries = itertools.islice(itertools.chain(SPECIAL, byte_level, ["".join(MERGE)], words), VOCABULARY)
+    entries = itertools.islice(itertools.chain(specials, byte_level, ["".join(MERGE)], words), VOCABULARY)
     tokenizer = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[MERGE]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -108,9 +117,10 @@ def _save_tokenizer(directory: Path) -> None:
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         pad_token="<|im_end|>",
-        additional_special_tokens=list(SPECIAL),
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=list(specials),
+        chat_template=chat_template,
         model_max_length=8192,
+        **({} if named is None else {"extra_special_tokens": dict(named)}),
     ).save_pretrained(directory)
 
 

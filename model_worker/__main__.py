@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from model_worker.one_shot import TextRunner
     from model_worker.sampling.sampler import SamplerRows
     from model_worker.vision.encode_queue import EncodeQueue
+    from model_worker.vision.rows import ImageRows
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,6 @@ def build(
     from model_worker.runner import ModelRunner
     from model_worker.sampling.registry import load_processors, schemas
     from model_worker.sampling.sampler import SamplerRows
-    from model_worker.vision.encode_queue import EncodeQueue
     from model_worker.vision.encoder import EncoderCache
     from model_worker.vision.rows import ImageRows
 
@@ -158,7 +158,7 @@ def build(
     images = None if loaded.encoder is None else ImageRows(loaded.encoder, EncoderCache(loaded.encoder.cache_bytes))
     shared = DeviceStep(rows, sampler, runner.backend, WorkerIdentity(index, epoch), masks, images)
     if images is not None:
-        shared.encoding = EncodeQueue(images, max(1, torch.get_num_threads() // 2))
+        shared.encoding = _encode_queue(images)
     if runner.backend.takes_adapters:
         memory = parse_memory(settings.lora_memory, "lora_memory") or default_adapter_memory(loaded.device)
         shared.adapters = AdapterLoads(runner.backend, epoch, index, memory)
@@ -188,6 +188,22 @@ def build(
     )
     torch.set_grad_enabled(False)
     return engine, hello, compilation
+
+
+def _encode_queue(images: ImageRows) -> EncodeQueue:
+    """An image is encoded with half of the cores. Steps have the others meanwhile."""
+    import torch
+
+    from model_worker.cpu.threads import ALL_THREADS, ThreadPool
+    from model_worker.vision.encode_queue import EncodeQueue
+
+    cores = torch.get_num_threads()
+    encoding = max(1, cores // 2)
+
+    def share_cores(sharing: bool) -> None:
+        ThreadPool.most_threads = max(1, cores - encoding) if sharing else ALL_THREADS
+
+    return EncodeQueue(images, encoding, share_cores)
 
 
 def build_texts(

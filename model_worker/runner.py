@@ -34,8 +34,7 @@ class ModelRunner:
         """The stack is the fast way where attention is the CPU's; with another one the modules run."""
         stack = self.loaded.stack
         if stack is not None and self._attend is cpu.attend and stack.fits(self.cache.block_size):
-            others = ModulesBackend(self.loaded, self.cache, self._attend, tiled=True)
-            return FusedBackend(self.loaded, stack, self.cache, others)
+            return FusedBackend(self.loaded, stack, self.cache)
         return ModulesBackend(self.loaded, self.cache, self._attend)
 
     @property

@@ -17,7 +17,7 @@ import asyncio
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -53,23 +53,37 @@ class Document:
     context: str = ""
 
 
-# Returns the document of a part at a path, or None for another kind of part. Raises RequestFailed.
 T = TypeVar("T")
 
+# Returns the document of a part at a path, or None for another kind of part. Raises RequestFailed.
 Reader = Callable[[Mapping[str, Any], str], Document | None]
 
 
 async def load(fetcher: UrlFetcher | None, turns: Sequence[Any], path: str, reader: Reader) -> None:
     """Replaces every document in the turns' lists of parts by a text part, in place. Raises RequestFailed."""
+
+    async def loaded(documents: Sequence[Document]) -> list[Any]:
+        if len(documents) > MOST_DOCUMENTS:
+            raise invalid(
+                f"{path} has {len(documents)} documents; at most {MOST_DOCUMENTS} are possible in one request: send "
+                "fewer, or several as one",
+                path,
+            )
+        return [{"type": "text", "text": text} for text in await _texts(fetcher, documents)]
+
+    await replace_parts(turns, path, reader, loaded)
+
+
+async def replace_parts(
+    turns: Sequence[Any],
+    path: str,
+    reader: Callable[[Mapping[str, Any], str], T | None],
+    loaded: Callable[[Sequence[T]], Awaitable[Sequence[Any]]],
+) -> None:
+    """Replaces every part that `reader` finds in the turns' lists of parts by what `loaded` makes of it, in place."""
     found = [place for i, turn in enumerate(turns) for place in places(turn, f"{path}[{i}]", reader)]
-    if len(found) > MOST_DOCUMENTS:
-        raise invalid(
-            f"{path} has {len(found)} documents; at most {MOST_DOCUMENTS} are possible in one request: send fewer, or "
-            "several as one",
-            path,
-        )
-    for (parts, i, _), text in zip(found, await _texts(fetcher, [document for *_, document in found]), strict=True):
-        parts[i] = {"type": "text", "text": text}
+    for (parts, i, _), part in zip(found, await loaded([source for *_, source in found]), strict=True):
+        parts[i] = part
 
 
 def file_part(part: Mapping[str, Any], path: str) -> Document | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from api_server.chat.documents import places
+from api_server.chat.documents import replace_parts
 from api_server.chat.media_parts import LoadedImage
 from api_server.chat.url_fetch import UrlFetcher
 from api_server.engine import scheduling
@@ -32,7 +32,7 @@ MOST_PIXELS = 1 << 26
 
 # Roles whose turns may show images; items without a role are results of tools. Other turns say in words that there was
 # one.
-SHOWING = (None, "user", "tool", "function")
+_SHOWING = (None, "user", "tool", "function")
 _ACCEPT = "image/png, image/jpeg, image/webp, image/gif, image/*;q=0.5"
 _ACCEPT_VIDEOS = "video/mp4, video/webm, video/*;q=0.8, image/gif;q=0.5, image/webp;q=0.5"
 # Longer base64 is decoded in a thread.
@@ -75,15 +75,12 @@ async def load(
     """
     if not server.sees:
         return
-    found = [
-        place
-        for i, turn in enumerate(turns)
-        if isinstance(turn, Mapping) and turn.get("role") in SHOWING
-        for place in places(turn, f"{path}[{i}]", reader)
-    ]
-    loaded = await load_sources(server, [source for *_, source in found], path, bounds)
-    for (parts, i, _), image in zip(found, loaded, strict=True):
-        parts[i] = image
+    await replace_parts(showing(turns), path, reader, lambda sources: load_sources(server, sources, path, bounds))
+
+
+def showing(turns: Sequence[Any]) -> list[Any]:
+    """The turns whose images and videos are shown, and None in the places of others."""
+    return [turn if isinstance(turn, Mapping) and turn.get("role") in _SHOWING else None for turn in turns]
 
 
 async def load_sources(

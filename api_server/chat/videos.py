@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api_server.chat.documents import places
-from api_server.chat.images import SHOWING, Budget, ImageSource, Server, bytes_of, url_source
+from api_server.chat.documents import replace_parts
+from api_server.chat.images import Budget, ImageSource, Server, bytes_of, showing, url_source
 from api_server.chat.media_parts import LoadedVideo
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from interfaces import VideoWishes
@@ -60,15 +60,12 @@ async def load(
     """
     if not server.sees:
         return
-    found = [
-        place
-        for i, turn in enumerate(turns)
-        if isinstance(turn, Mapping) and turn.get("role") in SHOWING
-        for place in places(turn, f"{path}[{i}]", lambda part, where: openai_part(part, where, options))
-    ]
-    loaded = await load_sources(server, [source for *_, source in found], path, bounds)
-    for (parts, i, _), video in zip(found, loaded, strict=True):
-        parts[i] = video
+    await replace_parts(
+        showing(turns),
+        path,
+        lambda part, where: openai_part(part, where, options),
+        lambda sources: load_sources(server, sources, path, bounds),
+    )
 
 
 async def load_sources(

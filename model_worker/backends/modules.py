@@ -1,7 +1,7 @@
 """Transformers' own modules, whose attention reads the paged KV cache, and their decode steps as recorded graphs.
 
-They also compute what the fused stack cannot, on its cache. Adapters are hooks on them. Knows how to call a model of
-transformers so that its attention finds our cache. Does not know requests, rows or sampling.
+Adapters are hooks on them. Knows how to call a model of transformers so that its attention finds our cache. Does not
+know requests, rows or sampling.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from torch import Tensor
 
 from model_worker.adapters.fitting import Adapter, read_adapter
 from model_worker.adapters.hooks import AdapterHooks
-from model_worker.attention import PAGED_ATTENTION, AttentionBackend, PagedForward, paged_forward, reference
+from model_worker.attention import PAGED_ATTENTION, AttentionBackend, PagedForward, cuda, paged_forward, reference
 from model_worker.attention.coded import CodedCache
 from model_worker.attention.coded import attend as coded_attend
-from model_worker.attention.tiled import TiledCache
-from model_worker.attention.tiled import attend as tiled_attend
 from model_worker.backends.base import AdapterFacts, Backend, levels_of, most_adapter_bytes, one_pass
 from model_worker.batch import ForwardBatch
 from model_worker.cuda.graphs import CudaRecorder, DecodeBuffers, DecodeGraphs
@@ -32,24 +30,21 @@ log = logging.getLogger(__name__)
 class ModulesBackend(Backend):
     """A model's modules on a cache, attending by `attend`, or by plain torch where that cannot.
 
-    `tiled`: the cache is laid out as the fused stack reads it. One in codes always is, and plain torch attends to it.
+    A cache in codes is laid out as the fused stack reads it, and plain torch attends to it.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, attend: AttentionBackend, tiled: bool = False) -> None:
+    def __init__(self, loaded: LoadedModel, cache: KVCache, attend: AttentionBackend) -> None:
         self.device = loaded.device
         self.vocab_size = loaded.vocab_size
         self._loaded = loaded
         self._cache = cache
-        self._paged: KVCache | TiledCache | CodedCache = cache
+        self._paged: KVCache | CodedCache = cache
         self._attend = attend
         # For batches with tokens that see later keys.
-        self._attend_later: AttentionBackend = reference.attend
+        self._attend_later = reference.attend if attend is cuda.attend else attend
         if cache.layout.in_codes:
             self._paged = CodedCache(cache)
             self._attend = self._attend_later = coded_attend
-        elif tiled:
-            self._paged = TiledCache(cache)
-            self._attend = self._attend_later = tiled_attend
         self._graphs: DecodeGraphs | None = None
         self._adapters = AdapterHooks(loaded.model, loaded.device, loaded.dtype)
         loaded.model.set_attn_implementation(PAGED_ATTENTION)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import platform
 import threading
+from collections import deque
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import numba.extending
 import numpy as np
@@ -50,6 +51,8 @@ _PRIVATE = 128
 _WAIT = 0 | _PRIVATE
 _WAKE = 1 | _PRIVATE
 _EVERYONE = 1 << 30
+# More threads than any pool has.
+ALL_THREADS = 1 << 30
 
 
 def _place(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -204,9 +207,12 @@ def wait(counter: Any, phase: int) -> None:
 class Job:
     """A call of a compiled function by the threads of a pool."""
 
-    def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, function: Any, arguments: tuple[Any, ...], unfinished: deque[Job]) -> None:
+        """`unfinished` has the job until it is finished."""
         self._function = function
         self._arguments = arguments
+        self._unfinished = unfinished
+        unfinished.append(self)
         self._counter: NDArray[np.int64] = np.zeros(6 * _LINE, np.int64)
 
     def take_part(self, core: int) -> None:
@@ -216,13 +222,22 @@ class Job:
     def finish(self) -> None:
         """Help until the job is over; for the thread that began it. Jobs before this must be done."""
         self.take_part(0)
+        if self in self._unfinished:
+            self._unfinished.remove(self)
 
 
 class ThreadPool:
     """`cores` threads, the caller's own among them. The others sleep between jobs, and run them in order."""
 
+    # Threads of a pool, its caller among them, that take part in jobs which begin from now on. Any thread may set it,
+    # to keep cores for itself. Jobs give the same results.
+    most_threads: ClassVar[int] = ALL_THREADS
+
     def __init__(self, cores: int) -> None:
         self._jobs: list[SimpleQueue[Job]] = [SimpleQueue() for _ in range(cores - 1)]
+        self._unfinished: deque[Job] = deque()
+        # Threads beside the caller that have the unfinished jobs.
+        self._helpers = cores - 1
         for core, jobs in enumerate(self._jobs, start=1):
             threading.Thread(target=_work, args=(core, jobs), name=f"team-{core}", daemon=True).start()
 
@@ -231,8 +246,14 @@ class ThreadPool:
 
         It returns when the job is over. The caller must `finish` jobs in the order in which it began them.
         """
-        job = Job(function, arguments)
-        for jobs in self._jobs:
+        helpers = min(len(self._jobs), self.most_threads - 1)
+        for jobs in self._jobs[self._helpers : helpers]:
+            # A thread that did not begin the new job behind these would begin it before they are over.
+            for earlier in self._unfinished:
+                jobs.put(earlier)
+        self._helpers = helpers
+        job = Job(function, arguments, self._unfinished)
+        for jobs in self._jobs[:helpers]:
             jobs.put(job)
         return job
 

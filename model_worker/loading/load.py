@@ -27,7 +27,7 @@ from model_worker.loading.prepare import prepare
 from model_worker.loading.rope import pin_longrope
 from model_worker.loading.weights import load_weights, reported_weights
 from model_worker.model import LoadedModel, Progress, check_positions, max_position_of
-from model_worker.vision.family import is_composite
+from model_worker.vision.family import Sight, is_composite
 from shared.gguf.file import open_gguf
 from shared.gguf.format import is_gguf
 
@@ -77,7 +77,9 @@ def load_model(
     if not is_composite(config):
         return prepare(model.eval(), target, quantization, progress, has_kernels, kv_dtype)
     text, encoder = take_apart(model.eval(), target, vision)
-    return replace(prepare(text, target, quantization, progress, has_kernels, kv_dtype), encoder=encoder)
+    is_causal = encoder is None or encoder.family.sight == Sight.CAUSAL
+    prepared = prepare(text, target, quantization, progress, has_kernels, kv_dtype, is_causal)
+    return replace(prepared, encoder=encoder)
 
 
 def _half_as_bfloat16(model: PreTrainedModel) -> None:

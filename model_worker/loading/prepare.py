@@ -38,12 +38,14 @@ def prepare(
     progress: Progress,
     has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
     kv_dtype: str = "auto",
+    is_causal: bool = True,
 ) -> LoadedModel:
     """Find the attention layers, make the model fast, then check it against the model as transformers runs it.
 
     `has_kernels` says for the weights' dtype whether a CPU's kernels of a family (`kernel_cache.FAMILIES`) are
     compiled. Without them the model stays as it is, and attends in plain torch. `kv_dtype` names codes in which K and V
-    are kept, or is auto.
+    are kept, or is auto. Unless a model `is_causal`, images make tokens see later ones, which the fused stack does not
+    know.
     """
     architecture = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -94,7 +96,7 @@ def prepare(
     if device.type == "cpu":
         pack()
         size = _parameters(model)[1] + sum(linear.num_bytes for linear in dict.fromkeys(packed))
-        loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded))
+        loaded = replace(loaded, parameter_bytes=size, stack=fused_stack(loaded) if is_causal else None)
     if device.type == "cuda":
         verify.check_paged(loaded, tokens, expected)
         return _on_cuda(loaded, tokens, expected)

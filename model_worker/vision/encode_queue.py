@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
 from typing import NamedTuple
@@ -24,6 +27,8 @@ from model_worker.vision.rows import ImageRow, ImageRows
 
 log = logging.getLogger(__name__)
 
+# Of the thread that encodes, and of those that it starts.
+NICENESS = 10
 # How far a row may run that waits for no image any more.
 ALL_TOKENS = int(np.iinfo(np.int32).max)
 
@@ -53,10 +58,16 @@ class _Done(NamedTuple):
 class EncodeQueue:
     """The images that wait to be encoded, and the rows that became ready since they were last asked for."""
 
-    def __init__(self, images: ImageRows, threads: int) -> None:
-        """The thread computes with as many cores as `threads`."""
+    def __init__(self, images: ImageRows, threads: int, share_cores: Callable[[bool], None] = lambda _: None) -> None:
+        """The thread computes with as many cores as `threads`.
+
+        `share_cores` is called in it with True before it encodes an image, so that steps leave it these cores, and with
+        False afterwards. A step that loses a core in the middle of a pass, to a thread that computes for long, takes
+        many times as long as others.
+        """
         self._images = images
         self._threads = threads
+        self._share_cores = share_cores
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
         self._done: deque[_Done] = deque()
         self._ready: list[ReadyRow] = []
@@ -161,6 +172,8 @@ class EncodeQueue:
 
     def _encode_all(self) -> None:
         torch.set_num_threads(self._threads)
+        # On Linux a thread has a niceness of its own. Steps go first where cores are few.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         device = self._images.encoder.device
         # Kernels of one stream run one after another: on that of the steps an image would hold them up.
         own = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
@@ -175,9 +188,12 @@ class EncodeQueue:
             started = time.monotonic()
             features = None
             error: Exception | None = None
+            self._share_cores(True)
             try:
                 features = self._images.encoder.encode(job.row.images[job.number])
             except Exception as caught:  # raised by `take`, in the thread that runs the steps
                 error = caught
+            finally:
+                self._share_cores(False)
             self._done.append(_Done(job, features, error, time.monotonic() - started))
             self._wake()

@@ -31,19 +31,13 @@ class Family(NamedTuple):
     # Whether positions count the grid of an image in three directions (M-RoPE).
     grid_positions: bool = False
     sight: Sight = Sight.CAUSAL
-    # Whether images add something behind the first layers (DeepStack).
-    deepstack: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """Whether all that images bring into a pass are vectors and positions."""
-        return self.sight == Sight.CAUSAL and not self.deepstack
 
 
 _FAMILIES = {
     "aria": Family(),
     "cohere2_vision": Family(),
     "gemma3": Family(sight=Sight.IMAGE),
+    "gemma4": Family(),
     "glm4v": Family(grid_positions=True),
     "idefics2": Family(),
     "idefics3": Family(),
@@ -55,8 +49,8 @@ _FAMILIES = {
     "paligemma": Family(sight=Sight.PROMPT),
     "qwen2_5_vl": Family(grid_positions=True),
     "qwen2_vl": Family(grid_positions=True),
-    "qwen3_vl": Family(grid_positions=True, deepstack=True),
-    "qwen3_vl_moe": Family(grid_positions=True, deepstack=True),
+    "qwen3_vl": Family(grid_positions=True),
+    "qwen3_vl_moe": Family(grid_positions=True),
     "smolvlm": Family(),
 }
 
@@ -75,10 +69,18 @@ def is_composite(config: PreTrainedConfig) -> bool:
 
 def family_of(config: PreTrainedConfig) -> Family | None:
     """The family of a composite model; None if its images are not served."""
-    return _FAMILIES.get(config.model_type)
+    return None if _sees_in_some_layers(config) else _FAMILIES.get(config.model_type)
 
 
 def why_refused(config: PreTrainedConfig) -> str:
     """Explain why `family_of` knows none."""
     reason = _REASONS.get(config.model_type, "they have not been verified for this type of model")
+    if _sees_in_some_layers(config):
+        reason = "their tokens see each other in the layers with a window alone, which no kernel here knows"
     return f"its images are not supported: {reason}. --no-vision serves its text alone"
+
+
+def _sees_in_some_layers(config: PreTrainedConfig) -> bool:
+    """Whether it is one of the larger models of Gemma 4."""
+    text = config.get_text_config(decoder=True)
+    return config.model_type == "gemma4" and getattr(text, "use_bidirectional_attention", None) is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,6 +94,26 @@ def test_cpu_backend_equals_reference(case: Case) -> None:
     got = cpu.attend(q, cache.k[0], cache.v[0], batch, params)
     assert got.dtype == q.dtype
     assert relative_error(got, want) < TOLERANCE[case.dtype]
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases, spans=st.randoms(use_true_random=False), whole=st.booleans())
+def test_cpu_backend_lets_tokens_see_later_keys_as_the_reference_does(case: Case, spans: Any, whole: bool) -> None:
+    """Images whose tokens see each other, and prompts whose tokens all do."""
+    q, cache, batch, params = case.tensors()
+    seen = []
+    for queries, past in case.lens:
+        own = past + np.arange(queries)
+        first, last = own.copy(), own.copy()
+        start = spans.randrange(queries)
+        end = spans.randrange(start, queries) + 1
+        last[start:end] = past + end - 1
+        if whole:
+            first[start:end] = 0
+        seen.append(np.stack([first, last]))
+    batch = replace(batch, seen=torch.from_numpy(np.concatenate(seen, axis=1).astype(np.int32)))
+    want = reference.attend(q, cache.k[0], cache.v[0], batch, params)
+    assert relative_error(cpu.attend(q, cache.k[0], cache.v[0], batch, params), want) < TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("cores", [1, 2])

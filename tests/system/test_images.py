@@ -96,11 +96,62 @@ def qwen2_vl(size: int, ids: dict[str, Any]) -> Any:
     return transformers.Qwen2VLForConditionalGeneration(config)
 
 
+def gemma3(size: int, ids: dict[str, Any]) -> Any:
+    config = transformers.Gemma3Config(
+        text_config=TEXT
+        | {"vocab_size": size, "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        vision_config=TOWER | {"patch_size": 7},
+        mm_tokens_per_image=4,
+        **ids,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def mistral3(size: int, ids: dict[str, Any]) -> Any:
+    config = transformers.Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral", "vocab_size": size, "head_dim": 16},
+        vision_config=TOWER | {"model_type": "pixtral", "image_size": 112},
+        spatial_merge_size=2,
+        **ids,
+    )
+    return transformers.Mistral3ForConditionalGeneration(config)
+
+
+def paligemma(size: int, ids: dict[str, Any]) -> Any:
+    config = transformers.PaliGemmaConfig(
+        text_config=TEXT | {"model_type": "gemma2", "vocab_size": size, "head_dim": 16, "sliding_window": 16},
+        vision_config=TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        projection_dim=64,
+        hidden_size=64,
+        **ids,
+    )
+    return transformers.PaliGemmaForConditionalGeneration(config)
+
+
+def qwen3_vl(size: int, ids: dict[str, Any]) -> Any:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True, "rope_theta": 1e4}
+    config = transformers.Qwen3VLConfig(
+        text_config=TEXT | {"vocab_size": size, "head_dim": 16, "rope_parameters": rope},
+        vision_config={"depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 48}
+        | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+        **ids,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
 FAMILIES: dict[str, Callable[[int, dict[str, Any]], Any]] = {
     "llava": llava,
     "internvl": internvl,
     "smolvlm": smolvlm,
     "qwen2_vl": qwen2_vl,
+}
+# Families whose images stand, are counted or are seen in a way of their own.
+OTHERS: dict[str, Callable[[int, dict[str, Any]], Any]] = {
+    "gemma3": gemma3,
+    "mistral3": mistral3,
+    "paligemma": paligemma,
+    "qwen3_vl": qwen3_vl,
 }
 
 
@@ -136,11 +187,11 @@ def made(name: str, path: Path) -> Seeing:
     tokenizer = models.reference(path, name).tokenizer
     token = tokenizer.convert_tokens_to_ids(models.FAMILIES[name].image_token)
     ids: dict[str, Any] = {"image_token_id": token, "image_token_index": token}
-    if name == "qwen2_vl":
+    if name.startswith("qwen"):
         marks = ("video_token", "<|video_pad|>"), ("vision_start_token", "<|vision_start|>")
         ids |= {f"{key}_id": tokenizer.convert_tokens_to_ids(text) for key, text in marks}
         ids["vision_end_token_id"] = tokenizer.convert_tokens_to_ids("<|vision_end|>")
-    model = FAMILIES[name](len(tokenizer), ids)
+    model = (FAMILIES | OTHERS)[name](len(tokenizer), ids)
     generator = torch.Generator().manual_seed(47)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -212,6 +263,29 @@ def test_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         end = tiny.processor.tokenizer.eos_token_id
         shown = expected[: expected.index(end)] if end in expected else expected
         assert made_by_chat.choices[0].message.content == tiny.text(shown)
+
+
+def test_one_server_of_several_models_with_eyes(tmp_path: Path) -> None:
+    first, *others = [made(name, tmp_path / name) for name in OTHERS]
+    also = [flag for tiny in others for flag in ("--also", f"{tiny.name}={tiny.path}")]
+    one, two = png(1, (120, 90)), png(2, (50, 130))
+    with Server(first.path, [*FLAGS, "--served-model-name", first.name, *also], tmp_path / "log") as server:
+        for tiny in (first, *others):
+            for images in ([one], [one, two], []):
+                parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": uri(data)} for data in images]
+                parts.append({"type": "text", "text": QUESTION})
+                body = {
+                    "model": tiny.name,
+                    "messages": [{"role": "user", "content": parts}],
+                    "max_tokens": TOKENS,
+                    "temperature": 0,
+                }
+                response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+                assert response.status_code == 200, response.text
+                expected = tiny.answer(tiny.prompt(len(images)), images)
+                end = tiny.processor.tokenizer.eos_token_id
+                shown = expected[: expected.index(end)] if end in expected else expected
+                assert response.json()["choices"][0]["message"]["content"] == tiny.text(shown), (tiny.name, len(images))
 
 
 def test_real_clients_in_each_dialect(server: Server, seeing: Seeing) -> None:

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
+from torch import Tensor
 
 from model_worker.cpu.fused.rotary_and_kv import pieces_of, rotate_and_write_kv
 from model_worker.cpu.gemm.low_rank import LowRank, fill_ranks
 from model_worker.cpu.gemm.products import add_product, gated, halves_of
+from model_worker.cpu.gemm.weight_format import HALF
 from model_worker.cpu.simd.elements import INSIDE, MATH, element
 
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741 - the field's names
@@ -72,6 +74,23 @@ class Adapters(NamedTuple):
     embeddings: NDArray[np.int64]  # [S, EMBEDDING_COLUMNS]
     head_slots: NDArray[np.int64]  # [L]: of the tokens whose logits are needed, or nothing: none has a head of its own
     head_ranks: NDArray[np.float32]  # [L, ranks of lm_head]
+
+
+class Levels(NamedTuple):
+    """What is added to the residual behind the first layers (DeepStack)."""
+
+    rows: NDArray[np.int64]  # [T]: the row of each token in `vectors`, -1: none. Or nothing: no token has one
+    vectors: NDArray[np.float32]  # [K, layers, hidden]
+
+
+def levels_from(embeddings: tuple[Tensor, Tensor] | None, tokens: int, hidden: int) -> Levels:
+    """Return the levels of a pass of so many tokens. `embeddings` are those of a ForwardBatch."""
+    if embeddings is None or embeddings[1].shape[1] == hidden:
+        return Levels(np.empty(0, np.int64), np.empty((0, 0, 0), np.float32))
+    places, vectors = embeddings
+    rows = np.full(tokens, -1)
+    rows[places.numpy()] = np.arange(len(places))
+    return Levels(rows, vectors[:, hidden:].contiguous().view(len(vectors), -1, hidden).numpy())
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -131,6 +150,22 @@ def _fill(adapters: Any, layer: int, number: int, block: Any, taken: Any, operan
     slots = adapters.slots[first : first + count]
     table = adapters.inputs[:, layer, number]
     fill_ranks(taken, operand, slots, table, adapters.like, adapters.ranks[at : at + count])
+
+
+@njit(nogil=True, cache=True, **INSIDE)
+def _add_level(layer: int, block: Any, taken: Any, rows: Any, levels: Any) -> None:
+    """Add what stands behind a layer to a block's residual, in the columns of some halves of a product's panels."""
+    if len(levels.rows) == 0 or layer >= levels.vectors.shape[1]:
+        return
+    first = taken[0] * HALF
+    end = min((taken[0] + taken[1]) * HALF, rows.shape[1])
+    for row in range(block[1]):
+        number = levels.rows[block[0] + row]
+        if number >= 0:
+            to = rows[row]
+            vector = levels.vectors[number, layer]
+            for c in range(first, end):
+                to[c] += vector[c]
 
 
 @njit(nogil=True, cache=True, **INSIDE)
@@ -210,6 +245,7 @@ def do_part(
             own.weight_format.prepare_in_order(inner, weights.orders[layer, 3])
         added = adapters_of(adapters, layer, DOWN, first, count, at)
         add_product(core, taken, inner, down, x.shape[1], rows, 0, biases, -1, own.weight_format, tile, added)
+        _add_level(layer, block, taken, rows, work.levels)
 
 
 @njit(nogil=True, cache=True, **INSIDE)

@@ -20,6 +20,7 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
 from model_worker.cpu.fused.layer import Weights
 from model_worker.cpu.gemm.coded_linear import CodedLinear
@@ -50,7 +51,12 @@ _MODEL_CODE = _mentioned(
     llama.LlamaForCausalLM, mistral.MistralForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM
 )
 _DECODER_CODE = _mentioned(
-    llama.LlamaModel, mistral.MistralModel, qwen2.Qwen2Model, qwen3.Qwen3Model, qwen2_vl.Qwen2VLTextModel
+    llama.LlamaModel,
+    mistral.MistralModel,
+    qwen2.Qwen2Model,
+    qwen3.Qwen3Model,
+    qwen2_vl.Qwen2VLTextModel,
+    qwen3_vl.Qwen3VLTextModel,
 )
 _LAYER_CODE = _mentioned(llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer, phi3.Phi3DecoderLayer)
 _ATTENTION_CODE = _mentioned(
@@ -59,6 +65,7 @@ _ATTENTION_CODE = _mentioned(
     qwen2.Qwen2Attention,
     qwen2_vl.Qwen2VLAttention,
     qwen3.Qwen3Attention,
+    qwen3_vl.Qwen3VLTextAttention,
     phi3.Phi3Attention,
 )
 _MLP_CODE = _mentioned(llama.LlamaMLP, phi3.Phi3MLP)

@@ -33,6 +33,7 @@ from model_worker.cpu.fused.layer import (
     RANKS_PARTS,
     Adapters,
     Buffers,
+    Levels,
     Weights,
     do_part,
     every,
@@ -113,6 +114,7 @@ class Work(NamedTuple):
     buffers: Buffers
     outputs: Outputs
     adapters: Adapters
+    levels: Levels
 
 
 class Own(NamedTuple):

@@ -22,7 +22,7 @@ from model_worker.batch import DeferredTokens, ForwardBatch
 from model_worker.cpu.fused.adapters import PassAdapters, StackAdapters
 from model_worker.cpu.fused.attention import Attention, Cache
 from model_worker.cpu.fused.attention_plan import plan_for, zeros_after
-from model_worker.cpu.fused.layer import Buffers
+from model_worker.cpu.fused.layer import Buffers, levels_from
 from model_worker.cpu.fused.pattern import DecoderWeights, UnsupportedPattern
 from model_worker.cpu.fused.phases import (
     BLOCK_TOKENS,
@@ -294,6 +294,7 @@ class FusedStack:
             buffers=buffers,
             outputs=outputs,
             adapters=adapters.arrays,
+            levels=levels_from(batch.embeddings, batch.num_tokens, x.shape[1]),
         )
         job = thread_pool(self._cores).begin(run_stack, work, weight_format, self._screen_format)
         return _LaunchedPass(job, outputs, x, screen, adapters)

@@ -138,6 +138,15 @@ FAMILIES = {
         processor={"image_seq_length": 4},
         mark="<start_of_image>",
     ),
+    "gemma4": Family(
+        "gemma4",
+        "Gemma4Processor",
+        {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, "patch_size": 4},
+        "<|image|>",
+        {"boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>"}
+        | {"boa_token": "<|audio>", "eoa_token": "<audio|>"},
+        ("<|video|>",),
+    ),
     "paligemma": Family(
         "paligemma",
         "PaliGemmaProcessor",

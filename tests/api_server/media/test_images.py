@@ -12,8 +12,9 @@ import pytest
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.media import images as images_module
 from api_server.media.client import MediaClient
-from api_server.media.facts import ImageFacts, Vision
+from api_server.media.facts import ImageFacts
 from api_server.media.images import Images, ProcessedImage
+from api_server.media.processors import Vision
 from api_server.media.protocol import Answer, jobs_at_once, packed
 
 START: Any = {"model": "m", "most_tokens": 1, "most_video_tokens": 1}

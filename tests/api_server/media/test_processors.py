@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from api_server.media.decode import ImageRefused
-from api_server.media.facts import Vision
 from api_server.media.images import ProcessedImage
 from api_server.media.processors import LOW_DETAIL_TOKENS, NoProcessor, Processor
 from api_server.text.image_prompt import Pictures
@@ -45,10 +44,6 @@ def processed(processor: Processor, images: list[Image.Image]) -> list[Processed
     return [ProcessedImage(dict(each.arrays), each.run, i) for i, each in enumerate(found)]
 
 
-def vision(processor: Processor) -> Vision:
-    return Vision(**vars(processor.facts))
-
-
 def called(path: Path, name: str, images: list[Image.Image], text: str) -> dict[str, Any]:
     """The outputs of transformers' processor."""
     options: dict[str, Any] = {"return_tensors": "np"}
@@ -75,7 +70,7 @@ def test_arrays_and_tokens_are_those_of_transformers(name: str, directory: Calla
             assert isinstance(array, np.ndarray)
             assert array.dtype == np.asarray(expected[key]).dtype
             assert array.tobytes() == np.ascontiguousarray(expected[key]).tobytes(), (key, size)
-        pictures = Pictures(vision(processor), [found])
+        pictures = Pictures(processor.facts, [found])
         ids = np.array(tokenizer.ids_of("".join(pictures.expanded([text]))), np.int32)
         assert ids.tolist() == np.asarray(expected["input_ids"])[0].tolist()
         (placed,) = pictures.placed(ids)
@@ -93,7 +88,7 @@ def test_several_images_of_a_prompt_have_their_own_places(name: str, directory: 
     mark = processor.facts.placeholder
     text = f"{mark}{mark} Look: {mark}, {mark}\n{mark}"
     found = processed(processor, images)
-    pictures = Pictures(vision(processor), found)
+    pictures = Pictures(processor.facts, found)
     ids = np.array(tokenizer.ids_of("".join(pictures.expanded([text]))), np.int32)
     expected = called(path, name, images, text)
     assert ids.tolist() == np.asarray(expected["input_ids"])[0].tolist()

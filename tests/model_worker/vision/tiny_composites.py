@@ -331,6 +331,45 @@ def gemma3() -> Tiny:
     return Tiny(model, _pixels(1, 3, 32, 32), 16, (BEGIN,), (END,))
 
 
+def gemma4() -> Tiny:
+    layers = ["sliding_attention", "full_attention"]
+    text = {
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": layers,
+        "vocab_size_per_layer_input": 200,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 0,
+    }
+    tower = {
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 64,
+        "default_output_length": 4,
+    }
+    config = transformers.Gemma4Config(
+        text_config=TEXT | text,
+        vision_config=TOWER | tower,
+        audio_config=None,
+        boi_token_id=BEGIN,
+        eoi_token_id=END,
+        video_token_id=191,
+        audio_token_id=197,
+        **IDS,
+    )
+    grid = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1).reshape(1, 16, 2)
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    return Tiny(
+        model,
+        lambda: {"pixel_values": torch.rand(1, 16, 48), "image_position_ids": grid},
+        4,
+        (BEGIN,),
+        (END,),
+    )
+
+
 def paligemma() -> Tiny:
     config = transformers.PaliGemmaConfig(
         text_config=TEXT | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 8},
@@ -347,6 +386,7 @@ ALL = [
     aria,
     cohere2_vision,
     gemma3,
+    gemma4,
     glm4v,
     idefics2,
     idefics3,
