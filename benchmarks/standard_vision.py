@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+from transformers import AutoModelForImageTextToText, Idefics3Config
 
 from benchmarks.standard_model import END, SIZES, SPECIAL, VOCABULARY, random_weights, save_tokenizer
 
@@ -67,6 +67,7 @@ def standard_vision(directory: Path, size: str = "135m") -> Path:
 def _save_weights(directory: Path, size: str) -> None:
     text = {
         "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
         **SIZES[size],
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 8192,
@@ -84,8 +85,9 @@ def _save_weights(directory: Path, size: str) -> None:
         image_token_id=SPECIALS.index("<image>"),
         tie_word_embeddings=True,
     )
+    auto: Any = AutoModelForImageTextToText
     with torch.device("meta"):
-        model: Any = Idefics3ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+        model = auto.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(136)
     with torch.no_grad():

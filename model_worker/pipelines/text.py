@@ -145,6 +145,11 @@ class TextPipeline(Pipeline[TextGenerationInputs[TextContext], TextGenerationOut
         self._adapters.unload(name)
 
     @property
+    def backend(self) -> str:
+        """The kind of backend, in words."""
+        return self._runner.description
+
+    @property
     def max_batch_size(self) -> int:
         """Number of requests that can be held at once."""
         return self._capacity.max_rows

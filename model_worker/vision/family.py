@@ -35,10 +35,13 @@ class Family(NamedTuple):
 
 _FAMILIES = {
     "aria": Family(),
+    "aya_vision": Family(),
     "cohere2_vision": Family(),
     "gemma3": Family(sight=Sight.IMAGE),
     "gemma4": Family(),
+    "glm46v": Family(grid_positions=True),
     "glm4v": Family(grid_positions=True),
+    "glm4v_moe": Family(grid_positions=True),
     "idefics2": Family(),
     "idefics3": Family(),
     "internvl": Family(),
@@ -46,6 +49,7 @@ _FAMILIES = {
     "llava_next": Family(),
     "llava_onevision": Family(),
     "mistral3": Family(),
+    "paddleocr_vl": Family(grid_positions=True),
     "paligemma": Family(sight=Sight.PROMPT),
     "qwen2_5_vl": Family(grid_positions=True),
     "qwen2_vl": Family(grid_positions=True),

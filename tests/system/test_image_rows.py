@@ -22,7 +22,8 @@ from interfaces import GenerationStatus, SamplingParams, TextAndVisionContext
 from shared.endpoints import RunDirectory
 from shared.settings import Settings
 from tests.model_worker.vision.test_families import generated
-from tests.model_worker.vision.tiny_composites import IDS, IMAGE, TEXT, TOWER, Tiny, gemma3, llava, made, qwen2_vl
+from tests.model_worker.vision.tiny_composites import gemma3, llava, qwen2_vl, qwen3_vl
+from tests.model_worker.vision.tiny_parts import IDS, IMAGE, TEXT, TOWER, Tiny, made
 
 TOKENS = 6
 
@@ -97,7 +98,7 @@ async def tokens_of(submission: Submission) -> list[int]:
     return [int(token) for token in context.tokens.all[context.prompt_length :]]
 
 
-@pytest.mark.parametrize("make", [llava, qwen2_vl, gemma3], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [llava, qwen2_vl, qwen3_vl, gemma3], ids=lambda make: make.__name__)
 async def test_answers_are_those_of_transformers(make: Callable[[], Tiny], tmp_path: Path) -> None:
     tiny = made(make)
     images = [tiny.draw() for _ in range(3)]

@@ -45,6 +45,8 @@ class Family:
     """Further special tokens."""
     processor: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    feature_token: str = ""
+    """The token of an image's features; "": the image token."""
     mark: str = ""
     """Of an image in a rendered template; "": the image token."""
 
@@ -129,6 +131,31 @@ FAMILIES = {
         ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
         mark="<|begin_of_image|><|image|><|end_of_image|>",
     ),
+    "glm46v": Family(
+        "glm46v",
+        "Glm46VProcessor",
+        {"image_processor_type": "Glm46VImageProcessor", "size": {"shortest_edge": 1568, "longest_edge": 28 * 28 * 48}},
+        "<|image|>",
+        {"video_token": "<|video|>"},
+        ("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
+        mark="<|begin_of_image|><|image|><|end_of_image|>",
+    ),
+    "paddleocr_vl": Family(
+        "paddleocr_vl",
+        "PaddleOCRVLProcessor",
+        {"image_processor_type": "PaddleOCRVLImageProcessor", "size": {"shortest_edge": 784, "longest_edge": 18816}},
+        "<|IMAGE_PLACEHOLDER|>",
+    ),
+    "aya_vision": Family(
+        "aya_vision",
+        "AyaVisionProcessor",
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": _SIDE, "max_patches": 6},
+        "<image>",
+        {},
+        ("<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL"),
+        processor={"patch_size": 7, "img_size": 28, "downsample_factor": 2},
+        feature_token="<|IMG_PATCH|>",
+    ),
     "gemma3": Family(
         "gemma3",
         "Gemma3Processor",
@@ -199,7 +226,7 @@ def write(path: Path, name: str, template: str | None = PARTS, config: dict[str,
         chat_template=None if template is None else template.replace("IMAGE", family.written),
     )
     tokenizer.save_pretrained(path)
-    token_id = tokenizer.convert_tokens_to_ids(family.image_token)
+    token_id = tokenizer.convert_tokens_to_ids(family.feature_token or family.image_token)
     ids = {"image_token_id": token_id, "image_token_index": token_id}
     found = config or {"model_type": family.model_type} | ids | family.config
     (path / "config.json").write_text(json.dumps(found))

@@ -12,7 +12,8 @@ import torch
 from interfaces import PoolingContext, PoolingTask
 from model_worker.pooling.load import load_pooling
 from model_worker.vision.composite import decoder_of
-from tests.model_worker.vision.tiny_composites import Tiny, idefics3, llava, made
+from tests.model_worker.vision.tiny_composites import idefics3, llava
+from tests.model_worker.vision.tiny_parts import Tiny, made
 
 
 @pytest.mark.parametrize("make", [llava, idefics3], ids=lambda make: make.__name__)

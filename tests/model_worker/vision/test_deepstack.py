@@ -14,7 +14,8 @@ from model_worker.batch import ForwardBatch
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel
 from model_worker.runner import ModelRunner
-from tests.model_worker.vision.tiny_composites import HIDDEN, made, qwen3_vl
+from tests.model_worker.vision.tiny_composites import qwen3_vl
+from tests.model_worker.vision.tiny_parts import HIDDEN, made
 
 BLOCK_SIZE = 16
 LENGTH = 70

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from interfaces import SamplingParams, TextAndVisionContext, TextGenerationInputs
 from model_worker.pipelines.text import TextPipeline
-from tests.model_worker.vision.tiny_composites import ALL, IMAGE, Tiny, made
+from tests.model_worker.vision.tiny_composites import ALL, FUSED
+from tests.model_worker.vision.tiny_parts import IMAGE, Tiny, made
 
 TOKENS = 6
 
@@ -82,6 +83,7 @@ def test_answers_about_images_are_those_of_transformers(make: Callable[[], Tiny]
     for budget in (512, 7):
         pipeline = TextPipeline.load(tmp_path, dtype="float32", kv_memory=1 << 22, max_batch_tokens=budget)
         try:
+            assert (pipeline.backend == "fused stack") == (make in FUSED)
             for case, want in zip(cases, expected, strict=True):
                 assert_equal(answers(pipeline, [context_of(tiny, *case)])[0], want)
             together = answers(pipeline, [context_of(tiny, *case) for case in [*cases, cases[0]]])

@@ -17,7 +17,7 @@ from model_worker.pipelines.text import TextPipeline
 from model_worker.vision.positions import GridPositions, grid_positions
 from tests.model_worker.vision import tiny_composites
 from tests.model_worker.vision.test_families import TOKENS, answers, assert_equal
-from tests.model_worker.vision.tiny_composites import BEGIN, END, IMAGE, Tiny
+from tests.model_worker.vision.tiny_parts import BEGIN, END, IMAGE, Tiny, made
 
 VIDEO = 191
 FRAMES = 3
@@ -127,7 +127,7 @@ def context_of(tokens: list[int], images: list[ImageMetadata]) -> TextAndVisionC
 @pytest.mark.parametrize("name", FILMS)
 def test_answers_about_videos_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     film = FILMS[name]
-    tiny = tiny_composites.made(film.make)
+    tiny = made(film.make)
     tiny.model.save_pretrained(tmp_path)
     one, two, picture = film.draw(), film.draw(), tiny.draw()
     tokens = [*film.tokens, *QUESTION]

@@ -2,139 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from interfaces import ImageMetadata
+from tests.model_worker.vision.tiny_parts import (
+    BEGIN,
+    END,
+    GRID_IDS,
+    GRID_TOWER,
+    HIDDEN,
+    IDS,
+    IMAGE,
+    PINPOINTS,
+    TEXT,
+    TOWER,
+    Draw,
+    Tiny,
+    grid,
+    pixels,
+    rope,
+)
 
-IMAGE = 190
-BEGIN = 192
-END = 193
-HIDDEN = 64
-TEXT: dict[str, Any] = {
-    "vocab_size": 200,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
-TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-}
-GRID_TOWER: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "out_hidden_size": HIDDEN,
-    "num_heads": 2,
-    "patch_size": 4,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "intermediate_size": 48,
-}
-IDS: dict[str, Any] = {"image_token_id": IMAGE, "image_token_index": IMAGE, "tie_word_embeddings": False}
-GRID_IDS: dict[str, Any] = {
-    "image_token_id": IMAGE,
-    "video_token_id": 191,
-    "vision_start_token_id": BEGIN,
-    "vision_end_token_id": END,
-    "tie_word_embeddings": False,
-}
-PINPOINTS = [[16, 32], [32, 16], [32, 32]]
-
-# Makes the arrays of one image, by the names of the model's arguments. Each call draws other pixels.
-Draw = Callable[[], dict[str, Tensor]]
-
-
-class Tiny(NamedTuple):
-    """A model, the arrays of its images, and how many tokens stand for each."""
-
-    model: PreTrainedModel
-    draw: Draw
-    tokens: int
-    # Tokens around those of an image.
-    begin: tuple[int, ...] = ()
-    end: tuple[int, ...] = ()
-    # The direction in which the images of a prompt lie one after the other.
-    axis: int = 0
-    # Whether images come first.
-    first: bool = False
-
-    def image(self, arrays: dict[str, Tensor], start: int, image_hash: int | None = None) -> ImageMetadata:
-        return ImageMetadata(
-            start_idx=start,
-            end_idx=start + self.tokens,
-            pixel_values=arrays["pixel_values"].numpy(),
-            extras={name: array.numpy() for name, array in arrays.items() if name != "pixel_values"},
-            image_hash=image_hash,
-        )
-
-    def prompt(self, texts: list[list[int]]) -> tuple[NDArray[np.int64], list[int]]:
-        """Texts with an image between each two, and where the images begin."""
-        tokens = list(texts[0])
-        starts = []
-        for text in texts[1:]:
-            tokens += self.begin
-            starts.append(len(tokens))
-            tokens += [IMAGE] * self.tokens + [*self.end, *text]
-        return np.array(tokens), starts
-
-    def inputs(self, tokens: NDArray[np.int64], images: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Arguments of the model's own `generate`."""
-        ids = torch.from_numpy(tokens)[None]
-        joined = {name: torch.cat([image[name] for image in images], self.axis) for name in images[0]}
-        kind = (ids == IMAGE).int()
-        if self.first:
-            joined["token_type_ids"] = torch.zeros_like(ids)
-        elif self.model.config.model_type == "gemma3":
-            joined["token_type_ids"] = kind
-        elif self.begin:
-            joined["mm_token_type_ids"] = kind
-        return {"input_ids": ids} | joined
-
-
-def _filled(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Draw weights that make neighbouring tokens matter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                scale = 0.5 if "embed" in name else 0.15
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    model.eval()
-    return model
-
-
-def _pixels(*shape: int, **others: list[Any]) -> Draw:
-    return lambda: {"pixel_values": torch.randn(*shape)} | {name: torch.tensor(v) for name, v in others.items()}
-
-
-def _grid(draw: Draw, model: PreTrainedModel) -> Tiny:
-    return Tiny(model, draw, 6, (BEGIN,), (END,))
-
-
-def _rope(**others: object) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4} | others}
-
-
-PATCHES = _pixels(24, 96, image_grid_thw=[[1, 4, 6]])
+PATCHES = pixels(24, 96, image_grid_thw=[[1, 4, 6]])
 
 
 def _llava(**vision: object) -> Any:
@@ -148,7 +39,7 @@ def _llava(**vision: object) -> Any:
 
 
 def llava() -> Tiny:
-    return Tiny(transformers.LlavaForConditionalGeneration(_llava()), _pixels(1, 3, 16, 16), 16)
+    return Tiny(transformers.LlavaForConditionalGeneration(_llava()), pixels(1, 3, 16, 16), 16)
 
 
 def pixtral_llava() -> Tiny:
@@ -159,7 +50,7 @@ def pixtral_llava() -> Tiny:
         vision_feature_select_strategy="full",
         **IDS,
     )
-    draw = _pixels(1, 3, 16, 24, image_sizes=[[16, 24]])
+    draw = pixels(1, 3, 16, 24, image_sizes=[[16, 24]])
     return Tiny(transformers.LlavaForConditionalGeneration(config), draw, 24)
 
 
@@ -170,7 +61,7 @@ def llava_next() -> Tiny:
         image_grid_pinpoints=PINPOINTS,
         **IDS,
     )
-    draw = _pixels(1, 5, 3, 16, 16, image_sizes=[[32, 32]])
+    draw = pixels(1, 5, 3, 16, 16, image_sizes=[[32, 32]])
     return Tiny(transformers.LlavaNextForConditionalGeneration(config), draw, 88)
 
 
@@ -185,7 +76,7 @@ def llava_onevision() -> Tiny:
         vision_aspect_ratio="anyres_max_9",
         **IDS,
     )
-    draw = _pixels(1, 5, 3, 16, 16, image_sizes=[[32, 32]], batch_num_images=[1])
+    draw = pixels(1, 5, 3, 16, 16, image_sizes=[[32, 32]], batch_num_images=[1])
     return Tiny(transformers.LlavaOnevisionForConditionalGeneration(config), draw, 88)
 
 
@@ -196,7 +87,7 @@ def mistral3() -> Tiny:
         spatial_merge_size=2,
         **IDS,
     )
-    draw = _pixels(1, 3, 16, 24, image_sizes=[[16, 24]])
+    draw = pixels(1, 3, 16, 24, image_sizes=[[16, 24]])
     return Tiny(transformers.Mistral3ForConditionalGeneration(config), draw, 6)
 
 
@@ -208,7 +99,7 @@ def internvl() -> Tiny:
         image_seq_length=4,
         **IDS,
     )
-    return Tiny(transformers.InternVLForConditionalGeneration(config), _pixels(2, 3, 16, 16), 8)
+    return Tiny(transformers.InternVLForConditionalGeneration(config), pixels(2, 3, 16, 16), 8)
 
 
 def _tiles(count: int) -> Draw:
@@ -270,50 +161,93 @@ def cohere2_vision() -> Tiny:
         alignment_intermediate_size=64,
         **IDS,
     )
-    return Tiny(transformers.Cohere2VisionForConditionalGeneration(config), _pixels(1, 3, 16, 16), 4)
+    return Tiny(transformers.Cohere2VisionForConditionalGeneration(config), pixels(1, 3, 16, 16), 4)
+
+
+def aya_vision() -> Tiny:
+    layers = ["sliding_attention", "full_attention"]
+    config = transformers.AyaVisionConfig(
+        text_config=TEXT | {"model_type": "cohere2", "head_dim": 16, "sliding_window": 8, "layer_types": layers},
+        vision_config=TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        downsample_factor=2,
+        image_token_index=IMAGE,
+        tie_word_embeddings=False,
+    )
+    return Tiny(transformers.AyaVisionForConditionalGeneration(config), pixels(1, 3, 16, 16), 4)
+
+
+def paddleocr_vl() -> Tiny:
+    config = transformers.PaddleOCRVLConfig(
+        text_config=TEXT | {"head_dim": 16} | rope(), vision_config=TOWER | {"spatial_merge_size": 2}, **GRID_IDS
+    )
+    draw = pixels(24, 3, 4, 4, image_grid_thw=[[1, 4, 6]])
+    return grid(draw, transformers.PaddleOCRVLForConditionalGeneration(config))
 
 
 def qwen2_vl() -> Tiny:
     vision = GRID_TOWER | {"embed_dim": 32, "hidden_size": HIDDEN, "mlp_ratio": 2}
-    config = transformers.Qwen2VLConfig(text_config=TEXT | _rope(), vision_config=vision, **GRID_IDS)
-    return _grid(PATCHES, transformers.Qwen2VLForConditionalGeneration(config))
+    config = transformers.Qwen2VLConfig(text_config=TEXT | rope(), vision_config=vision, **GRID_IDS)
+    return grid(PATCHES, transformers.Qwen2VLForConditionalGeneration(config))
 
 
 def qwen2_5_vl() -> Tiny:
     vision = GRID_TOWER | {"window_size": 16, "fullatt_block_indexes": [1]}
-    config = transformers.Qwen2_5_VLConfig(text_config=TEXT | _rope(), vision_config=vision, **GRID_IDS)
-    return _grid(PATCHES, transformers.Qwen2_5_VLForConditionalGeneration(config))
+    config = transformers.Qwen2_5_VLConfig(text_config=TEXT | rope(), vision_config=vision, **GRID_IDS)
+    return grid(PATCHES, transformers.Qwen2_5_VLForConditionalGeneration(config))
 
 
 DEEP_TOWER = GRID_TOWER | {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 
 
 def qwen3_vl() -> Tiny:
-    text = TEXT | {"head_dim": 16} | _rope(mrope_interleaved=True)
+    text = TEXT | {"head_dim": 16} | rope(mrope_interleaved=True)
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=DEEP_TOWER, **GRID_IDS)
-    return _grid(PATCHES, transformers.Qwen3VLForConditionalGeneration(config))
+    return grid(PATCHES, transformers.Qwen3VLForConditionalGeneration(config))
 
 
 def qwen3_vl_moe() -> Tiny:
     experts = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    text = TEXT | experts | _rope(mrope_interleaved=True)
+    text = TEXT | experts | rope(mrope_interleaved=True)
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=DEEP_TOWER, **GRID_IDS)
-    return _grid(PATCHES, transformers.Qwen3VLMoeForConditionalGeneration(config))
+    return grid(PATCHES, transformers.Qwen3VLMoeForConditionalGeneration(config))
+
+
+GLM_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": 191,
+    "image_start_token_id": BEGIN,
+    "image_end_token_id": END,
+    "video_start_token_id": 194,
+    "video_end_token_id": 195,
+    "tie_word_embeddings": False,
+}
+GLM_TEXT = TEXT | {"head_dim": 16} | rope(partial_rotary_factor=1.0)
 
 
 def glm4v() -> Tiny:
-    config = transformers.Glm4vConfig(
-        text_config=TEXT | {"head_dim": 16} | _rope(partial_rotary_factor=1.0),
-        vision_config=GRID_TOWER | {"image_size": 16},
-        image_token_id=IMAGE,
-        video_token_id=191,
-        image_start_token_id=BEGIN,
-        image_end_token_id=END,
-        video_start_token_id=194,
-        video_end_token_id=195,
-        tie_word_embeddings=False,
+    config = transformers.Glm4vConfig(text_config=GLM_TEXT, vision_config=GRID_TOWER | {"image_size": 16}, **GLM_IDS)
+    return grid(PATCHES, transformers.Glm4vForConditionalGeneration(config))
+
+
+def glm46v() -> Tiny:
+    config = transformers.Glm46VConfig(text_config=GLM_TEXT, vision_config=GRID_TOWER | {"image_size": 16}, **GLM_IDS)
+    return grid(PATCHES, transformers.Glm46VForConditionalGeneration(config))
+
+
+def glm4v_moe() -> Tiny:
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    }
+    config = transformers.Glm4vMoeConfig(
+        text_config=GLM_TEXT | experts, vision_config=GRID_TOWER | {"image_size": 16}, **GLM_IDS
     )
-    return _grid(PATCHES, transformers.Glm4vForConditionalGeneration(config))
+    return grid(PATCHES, transformers.Glm4vMoeForConditionalGeneration(config))
 
 
 def gemma3() -> Tiny:
@@ -328,7 +262,7 @@ def gemma3() -> Tiny:
         **IDS,
     )
     model = transformers.Gemma3ForConditionalGeneration(config)
-    return Tiny(model, _pixels(1, 3, 32, 32), 16, (BEGIN,), (END,))
+    return Tiny(model, pixels(1, 3, 32, 32), 16, (BEGIN,), (END,))
 
 
 def gemma4() -> Tiny:
@@ -379,15 +313,18 @@ def paligemma() -> Tiny:
         **IDS,
     )
     model = transformers.PaliGemmaForConditionalGeneration(config)
-    return Tiny(model, _pixels(1, 3, 16, 16), 16, first=True)
+    return Tiny(model, pixels(1, 3, 16, 16), 16, first=True)
 
 
 ALL = [
     aria,
+    aya_vision,
     cohere2_vision,
     gemma3,
     gemma4,
+    glm46v,
     glm4v,
+    glm4v_moe,
     idefics2,
     idefics3,
     internvl,
@@ -395,6 +332,7 @@ ALL = [
     llava_next,
     llava_onevision,
     mistral3,
+    paddleocr_vl,
     paligemma,
     pixtral_llava,
     qwen2_5_vl,
@@ -403,9 +341,19 @@ ALL = [
     qwen3_vl_moe,
     smolvlm,
 ]
-
-
-def made(make: Callable[[], Tiny], seed: int = 1) -> Tiny:
-    tiny = make()
-    _filled(tiny.model, seed)
-    return tiny
+# Those whose text model the fused stack runs.
+FUSED = [
+    idefics2,
+    idefics3,
+    internvl,
+    llava,
+    llava_next,
+    llava_onevision,
+    mistral3,
+    paddleocr_vl,
+    pixtral_llava,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_vl,
+    smolvlm,
+]
