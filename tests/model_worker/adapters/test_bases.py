@@ -14,7 +14,8 @@ from model_worker.runner import ModelRunner
 from tests.model_worker.adapters.test_adapters import prompt
 from tests.model_worker.loading.test_gguf import TOKENS, load, written
 from tests.model_worker.vision.test_families import answers, assert_equal, context_of, generated
-from tests.model_worker.vision.tiny_composites import Tiny, made, qwen2_vl, qwen3_vl
+from tests.model_worker.vision.tiny_composites import qwen2_vl, qwen3_vl
+from tests.model_worker.vision.tiny_parts import Tiny, made
 
 peft: Any = pytest.importorskip("peft")
 
