@@ -11,7 +11,8 @@ from typing import Any
 from shared.liveness import nudge
 from tests.deploy.stage import Stage, actor
 
-QUICK = {"LOOK_SECONDS": 0.05, "QUIET_SECONDS": 1.0, "SECONDS_FOR_LAST_WORDS": 0.3}
+# A busy machine lets a child wait for a second before it writes its stack.
+QUICK = {"LOOK_SECONDS": 0.05, "QUIET_SECONDS": 1.0, "SECONDS_FOR_LAST_WORDS": 1.5}
 
 
 def hanging(name: str, *arguments: str, hang_seconds: float = 2.0, **fields: Any) -> dict[str, Any]:
@@ -49,8 +50,8 @@ def test_the_fork_of_a_worker_is_watched_like_any_other(tmp_path: Path) -> None:
 
 def test_a_child_that_was_only_stopped_goes_on() -> None:
     """What it was doing is worth more than a fresh process."""
-    child = hanging("scheduler", "--beat-for", "1000", hang_seconds=30.0)
-    with Stage(child, watch=QUICK) as stage:
+    child = hanging("scheduler", "--beat-for", "1000")
+    with Stage(child, watch=QUICK | {"SECONDS_FOR_LAST_WORDS": 60.0}) as stage:
         stage.wait_for("all_ready")
         time.sleep(0.3)
         (pid,) = stage.children()

@@ -89,9 +89,8 @@ def prepared(dtype: torch.dtype, head: str | None) -> tuple[LoadedModel, Any]:
 
 
 # Each type compiles a stack.
-@pytest.mark.parametrize(
-    ("dtype", "head"), [(torch.float32, None), pytest.param(torch.bfloat16, "Q6_K", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "head"), [(torch.float32, None), (torch.bfloat16, "Q6_K")])
 def test_the_stack_gives_the_logits_of_the_dequantised_model(dtype: torch.dtype, head: str | None) -> None:
     loaded, reference = prepared(dtype, head)
     assert loaded.stack is not None
@@ -101,6 +100,7 @@ def test_the_stack_gives_the_logits_of_the_dequantised_model(dtype: torch.dtype,
     assert relative(got, truth(reference, steps)) < (5e-4 if dtype == torch.float32 else 0.02)
 
 
+@pytest.mark.slow
 def test_an_embedding_may_be_the_head_in_codes() -> None:
     model = tiny()
     swap(model, torch.float32, "Q8_0")

@@ -88,6 +88,8 @@ def test_texts_together_get_the_states_of_texts_alone(
     assert worst(together(model, layers, few), alone(model, few)) < 1e-4
 
 
+# Each kind of weights has layers of its own to compile.
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[7], [BLOCK_TOKENS * torch.get_num_threads() // 2 + 1] * 3])
 def test_bfloat16_and_int8_weights_keep_the_states(lengths: list[int]) -> None:
     lengths = [min(length, 150) for length in lengths]

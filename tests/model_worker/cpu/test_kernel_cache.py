@@ -42,6 +42,7 @@ def test_without_kernels_the_model_computes_in_plain_torch(arch: str, dtype: str
             assert float((got - want).norm() / want.norm()) < tolerance
 
 
+@pytest.mark.slow
 def test_int8_weights_are_kernels_in_any_case(tmp_path_factory: Any) -> None:
     path = tiny_model("llama", tmp_path_factory.getbasetemp())
     loaded = load_model(path, "float32", "cpu", lambda *_: None, quantization="int8", has_kernels=lambda *_: False)
