@@ -27,6 +27,7 @@ from benchmarks.contenders import OURS, AtUrl, Contender, Entrant, Installed, Ou
 from benchmarks.peers import known_peers
 from benchmarks.peers.peer import PeerError
 from benchmarks.places import default_cache, standard_model_in
+from benchmarks.processes import peak_memory
 from benchmarks.server import ServerError
 from benchmarks.standard_work import Needs, StandardWork, chosen_work, kind_of
 
@@ -153,11 +154,13 @@ class Session:
 
 
 def start_of(contender: Contender, model: str) -> Mapping[str, object]:
+    peak = None if contender.pid is None else peak_memory(contender.pid)
     return {
         "contender": contender.name,
         "model": model,
         "command": contender.command,
         "first answer after, s": contender.start_s,
+        "peak memory of its largest process then, MB": None if peak is None else peak >> 20,
         "while others are measured": "stopped (SIGSTOP)" if contender.freezes else "idle",
     }
 
@@ -171,7 +174,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--peer", required=True, help="list of peers (python -m benchmarks.peers list), base URLs, or ours: by chance")
-    add("--work", default="", help="list of W1 to W6 and E1 to E3, or E1/32; empty for all that a peer does")
+    add(
+        "--work",
+        default="",
+        help="list of W1 to W6, E1 to E3 or E1/32, and Q1, Q16 and Q512; empty: all but Q that a peer does",
+    )
     add("--rounds", type=int, default=3, help="of which the median counts")
     add("--seconds", type=float, default=20.0, help="after which a cell is cut off")
     add("--threads", type=int, default=os.cpu_count(), help="of each server")

@@ -105,7 +105,8 @@ class Ours(Entrant):
         served = ["--served-model-name", model.name]
         command = server.serve_command(port, [str(model), *served, *self._flags])
         start = Start(command, {"OMP_NUM_THREADS": str(needs.threads)})
-        server.compile_kernels(("encoder float32",) if needs.embeds else ("float32", "bfloat16"))
+        coded = ("coded bfloat16",) if model.suffix == ".gguf" else ()
+        server.compile_kernels(("encoder float32",) if needs.embeds else ("float32", "bfloat16", *coded))
         form = Form(embeds=needs.embeds)
         async with _started(self.name, start, port, model.name, form, log, start_limit) as contender:
             yield contender

@@ -10,6 +10,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -54,6 +55,16 @@ def tree(root: int) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def peak_memory(root: int) -> int:
+    """Return the most bytes that one process of the tree has had in memory, its share of mapped files included."""
+    peaks = [0]
+    for process in tree(root):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+            peaks += [int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")]
+    return max(peaks)
 
 
 def freeze(root: int) -> None:

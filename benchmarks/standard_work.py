@@ -1,4 +1,4 @@
-"""The standard work, W1 to W6 and E1 to E3: what is asked of a server, and what it must be started with to take it.
+"""The standard work, W1 to W6, E1 to E3 and Q1 to Q512: what is asked of a server, and what it is started for.
 
 Knows shapes of load. It does not know servers, nor what the figures mean.
 """
@@ -14,6 +14,8 @@ from benchmarks.workload import Workload
 
 REQUEST_TIMEOUT_S = 600.0
 """Far beyond any cell's limit: what a cell cuts off has not failed."""
+# The model of work on a quantised GGUF file, which places.py finds.
+GGUF = "gguf"
 WORD_IDS = (300, 48_999)
 """Tokens of the standard models that show as words: byte tokens can be halves of a character, which show late."""
 
@@ -121,6 +123,10 @@ STANDARD_WORK = {
         StandardWork("W5", "tiny", 64, 512, 32, 64),
         StandardWork("W6", "135m", 8, 8, 128, 3900, intruder=Intruder(4096, 3.0)),
         *_on_encoder(),
+        # One stream, sixteen, and the time to the first token of a long prompt.
+        StandardWork("Q1", GGUF, 1, 4, 128, 128),
+        StandardWork("Q16", GGUF, 16, 32, 128, 128),
+        StandardWork("Q512", GGUF, 1, 16, 512, 4),
     )
 }
 
@@ -131,9 +137,13 @@ def kind_of(name: str) -> str:
 
 
 def chosen_work(names: str, short: bool = False) -> Sequence[StandardWork]:
-    """`W1,W5` in the order of the list; empty for all of it; E1 is E1/1, E1/32 and E1/256. Raises ValueError."""
+    """`W1,W5` in the order of the list; E1 is E1/1, E1/32 and E1/256. Raises ValueError.
+
+    Empty is all of it but the work on a GGUF file, which must be at hand.
+    """
     kinds = list(dict.fromkeys(kind_of(name) for name in STANDARD_WORK))
-    wanted = [name.strip().upper() for name in names.split(",") if name.strip()] or kinds
+    usual = list(dict.fromkeys(kind_of(name) for name, work in STANDARD_WORK.items() if work.model != GGUF))
+    wanted = [name.strip().upper() for name in names.split(",") if name.strip()] or usual
     if unknown := sorted(set(wanted) - set(STANDARD_WORK) - set(kinds)):
         raise ValueError(f"work must be a list of {', '.join(kinds)}, got {', '.join(unknown)}")
     works = [work for name, work in STANDARD_WORK.items() if {name, kind_of(name)} & set(wanted)]

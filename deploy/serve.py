@@ -216,10 +216,9 @@ def _find_gguf(settings: Settings) -> Settings | None:
         raise SettingsError(
             f"task {settings.task!r}: model {found} is a GGUF file, and these generate text only; use task generate"
         )
-    name = settings.served_model_name or Path(settings.model).name.removesuffix(".gguf")
-    if ":" in settings.model and not settings.served_model_name:
-        name = settings.model
-    return dataclasses.replace(settings, model=found, served_model_name=name)
+    # What is no path is HUB/NAME:QUANTIZATION, which is a name. A folder may be given as "." and the like.
+    own_name = Path(os.path.abspath(path)).name.removesuffix(".gguf") if path.exists() else settings.model
+    return dataclasses.replace(settings, model=found, served_model_name=settings.served_model_name or own_name)
 
 
 def resolve_further_models(settings: Settings) -> Settings:

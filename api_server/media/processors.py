@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from PIL import Image
 
 from api_server.media.decode import ImageRefused
 from api_server.media.video_processors import FORMS, VideoProcessor
+from shared.json_files import read_json_file
 from shared.tokenizer_files import load_tokenizer
 
 # Tokens of an image that is asked for with `detail: low`.
@@ -260,7 +260,12 @@ def _video_settings(model: str) -> dict[str, Any]:
         path = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
         if path is None:
             continue
-        found: dict[str, Any] = json.loads(Path(path).read_bytes())
+        try:
+            found = read_json_file(Path(path))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} must hold an object, not {type(found).__name__}")
         if name != "processor_config.json":
             return found
         if isinstance(found.get("video_processor"), dict):

@@ -21,7 +21,6 @@ from shared.tokenizer_files import file_of, read_json
 log = logging.getLogger("tokenyard")
 
 _FILE = "generation_config.json"
-_MOST_TEMPERATURE = 2.0
 # Counts above this mean "as many as there are".
 _MOST = (1 << 31) - 1
 
@@ -79,7 +78,7 @@ def _number(value: Any) -> float:
 
 def _temperature(value: Any) -> _Read:
     number = _number(value)
-    return number, "" if 0 <= number <= _MOST_TEMPERATURE else f"a number between 0 and {_MOST_TEMPERATURE:g}"
+    return number, "" if number >= 0 else "a number of at least 0"
 
 
 def _top_p(value: Any) -> _Read:

@@ -56,6 +56,8 @@ class LlamaCpp(Peer):
         run(["ninja", "-C", build, "-j", os.environ.get(JOBS, str(os.cpu_count())), "llama-server"])
 
     def prepared(self, model: Path) -> Path:
+        if model.suffix == ".gguf":
+            return model
         converted = model.absolute().with_name(f"{model.name}-{self.weights}.gguf")
         if not converted.exists():
             partial = converted.with_suffix(".partial")

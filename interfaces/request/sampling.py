@@ -268,6 +268,9 @@ def _combined(
     if do_sample is False and not any("temperature" in layer for layer in layers[1:]):
         model["temperature"] = 0.0
     values = layers[0] | layers[1] | layers[2]
+    if values.get("temperature", 0.0) > 2.0 and not any("temperature" in layer for layer in layers[1:]):
+        # Dialects bind requests to 2. A model's own files are not bound.
+        values["any_temperature"] = True
     if "named_processors" in values:
         values["named_processors"] = {name: _json(given) for name, given in values["named_processors"].items()}
     stop_ids = [token for layer in layers for token in layer.get("stop_token_ids", ())]

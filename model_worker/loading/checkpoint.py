@@ -28,6 +28,7 @@ PAGED_LAYERS = {"full_attention", "sliding_attention", "attention"}
 NEEDED_ARGUMENTS = {"position_ids", "logits_to_keep"}
 
 QUANTIZATIONS = ("none", "int8")
+_MISSING_STATE = "a state for each sequence beside the KV cache is missing here"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -138,7 +139,11 @@ def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
     """
     name: str = (config.architectures or [config.model_type])[0]
     if config.is_encoder_decoder:
-        raise ModelRefused(name, "it is an encoder-decoder, and only decoders are served")
+        raise ModelRefused(
+            name,
+            "it is an encoder-decoder, and only decoders are served: a pass over the whole input and attention to it "
+            "are missing here",
+        )
     composite = is_composite(config)
     if composite:
         model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
@@ -153,12 +158,17 @@ def refuse_by_config(config: PreTrainedConfig, vision: bool = True) -> str:
     layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
     other = sorted(set(layer_types or ()) - PAGED_LAYERS)
     if other:
-        raise ModelRefused(
-            name, f"its layers of type {', '.join(other)} are not full or sliding-window attention over a KV cache"
+        # Of the others, attention in chunks alone keeps no state.
+        missing = "" if other == ["chunked_attention"] else f", and {_MISSING_STATE}"
+        reason = (
+            f"its layers of type {', '.join(other)} are not full or sliding-window attention over a KV cache{missing}"
         )
+        raise ModelRefused(name, reason)
     # A hybrid architecture may be configured without its recurrent layers; if it is, its layer types say so.
     if getattr(model_class, "_is_stateful", False) and not layer_types:
-        raise ModelRefused(name, "it keeps a recurrent state, and only attention over a KV cache is served")
+        raise ModelRefused(
+            name, f"it keeps a recurrent state, and only attention over a KV cache is served; {_MISSING_STATE}"
+        )
     if not model_class._can_set_attn_implementation():
         raise ModelRefused(name, "its attention does not go through transformers' attention registry")
     if not composite and (lacking := NEEDED_ARGUMENTS - set(inspect.signature(model_class.forward).parameters)):

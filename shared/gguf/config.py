@@ -134,6 +134,10 @@ def _llama(metadata: _Metadata) -> Values:
         return {**values, "intermediate_size": inner, "sliding_window": None}
     values = _dense(metadata, "llama", "LlamaForCausalLM")
     tensors = metadata.file.tensors
+    if "blk.0.attn_q.bias" in tensors and "blk.0.attn_output.bias" not in tensors:
+        # llama.cpp takes each bias as optional. transformers' Llama has one behind attention, too, and its Qwen 2 none.
+        plain = _without_head_dim(metadata, values)
+        return {**plain, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False}
     return {
         **values,
         "attention_bias": "blk.0.attn_q.bias" in tensors,

@@ -101,5 +101,5 @@ def damaged(path: str, what: str) -> GgufError:
 
 
 def is_gguf(source: str | Path) -> bool:
-    """Whether a model's name is that of a GGUF file."""
-    return str(source).endswith(SUFFIX)
+    """Whether a model's name is that of a GGUF file. A folder may be called so, too, and is none."""
+    return str(source).endswith(SUFFIX) and not Path(source).expanduser().is_dir()

@@ -47,9 +47,20 @@ def test_work_on_an_encoder_is_texts_of_so_many_tokens(name: str, in_flight: int
         assert len(encoded) == work.shortened().longest
 
 
+def test_work_on_a_gguf_file_wants_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENYARD_BENCH_GGUF", raising=False)
+    with pytest.raises(ValueError, match="TOKENYARD_BENCH_GGUF must name the GGUF file that is served, and is ''"):
+        standard_model_in(tmp_path, STANDARD_WORK["Q1"].model)
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    monkeypatch.setenv("TOKENYARD_BENCH_GGUF", str(file))
+    assert standard_model_in(tmp_path, STANDARD_WORK["Q16"].model) == file
+
+
 def test_a_choice_keeps_the_order_and_names_what_it_does_not_know() -> None:
     assert [work.name for work in chosen_work("w3, W1")] == ["W1", "W3"]
-    assert [work.name for work in chosen_work("")] == list(STANDARD_WORK)
+    assert [work.name for work in chosen_work("")] == [name for name in STANDARD_WORK if not name.startswith("Q")]
+    assert [work.name for work in chosen_work("q16,Q1")] == ["Q1", "Q16"]
     assert [work.name for work in chosen_work("e3/32,E1")] == ["E1/1", "E1/32", "E1/256", "E3/32"]
     assert {work.model for work in chosen_work("", short=True)} == {"tiny", "encoder-tiny"}
     with pytest.raises(ValueError, match="got W9"):

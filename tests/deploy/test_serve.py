@@ -92,6 +92,12 @@ def test_a_gguf_file_is_served_under_the_name_that_was_given(tmp_path: Path, mon
         settings = resolve_model(Settings(model=text))
         assert (settings.model, settings.public_model_name) == (str(file), name)
     assert resolve_model(Settings(model=str(file), served_model_name="mine")).public_model_name == "mine"
+    monkeypatch.chdir(folder)
+    assert resolve_model(Settings(model=".")).public_model_name == "tiny-GGUF"
+    colon = tmp_path / "a:b"
+    colon.mkdir()
+    (colon / "m:1.gguf").symlink_to(file)
+    assert resolve_model(Settings(model=str(colon / "m:1.gguf"))).public_model_name == "m:1"
     with pytest.raises(SettingsError, match="these generate text only"):
         resolve_model(Settings(model=str(file), task="embed"))
     file.write_bytes(file.read_bytes()[:5000])

@@ -50,6 +50,13 @@ RUNS = {
         "cpu/test_row_invariance.py",
         "cpu/test_encoder.py::test_attention_is_the_naive_one",
     ),
+    # Weights in codes there, whose bytes are multiplied as pairs of 16 bits.
+    "AVX2, codes": on_haswell(
+        "+avx2,+fma,+f16c",
+        "cpu/test_coded_linear.py::test_products_are_those_of_the_dequantised_weight",
+        "cpu/test_coded_linear.py::test_a_row_does_not_depend_on_the_others",
+        "cpu/test_kv_codes.py::test_every_code_is_widened_to_its_number",
+    ),
     # Processors of which nothing is known.
     "no instructions": on_haswell("", *_TILES),
     # Numba checks no index, so a wrong one corrupts memory in silence; compiled with checks, it ends a test.

@@ -22,6 +22,7 @@ from interfaces.request.requests import TextGenerationRequest
     [
         ("temperature", 0, 0.0),
         ("temperature", None, 1.0),
+        ("temperature", 2.5, 2.5),
         ("top_p", 1.5, 1.0),
         ("top_p", 0.0, 0.0),
         ("top_k", 0, -1),
@@ -49,7 +50,7 @@ def test_no_sampling_is_greedy() -> None:
         ("temperature", "0.7"),
         ("temperature", math.nan),
         ("temperature", -1),
-        ("temperature", 2.5),
+        ("temperature", math.inf),
         ("top_p", True),
         ("top_p", -0.1),
         ("top_k", 1.5),

@@ -119,6 +119,16 @@ def test_logits_are_those_of_the_decoded_weights(family: str, tmp_path: Path) ->
     assert all(torch.allclose(weight, state[name], atol=1e-6) for name, weight in loaded.model.state_dict().items())
 
 
+def test_a_llama_with_biases_of_queries_keys_and_values_alone(tmp_path: Path) -> None:
+    """Files of llama.cpp may have any of the biases."""
+    path = tmp_path / "model.gguf"
+    reference = write_model(path, random_model("qwen2", SIZE), "llama", "Q8_0")
+    loaded = load(path)
+    assert loaded.architecture == "Qwen2ForCausalLM"
+    assert loaded.model.model.layers[0].self_attn.q_proj.bias is not None
+    torch.testing.assert_close(logits(loaded.model), logits(reference), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [kind.name for kind in TYPES.values()])
 def test_every_type_of_blocks(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"

@@ -98,6 +98,8 @@ KEPT = {
 }
 
 
+# The stack of weights in codes is compiled.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_weights_stay_in_their_bits(name: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Panels have the very numbers, and the stack computes with them."""
@@ -130,6 +132,7 @@ def whole_batch() -> ForwardBatch:
     return ForwardBatch.build(TOKENS[0].numpy(), count, count, table, 16, np.arange(TOKENS.shape[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq in order of activations", "w4a16 in order of activations"])
 def test_layers_in_different_orders_run_as_modules(
     name: str, llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
