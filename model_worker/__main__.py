@@ -111,12 +111,15 @@ def build(
     from model_worker.adapter_loads import AdapterLoads, default_adapter_memory
     from model_worker.capacity import capacity_for
     from model_worker.cpu import kernel_cache
+    from model_worker.drafters import chosen
+    from model_worker.drafters.draft_model import DraftModel
     from model_worker.engine import Engine
     from model_worker.execution import executors_for
     from model_worker.execution.base import DeviceStep, WorkerIdentity
     from model_worker.grammar import mask_process
     from model_worker.grammar.masks import Masks
     from model_worker.kv_cache import default_kv_memory
+    from model_worker.loading import draft as draft_loading
     from model_worker.loading.load import load_model
     from model_worker.rows import WorkerRows
     from model_worker.runner import ModelRunner
@@ -138,13 +141,21 @@ def build(
         vision=settings.vision,
         kv_dtype=settings.kv_dtype,
     )
+    draft = _load_draft(settings, loaded)
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory) or default_kv_memory(loaded.device, models)
+    if draft is not None:
+        memory = draft_loading.share_of(memory, loaded, draft)
     capacity = capacity_for(loaded, memory, settings.max_model_len, settings.max_running, loaded.block_size)
     runner = ModelRunner(loaded, capacity.num_blocks, loaded.block_size)
+    guessing = None if draft is None else ModelRunner(draft, capacity.num_blocks, loaded.block_size)
+    if draft is not None:
+        draft_loading.check_length(draft, capacity.max_model_len)
     phases.phase("compile kernels")
     sampler = SamplerRows(settings.max_running, loaded.vocab_size, loaded.device, processors, loaded.has_kernels)
     runner.warm_up()
+    if guessing is not None:
+        guessing.warm_up()
     runner.record_decode(settings.max_running, capacity.max_model_len)
     rows = WorkerRows(settings.max_running, capacity.max_model_len, loaded.block_size, capacity.num_blocks)
     fork_server = mask_process.fork_server(settings.model, settings.max_running)
@@ -164,7 +175,15 @@ def build(
         shared.adapters = AdapterLoads(runner.backend, epoch, index, memory)
     overlaps = loaded.device.type == "cuda" or runner.backend.overlaps
     overlap = loaded.device.type if overlaps else "off"
-    engine = Engine(shared, executors_for(shared, overlap, settings.most_guesses, learns=settings.speculate == "auto"))
+    executors = executors_for(
+        shared,
+        overlap,
+        settings.most_guesses,
+        learns=settings.speculate == "auto",
+        drafters=chosen.without_models(settings.draft),
+        models=[] if guessing is None else [DraftModel(guessing.backend, rows, sampler)],
+    )
+    engine = Engine(shared, executors)
     hello = WorkerHello(
         device=device,
         index=index,
@@ -204,6 +223,21 @@ def _encode_queue(images: ImageRows) -> EncodeQueue:
         ThreadPool.most_threads = max(1, cores - encoding) if sharing else ALL_THREADS
 
     return EncodeQueue(images, encoding, share_cores)
+
+
+def _load_draft(settings: Settings, loaded: LoadedModel) -> LoadedModel | None:
+    """Load the model that guesses, if the settings name one. ValueError says why it cannot be used."""
+    from model_worker.cpu import kernel_cache
+    from model_worker.drafters import chosen
+    from model_worker.loading.draft import load_draft
+
+    name = chosen.model_named(settings.draft) if settings.most_guesses else None
+    if name is None or loaded.device.type != "cpu":
+        return None
+    phases.phase("load draft model")
+    return load_draft(
+        name, settings.model, loaded, lambda _what, done, total: _progress(done, total), kernel_cache.are_compiled
+    )
 
 
 def build_texts(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+# The most tokens of a sequence that a pass may guess.
+MOST_GUESSES = 15
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -38,3 +40,10 @@ def bytes_of(size: str) -> int:
     """Return the bytes of a size such as 512MB or 4GiB; 0 for what is none."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMG]I?|)B?", size.upper())
     return int(float(match[1]) * _UNITS[match[2]]) if match else 0
+
+
+def guesses_of(speculate: str) -> int:
+    """Return the most guesses of a sequence, for a number or auto; -1 for what is neither."""
+    if speculate == "auto":
+        return MOST_GUESSES
+    return int(speculate) if speculate.isdecimal() and int(speculate) <= MOST_GUESSES else -1

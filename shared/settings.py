@@ -19,7 +19,7 @@ from typing import Any
 from shared.adapter_paths import named_paths
 from shared.fetch_hosts import FetchHosts
 from shared.logs import FORMATS
-from shared.setting_forms import are_devices, are_models, are_origins, bytes_of, entries, is_tcp
+from shared.setting_forms import are_devices, are_models, are_origins, bytes_of, entries, guesses_of, is_tcp
 
 
 class SettingsError(ValueError):
@@ -203,6 +203,9 @@ class Settings:
         "tokens to guess ahead of each sequence; a pass verifies all of them, and no answer changes; auto: as many as "
         "save time, by what the worker learns; N: always up to so many; 0: none",
     )
+    draft: str = _setting(
+        "behaviour", "text,suffix", "what guesses, with commas: text, suffix, a model's folder (docs/speculation.md)"
+    )
     limit_images: int = _setting("capacity", 32, "images, and videos, that one request may have; 0: none")
     max_image_tokens: int | None = _setting(
         "capacity",
@@ -265,9 +268,7 @@ class Settings:
         tokens = self.max_batch_tokens
         _check(tokens is None or tokens >= 1, "max_batch_tokens", tokens, "at least 1")
         _check(self.max_open_per_key >= 0, "max_open_per_key", self.max_open_per_key, "0 or more")
-        text = str(self.speculate)
-        guesses = text == "auto" or (text.isdecimal() and int(text) <= MOST_GUESSES)
-        _check(guesses, "speculate", self.speculate, f"auto, or 0 to {MOST_GUESSES}")
+        _check(guesses_of(str(self.speculate)) >= 0, "speculate", self.speculate, "auto, or 0 to 15")
         _check(1 <= self.keep_alive_timeout <= 3600, "keep_alive_timeout", self.keep_alive_timeout, "1 to 3600")
         _check(0 <= self.drain_delay <= 3600, "drain_delay", self.drain_delay, "0 to 3600")
         _check(0 <= self.drain_timeout <= 3600, "drain_timeout", self.drain_timeout, "0 to 3600")
@@ -329,7 +330,7 @@ class Settings:
     @property
     def most_guesses(self) -> int:
         """The most tokens of a sequence that a pass guesses."""
-        return MOST_GUESSES if self.speculate == "auto" else int(self.speculate)
+        return guesses_of(str(self.speculate))
 
     @property
     def scheme(self) -> str:
@@ -349,7 +350,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 TASKS = ("auto", "generate", "embed", "embed_tokens", "sparse", "rerank", "classify", "classify_tokens")
 QUANTIZATIONS = ("none", "int8")
 KV_DTYPES = ("auto", "int8", "fp8")
-MOST_GUESSES = 15
 _FURTHER_MODELS = "a list of NAME=MODEL with a name of its own for each (letters, digits and ./-_)"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 

@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 from model_worker.drafters.base import Drafter, ModelDrafter
 from model_worker.drafters.budget import FixedBudget, LearntBudget
-from model_worker.drafters.own_text import OwnText
 from model_worker.drafters.several import Drafters
-from model_worker.drafters.suffix import EndedAnswers
 from model_worker.execution.base import DeviceStep, Executor
 from model_worker.execution.isolation import Isolation
 from model_worker.execution.overlap_cpu import OverlapCpu
@@ -29,24 +27,23 @@ def executors_for(
     overlap: str = "off",
     most_guesses: int = 0,
     learns: bool = False,
-    drafters: Sequence[Drafter] | None = None,
+    drafters: Sequence[Drafter] = (),
     models: Sequence[ModelDrafter] = (),
 ) -> list[Executor]:
     """Make the executors of a device, rarest first.
 
     `overlap` is the type of the device, or "off": then each step waits for its tokens. A CPU's backend must have
-    `launch` for it. Up to `most_guesses` tokens of a row are guessed, by `drafters`, by default all that run no
-    model, and by `models`: always as many as there are, or, if the worker `learns`, as many as pay. Nothing is
-    guessed where a row's bits depend on what else is in its pass.
+    `launch` for it. Up to `most_guesses` tokens of a row are guessed, by `drafters` and, where these know little, by
+    `models`: always as many as there are, or, if the worker `learns`, as many as pay. Nothing is guessed where a
+    row's bits depend on what else is in its pass.
     """
     synchronous = Synchronous(shared)
     executors: list[Executor] = [Isolation(shared, synchronous)]
     if overlap == "cuda":
         return [*executors, OverlapCuda(shared), synchronous]
     if guesses(shared, most_guesses):
-        asked: Sequence[Drafter] = [OwnText(), EndedAnswers()] if drafters is None else drafters
         budget = LearntBudget(most_guesses, shared.times) if learns else FixedBudget(most_guesses)
-        shared.drafters = Drafters(shared.rows, asked, budget, shared.times, models)
+        shared.drafters = Drafters(shared.rows, drafters, budget, shared.times, models)
         executors.append(Speculation(shared, shared.drafters, overlap == "cpu"))
     if overlap == "cpu":
         executors.append(OverlapCpu(shared))

@@ -63,7 +63,8 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "tool_parser": st.sampled_from(["auto", "none", "hermes"]),
     "reasoning_parser": st.sampled_from(["auto", "none", "think"]),
     "overlap": st.booleans(),
-    "speculate": st.sampled_from(["auto", "0", "7", "15"]),  # a whole number in a file: below
+    "draft": st.sampled_from(["text", "suffix,./small", "org/small"]),
+    "speculate": st.sampled_from(["auto", "0", "7", "15"]),
     "prefix_cache": st.booleans(),
     "hidden_states": st.booleans(),
     "logit_processors": st.sampled_from(["", "a.b:C", "x=a.b:C, d:E", "a.module, ban-words, installed"]),

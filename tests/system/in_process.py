@@ -29,6 +29,8 @@ from interfaces import (
 from interfaces.base.log_probabilities import LogProbabilities
 from model_worker.backends.base import Backend
 from model_worker.drafters.base import Drafter
+from model_worker.drafters.chosen import without_models
+from model_worker.drafters.draft_model import DraftModel
 from model_worker.engine import Engine
 from model_worker.execution import executors_for
 from model_worker.execution.base import DeviceStep, WorkerIdentity
@@ -64,6 +66,7 @@ class Shape:
     most_guesses: int = 0
     learns: bool = False
     drafters: Sequence[Drafter] | None = None
+    draft: LoadedModel | None = None
     processors: Mapping[str, Processor] = field(default_factory=dict)
 
 
@@ -110,7 +113,12 @@ class InProcessServer:
             shared = _device_step(loaded, shape, index, masks[index] if masks else None)
             self.backends[index] = shared.backend
             most = shape.most_guesses
-            executors = executors_for(shared, shape.device_overlap, most, shape.learns, shape.drafters)
+            drafters = without_models("text,suffix") if shape.drafters is None else shape.drafters
+            models = []
+            if shape.draft is not None:
+                runner = ModelRunner(shape.draft, shape.num_blocks, shape.block_size)
+                models.append(DraftModel(runner.backend, shared.rows, shared.sampler))
+            executors = executors_for(shared, shape.device_overlap, most, shape.learns, drafters, models)
             self.engines[index] = Engine(shared, executors)
             self.scheduler.worker_hello(_hello(loaded, shape, index, shared.backend.row_invariant))
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from deploy import embedded_model
 from interfaces import Finish, SamplingParams
+from model_worker.drafters import draft_model
 from model_worker.drafters.suffix import EndedAnswers
 from model_worker.grammar import mask_process
 from model_worker.grammar.masks import Masks
@@ -64,7 +65,8 @@ def test_no_guess_changes_an_answer(shape: Shape, kinds: tuple[Params, ...], cha
     seed = random.randrange(2**31)
     rng = random.Random(seed)
     loaded = load(tiny_model("llama", tmp_path, seed=1))
-    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.randint(1, 40))] for _ in range(20)]
+    # No two begin alike, so the oracle knows whose text it sees.
+    prompts = [[3 + i, *(rng.randrange(3, VOCAB) for _ in range(rng.randint(0, 39)))] for i in range(20)]
     asked: Asked = [
         (prompt, replace(rng.choice(kinds)(rng), max_new_tokens=rng.randint(20, 60)), {}) for prompt in prompts
     ]
@@ -80,7 +82,7 @@ def test_no_guess_changes_an_answer(shape: Shape, kinds: tuple[Params, ...], cha
     if chance == 0.0:
         assert counters.accepted == 0
     elif not shape.learns:
-        assert counters.accepted > counters.drafted / 8
+        assert counters.accepted > 0
     if chance == 1.0:
         assert counters.accepted == counters.drafted
     assert {answer.finished for answer in plain} >= {Finish.LENGTH}
@@ -125,7 +127,7 @@ def test_no_guess_changes_an_answer_with_a_grammar(model: Path, masks: Masks, ch
             stop_token_ids=[EOS],
         )
         grammar = grammars[i % 3]
-        prompt = [rng.randrange(3, 4096) for _ in range(rng.randint(1, 20))]
+        prompt = [3 + i, *(rng.randrange(3, 4096) for _ in range(rng.randint(0, 19)))]
         asked.append((prompt, values, {} if grammar is None else {"grammar": grammar}))
     plain = served(InProcessServer(loaded, ROOM, [masks]), asked)
     texts = [prompt + answer.tokens for (prompt, _, _), answer in zip(asked, plain, strict=True)]
@@ -177,6 +179,30 @@ def test_a_text_that_repeats_itself_takes_fewer_passes(shape: Shape, temperature
         assert counters.accepted > 120 if most_guesses else counters.drafted == 0
     assert answers[0] == answers[1] == answers[2]
     assert [len(tokens) for tokens in answers[0]] == [100] * 3
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_no_guess_of_a_draft_model_changes_an_answer(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is the model itself, with the row's noise, is always right: also about prompts found in the cache."""
+    monkeypatch.setattr(draft_model, "CAUGHT_UP_AT_ONCE", 20)
+    seed = random.randrange(2**31)
+    rng = random.Random(seed)
+    loaded = load(tiny_model("llama", tmp_path / "model", seed=1))
+    draft = load(tiny_model("llama", tmp_path / "draft", seed=1 if same else 2))
+    begin = [rng.randrange(3, VOCAB) for _ in range(34)]
+    kinds = (greedy_params, device_params) if same else (greedy_params, device_params, host_params, random_params)
+    asked: Asked = []
+    for i in range(12):
+        prompt = [*(begin if i % 2 else []), 3 + i, *(rng.randrange(3, VOCAB) for _ in range(rng.randint(0, 30)))]
+        asked.append((prompt, replace(rng.choice(kinds)(rng), max_new_tokens=rng.randint(10, 40)), {}))
+    plain = served(InProcessServer(loaded, IN_STACK), asked)
+    server = InProcessServer(loaded, replace(IN_STACK, most_guesses=7, drafters=[], draft=draft))
+    check_equal(plain, served(server, asked), asked, seed)
+    (engine,) = server.engines.values()
+    assert engine.counters.drafted > 0
+    assert not same or engine.counters.accepted == engine.counters.drafted
 
 
 def test_an_answer_that_comes_again_takes_fewer_passes(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from interfaces import Join, SamplingParams, Step
+from model_worker.drafters.chosen import without_models
 from model_worker.engine import Engine
 from model_worker.execution import executors_for
 from model_worker.execution.base import DeviceStep, Executor, WorkerIdentity
@@ -47,7 +48,8 @@ class TinyWorker:
         self.backend: Any = runner.backend
         sampler = SamplerRows(ROWS, loaded.vocab_size, loaded.device)
         self.shared = DeviceStep(rows, sampler, self.backend, WorkerIdentity(0, 0))
-        self.executors = executors_for(self.shared, overlap, most_guesses)
+        drafters = without_models("text,suffix")
+        self.executors = executors_for(self.shared, overlap, most_guesses, drafters=drafters)
         self.taken: list[str] = []
         self.engine = Engine(self.shared, [Recorded(executor, self.taken) for executor in self.executors])
         self._steps = 0
