@@ -119,6 +119,7 @@ class _Model:
             self.pooled_model,
             processes_file=server_directory.processes_file,
             uploaded_adapters=self.run_directory.uploaded_adapters,
+            uploaded_weights=self.run_directory.uploaded_weights,
             image_key=shared_secret(server_directory.image_key_file),
         )
 

@@ -33,9 +33,11 @@ from api_server.dialects.sglang import loads as sglang_loads
 from api_server.dialects.sglang import parsing as sglang_parsing
 from api_server.dialects.sglang import sessions as sglang_sessions
 from api_server.dialects.sglang import tokenize as sglang_tokenize
+from api_server.dialects.sglang import weights as sglang_weights
 from api_server.dialects.tei import routes as tei
 from api_server.dialects.tgi import routes as tgi
 from api_server.dialects.vllm import adapters as vllm_adapters
+from api_server.dialects.vllm import weights as vllm_weights
 from api_server.engine import health_probe
 from api_server.errors import ErrorKind, RequestFailed
 from api_server.http import descriptors
@@ -73,6 +75,8 @@ def create(server: ServerState, further_routes: Sequence[BaseRoute] = ()) -> App
         *sglang_admin.routes(),
         *sglang_adapters.routes(),
         *vllm_adapters.routes(),
+        *sglang_weights.routes(),
+        *vllm_weights.routes(),
         *sglang_tokenize.routes(),
         *sglang_parsing.routes(),
         sglang_loads.route(),

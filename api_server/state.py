@@ -68,6 +68,8 @@ class ServerState:
     processes_file: Path | None = None
     # The folder for adapters that come over HTTP; None without a supervisor.
     uploaded_adapters: Path | None = None
+    # The folder for tensors that come over HTTP; None without a supervisor.
+    uploaded_weights: Path | None = None
     # Makes the hashes of images; the same in all API processes of a server, and no client knows it.
     image_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     bodies: Bodies = field(default_factory=Bodies)

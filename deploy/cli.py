@@ -24,7 +24,7 @@ from shared.settings_sources import CONFIG_VARIABLE, ENV_PREFIX, Resolved, confi
 _USAGE_ERROR = 2
 _KEY_VARIABLE = ENV_PREFIX + "API_KEY"
 # Settings that are lists of one flag each, and the form of an entry.
-_REPEATED = {"also": "NAME=MODEL", "lora": "NAME=FOLDER", "lora_dirs": "DIR"}
+_REPEATED = {"also": "NAME=MODEL", "lora": "NAME=FOLDER", "lora_dirs": "DIR", "weights_dirs": "DIR"}
 _SERVE_EXAMPLES = f"""\
 examples:
   tokenyard serve                                  the embedded demo model, on http://127.0.0.1:8000

@@ -255,8 +255,14 @@ def resolve_adapters(settings: Settings) -> Settings:
     for folder in folders:
         if not folder.is_dir():
             raise SettingsError(f"lora_dirs names {str(folder)!r}, which is no folder here: make it, or leave it out")
+    for folder in folders_of(settings.weights_dirs):
+        if not folder.is_dir():
+            raise SettingsError(
+                f"weights_dirs names {str(folder)!r}, which is no folder here: make it, or leave it out"
+            )
     return dataclasses.replace(
         settings,
+        weights_dirs=",".join(str(folder.absolute()) for folder in folders_of(settings.weights_dirs)),
         lora=",".join(f"{name}={folder}" for name, folder in found.items()),
         lora_dirs=",".join(map(str, folders)),
     )

@@ -87,10 +87,12 @@ context.text: TextContext
 context.tokens: Range TokenBuffer TokenSlice
 context.vision: TextAndVisionContext
 messages: Action AdapterAnswer AdapterFailed AdapterLoaded AdapterOrder AdapterState AdapterStatus Batch BatchResult
-    CUT_IMAGES Cancel Detach DropAdapter EPOCHS_OF_A_SUPERVISOR Finish GENERATE Goodbye Hello Inquiry InquiryAnswer
-    Join LoadAdapter NO_IMAGES Order OrderAnswer REGISTRATION_SIZE Ready Results Retire RowGrammar SchedulingOptions
-    SESSION_MEDIA_BYTES SessionAction SessionAnswer SessionMedium SessionOrder Status Step StepResult Submit Unknown
-    Vectors WHOLE_IMAGES WHOLE_PROMPTS WorkerGoodbye WorkerHello WorkerStatus
+    CUT_IMAGES Cancel Detach DropAdapter EPOCHS_OF_A_SUPERVISOR FIRST_VERSION Finish GENERATE Goodbye GroupSpec Hello
+    Inquiry InquiryAnswer Join KV_CACHE LoadAdapter NO_IMAGES Order OrderAnswer REGISTRATION_SIZE Ready Results Retire
+    RowGrammar RunningMode SESSION_MEDIA_BYTES SchedulingOptions SessionAction SessionAnswer SessionMedium SessionOrder
+    Status Step StepResult Submit TensorSpec Unknown Vectors WEIGHTS WHOLE_IMAGES WHOLE_PROMPTS WeightsAction
+    WeightsAnswer WeightsCommand WeightsOrder WeightsReport WeightsStatus WeightsTask WeightsVersion WorkerGoodbye
+    WorkerHello WorkerStatus
 messages.hidden_states: HiddenStates
 messages.logprob_reports: LogprobReports
 messages.token_runs: TokenRuns

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from model_worker.sampling.sampler import SamplerRows
     from model_worker.vision.encode_queue import EncodeQueue
     from model_worker.vision.rows import ImageRows
+    from model_worker.weights.commands import WeightsCommands
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,11 @@ def main() -> None:
             runner, described, compilation = build_texts(settings, arguments.index, arguments.device, epoch, local)
             worker = partial(serve, runner, described, endpoint, keys, compilation)
         else:
-            engine, hello, compilation = build(settings, arguments.index, arguments.device, epoch, arguments.models)
-            worker = partial(serve, engine, hello, endpoint, keys, compilation, engine.encoding, engine.adapters)
+            file = None if arguments.connect else run_directory.weights_file
+            built = build(settings, arguments.index, arguments.device, epoch, arguments.models, file)
+            engine, hello, compilation, weights = built
+            beside = engine.encoding, engine.adapters, weights
+            worker = partial(serve, engine, hello, endpoint, keys, compilation, *beside)
     except (ValueError, OSError) as error:
         phases.fatal(str(error), may_pass(error))
         sys.exit(CANNOT_WORK)
@@ -100,11 +104,12 @@ def _import() -> None:
 
 
 def build(
-    settings: Settings, index: int, device: str, epoch: int, models: int = 1
-) -> tuple[Engine, WorkerHello, kernel_cache.Compilation | None]:
+    settings: Settings, index: int, device: str, epoch: int, models: int = 1, weights_file: Path | None = None
+) -> tuple[Engine, WorkerHello, kernel_cache.Compilation | None, WeightsCommands]:
     """Load the model and make room for its KV cache. ValueError says why this model cannot be served here.
 
     Where compiled kernels are missing, their compilation has begun. The workers of so many `models` share the device.
+    The file names the version of the weights that is served, if that is not the model's own.
     """
     import torch
 
@@ -120,27 +125,18 @@ def build(
     from model_worker.grammar.masks import Masks
     from model_worker.kv_cache import default_kv_memory
     from model_worker.loading import draft as draft_loading
-    from model_worker.loading.load import load_model
     from model_worker.rows import WorkerRows
     from model_worker.runner import ModelRunner
     from model_worker.sampling.registry import load_processors, schemas
     from model_worker.sampling.sampler import SamplerRows
     from model_worker.vision.encoder import EncoderCache
     from model_worker.vision.rows import ImageRows
+    from model_worker.weights.start import load_version, served_version, weights_commands
 
     processors = load_processors(settings.processor_entries)
     phases.phase("load weights")
-    loaded = load_model(
-        settings.model,
-        settings.dtype,
-        device,
-        lambda _what, done, total: _progress(done, total),
-        max_model_len=settings.max_model_len,
-        quantization=settings.quantization,
-        has_kernels=kernel_cache.are_compiled,
-        vision=settings.vision,
-        kv_dtype=settings.kv_dtype,
-    )
+    version = served_version(weights_file, settings.model)
+    loaded = load_version(settings, device, kernel_cache.are_compiled, _progress, version)
     draft = _load_draft(settings, loaded)
     phases.phase("allocate KV")
     memory = parse_memory(settings.kv_memory) or default_kv_memory(loaded.device, models)
@@ -204,9 +200,11 @@ def build(
         images=NO_IMAGES if loaded.encoder is None else int(loaded.encoder.family.sight),
         adapter_memory=0 if shared.adapters is None else shared.adapters.memory,
         processors=schemas(processors),
+        weights=version.number,
     )
     torch.set_grad_enabled(False)
-    return engine, hello, compilation
+    weights = weights_commands(settings, device, engine, shared, runner, hello, version)
+    return engine, hello, compilation, weights
 
 
 def _encode_queue(images: ImageRows) -> EncodeQueue:
@@ -315,6 +313,7 @@ def serve(
     compilation: kernel_cache.Compilation | None = None,
     encoding: EncodeQueue | None = None,
     adapters: AdapterLoads | None = None,
+    weights: WeightsCommands | None = None,
 ) -> None:
     """Register the worker and run steps or batches until SIGTERM, or until a successor can use compiled kernels."""
     from model_worker.loop import Loop
@@ -322,7 +321,7 @@ def serve(
     def superseded() -> bool:
         return compilation is not None and compilation.done
 
-    loop = Loop(engine, hello, endpoint, keys, superseded, encoding, adapters)
+    loop = Loop(engine, hello, endpoint, keys, superseded, encoding, adapters, weights)
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())
     signal.signal(signal.SIGINT, lambda *_: loop.stop())
     # A thread that has done its part of a pass goes on to the next one as soon as it has the interpreter.
@@ -344,10 +343,10 @@ def _report(what: str, done: int, total: int) -> None:
     if what == "compile kernels":
         phases.phase(what)
     else:
-        _progress(done, total)
+        _progress(what, done, total)
 
 
-def _progress(done: int, total: int) -> None:
+def _progress(_: str, done: int, total: int) -> None:
     phases.progress(done, total, "tensors")
 
 

@@ -13,7 +13,7 @@ import logging
 import socket
 from collections import deque
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class _Done(NamedTuple):
     order: LoadAdapter
     facts: AdapterFacts | None
     error: Exception | None
+    backend: Backend
 
 
 class AdapterLoads:
@@ -58,6 +59,8 @@ class AdapterLoads:
         self._loaded: set[int] = set()
         self._incarnation: int | None = None
         self._thread: Thread | None = None
+        # Held while an adapter is read: the backend does not change meanwhile.
+        self._lock = Lock()
         self._receiver, self._sender = socket.socketpair()
         for end in (self._receiver, self._sender):
             end.setblocking(False)
@@ -82,6 +85,20 @@ class AdapterLoads:
             self._thread.start()
         self._orders.put(message)
 
+    def move_to(self, backend: Backend) -> None:
+        """Read the adapters again for another backend, which computes the next steps. No pass is in flight.
+
+        One that cannot be read any more fails: `take` says so.
+        """
+        with self._lock:
+            self._backend = backend
+            for handle in sorted(self._loaded):
+                order = self._wanted[handle]
+                self._loaded.discard(handle)
+                self._done.append(self._read(order))
+        if self._done:
+            self._wake()
+
     def take(self) -> list[AdapterLoaded | AdapterFailed]:
         """The answers to orders that were carried out since the last call."""
         with contextlib.suppress(BlockingIOError):
@@ -89,7 +106,11 @@ class AdapterLoads:
         answers = []
         while self._done:
             done = self._done.popleft()
-            if self._wanted.get(done.order.handle) is done.order:
+            if done.backend is not self._backend:
+                # It was read for weights that are not used any more.
+                if self._wanted.get(done.order.handle) is done.order and done.order.handle not in self._loaded:
+                    self._orders.put(done.order)
+            elif self._wanted.get(done.order.handle) is done.order:
                 answers.append(self._answer(done))
             elif done.facts is not None and done.order.handle not in self._wanted:
                 # Otherwise a later order for the same handle replaces it.
@@ -128,16 +149,22 @@ class AdapterLoads:
         torch.set_num_threads(1)
         while True:
             order = self._orders.get()
-            facts = None
-            error: Exception | None = None
-            if self._wanted.get(order.handle) is order:
-                try:
-                    facts = self._backend.load_adapter(order.handle, order.path)
-                except Exception as caught:  # the adapter fails, and not the worker
-                    error = caught
-            self._done.append(_Done(order, facts, error))
-            with contextlib.suppress(BlockingIOError):
-                self._sender.send(b"\0")
+            with self._lock:
+                self._done.append(self._read(order))
+            self._wake()
+
+    def _read(self, order: LoadAdapter) -> _Done:
+        """Read an adapter, if it is still wanted."""
+        if self._wanted.get(order.handle) is not order:
+            return _Done(order, None, None, self._backend)
+        try:
+            return _Done(order, self._backend.load_adapter(order.handle, order.path), None, self._backend)
+        except Exception as caught:  # the adapter fails, and not the worker
+            return _Done(order, None, caught, self._backend)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._sender.send(b"\0")
 
 
 def _reason(done: _Done) -> str:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model_worker.batch import ForwardBatch
+from model_worker.host_memory import give_back
 from shared.resources import free_memory
 
 GIB = 1 << 30
@@ -95,7 +96,7 @@ class KVLayout:
 
 
 class KVCache:
-    """K and V per layer, indexed `[block, offset, kv_head, element]`, allocated once and never moved.
+    """K and V per layer, indexed `[block, offset, kv_head, element]`, and not moved while they are there.
 
     On a CPU a block's memory is laid out head by head: a core reads one head's keys from end to end. In codes a block
     is bytes, as many for each token and head as elements and a scale take; attention/coded.py knows their order.
@@ -110,18 +111,36 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
 
-        def blocks(layer: LayerShape, head_dim: int) -> Tensor:
-            if layout.in_codes:
-                shape = (num_blocks, layer.kv_heads, block_size, head_dim + SCALE_BYTES)
-                return _untouched_zeros(shape, torch.uint8).transpose(1, 2)
-            # Zeros, not garbage: a NaN in an unwritten slot must not reach a softmax through 0 * NaN.
-            if device.type == "cpu":
-                shape = (num_blocks, layer.kv_heads, block_size, head_dim)
-                return _untouched_zeros(shape, layout.dtype).transpose(1, 2)
-            return torch.zeros(num_blocks, block_size, layer.kv_heads, head_dim, dtype=layout.dtype, device=device)
+        self._device = device
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        self.restore()
 
-        self.k = [blocks(layer, layer.k_dim) for layer in layout.layers]
-        self.v = [blocks(layer, layer.v_dim) for layer in layout.layers]
+    def release(self) -> None:
+        """Give the memory back, and with it all K and V. On a CPU the cache may be used again at once."""
+        if self._device.type == "cpu":
+            give_back([memory_of(blocks) for blocks in (*self.k, *self.v)])
+        else:
+            self.k = []
+            self.v = []
+
+    def restore(self) -> None:
+        """Take memory for the blocks, if there is none: zeros."""
+        if self.k:
+            return
+
+        def blocks(layer: LayerShape, head_dim: int) -> Tensor:
+            on_cpu = self.num_blocks, layer.kv_heads, self.block_size
+            if self.layout.in_codes:
+                return _untouched_zeros((*on_cpu, head_dim + SCALE_BYTES), torch.uint8).transpose(1, 2)
+            # Zeros, not garbage: a NaN in an unwritten slot must not reach a softmax through 0 * NaN.
+            if self._device.type == "cpu":
+                return _untouched_zeros((*on_cpu, head_dim), self.layout.dtype).transpose(1, 2)
+            shape = (self.num_blocks, self.block_size, layer.kv_heads, head_dim)
+            return torch.zeros(*shape, dtype=self.layout.dtype, device=self._device)
+
+        self.k = [blocks(layer, layer.k_dim) for layer in self.layout.layers]
+        self.v = [blocks(layer, layer.v_dim) for layer in self.layout.layers]
 
     @property
     def num_bytes(self) -> int:

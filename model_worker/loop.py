@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,7 @@ from interfaces import (
     Retire,
     Step,
     StepResult,
+    WeightsCommand,
     WireError,
     WorkerGoodbye,
     WorkerHello,
@@ -35,6 +36,7 @@ from interfaces import (
 from model_worker.adapter_loads import AdapterLoads
 from model_worker.execution.base import Counters
 from model_worker.vision.encode_queue import EncodeQueue, ReadyRow
+from model_worker.weights.commands import WeightsCommands
 from shared import phases
 from shared.endpoints import worker_identity
 from shared.sockets import connect_dealer, same_host
@@ -95,12 +97,14 @@ class Loop:
         superseded: Callable[[], bool] = lambda: False,
         encoding: EncodeQueue | None = None,
         adapters: AdapterLoads | None = None,
+        weights: WeightsCommands | None = None,
     ) -> None:
         """`encoding` are the images that are being encoded beside the steps; `adapters` those that are read."""
         self._engine = engine
         self._superseded = superseded
         self._encoding = encoding
         self._adapters = adapters
+        self._weights = weights
         self._hello = hello
         self._context: zmq.Context[Any] = zmq.Context()
         identity = worker_identity(hello.index, hello.epoch, os.getpid(), endpoint)
@@ -111,6 +115,8 @@ class Loop:
             self._poller.register(encoding.fileno(), zmq.POLLIN)
         if adapters is not None:
             self._poller.register(adapters.fileno(), zmq.POLLIN)
+        if weights is not None:
+            self._poller.register(weights.fileno(), zmq.POLLIN)
         self._same_host = same_host(endpoint)
         self._goodbye = WorkerGoodbye(hello.index, hello.epoch)
         self._epoch = hello.epoch
@@ -194,10 +200,28 @@ class Loop:
             self._answer(leave=0)
             self._adapters.obey(message)
             return None
+        if isinstance(message, WeightsCommand) and message.epoch == self._epoch and self._weights is not None:
+            self._change_weights(message, self._weights)
+            return None
         if not isinstance(message, self._engine.takes) or message.epoch != self._epoch:
             log.warning("dropped a %s that is not for epoch %d", type(message).__name__, self._epoch)
             return None
         return message
+
+    def _change_weights(self, command: WeightsCommand, weights: WeightsCommands) -> None:
+        # Launched steps use what changes now.
+        self._answer(leave=0)
+        report = weights.obey(command)
+        self._hello = weights.described(self._hello)
+        if self._adapters is not None:
+            # Before the report: after it a step may come that uses one of them.
+            self._send_all(self._adapters.take())
+        if report is not None:
+            self._send(encode(report))
+
+    def _send_all(self, messages: Iterable[Any]) -> None:
+        for message in messages:
+            self._send(encode(message))
 
     def _readable(self, timeout_ms: int) -> bool:
         """Wait for a message. Reports images that are encoded and adapters that are read, and then waits no longer."""
@@ -205,8 +229,9 @@ class Loop:
         if self._encoding is not None and self._encoding.fileno() in events:
             self._send_ready(self._encoding.take())
         if self._adapters is not None and self._adapters.fileno() in events:
-            for answer in self._adapters.take():
-                self._send(encode(answer))
+            self._send_all(self._adapters.take())
+        if self._weights is not None and self._weights.fileno() in events:
+            self._send_all(self._weights.take())
         return self._socket in events
 
     def _send_ready(self, ready: list[ReadyRow]) -> None:

@@ -55,6 +55,9 @@ class CompiledStack(Protocol):
     def drop_adapter(self, handle: int) -> None:
         """Forget an adapter."""
 
+    def close(self) -> None:
+        """Let go of all weights. No pass follows."""
+
     def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Return the logits of the tokens that the batch wants."""
 

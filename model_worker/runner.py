@@ -19,15 +19,25 @@ from model_worker.model import LoadedModel
 class ModelRunner:
     """Two runners may share a model, but not a forward pass at the same time."""
 
-    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int = 16, attention: str = "auto") -> None:
-        """`attention` is the name of the modules' attention; "auto" is the one that the model was verified with."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        block_size: int = 16,
+        attention: str = "auto",
+        cache: KVCache | None = None,
+    ) -> None:
+        """`attention` is the name of the modules' attention; "auto" is the one that the model was verified with.
+
+        A given `cache` has the model's layout, and is used as it is.
+        """
         self.loaded = loaded
         self.num_blocks = num_blocks
         self._attend = attention_backend(loaded.attention_name if attention == "auto" else attention, loaded.device)
         self.attention_name = self._attend.__module__.rpartition(".")[2]
         # One more, where padding rows of recorded decode steps may write.
         spare = 1 if self._attend is cuda.attend else 0
-        self.cache = KVCache(loaded.attention.layout, num_blocks + spare, block_size, loaded.device)
+        self.cache = cache or KVCache(loaded.attention.layout, num_blocks + spare, block_size, loaded.device)
         self.backend = self._choose_backend()
 
     def _choose_backend(self) -> Backend:

@@ -17,6 +17,7 @@ from shared import logs, phases
 from shared.endpoints import RunDirectory
 from shared.liveness import become
 from shared.settings import Settings, SettingsError
+from shared.weights_file import WeightsFile
 
 # Tokens in a step, where the operator sets no other number.
 STEP_TOKENS = 512
@@ -45,15 +46,16 @@ def main() -> None:
     become("scheduler", run_directory.stack_file("scheduler"))
     settings = Settings.read(run_directory.settings_file)
     logs.configure("scheduler", settings.log_level, settings.log_format)
-    core = Scheduler(
-        limits_of(settings),
-        incarnation=secrets.randbits(31),
-        adapters=settings.adapter_paths,
-        adapter_file=AdapterFile(run_directory.adapters_file),
-    )
     try:
+        core = Scheduler(
+            limits_of(settings),
+            incarnation=secrets.randbits(31),
+            adapters=settings.adapter_paths,
+            adapter_file=AdapterFile(run_directory.adapters_file),
+            weights_file=WeightsFile(run_directory.weights_file, run_directory.uploaded_weights),
+        )
         loop = Loop(core, run_directory, settings.worker_endpoint, settings.curve_keys)
-    except SettingsError as error:
+    except (SettingsError, ValueError) as error:
         phases.fatal(str(error))
         sys.exit(str(error))
     signal.signal(signal.SIGTERM, lambda *_: loop.stop())

@@ -41,7 +41,9 @@ from scheduler.sequence import Sequence
 from scheduler.sessions import Sessions
 from scheduler.stillness import StuckDetector, misplaced
 from scheduler.succession import FencedEpochs, same_supervisor
+from scheduler.weights_registry import WeightsRegistry
 from scheduler.workers import Worker
+from shared.weights_file import WeightsFile
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         adapters: Mapping[str, str] | None = None,
         adapter_file: AdapterFile | None = None,
+        weights_file: WeightsFile | None = None,
     ) -> None:
         """`adapters` has the paths of the adapters that the server starts with, by name."""
         self.limits = limits
@@ -63,7 +66,6 @@ class Scheduler:
         self.clock = clock
         self.sessions = Sessions(clock)
         self.stuck_detector = StuckDetector(clock)
-        self.paused = False
         self.requests = OpenRequests(incarnation, clock)
         self.workers = self.requests.workers
         self.replicas = self.requests.replicas
@@ -75,12 +77,22 @@ class Scheduler:
         self.oneshot = OneShotLane(self.requests, limits, incarnation, clock)
         kept = adapter_file or AdapterFile(None)
         self.adapters = AdapterRegistry(self.requests, incarnation, kept, adapters or {}, clock)
+        self.weights = WeightsRegistry(self.requests, incarnation, weights_file or WeightsFile(None))
         self._order = itertools.count()
         self._fenced = FencedEpochs()
 
     @property
     def running(self) -> int:
         return self.requests.running
+
+    @property
+    def paused(self) -> bool:
+        """Whether an operator lets no step start."""
+        return self.weights.paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self.weights.pause(paused)
 
     # Requests
 
@@ -127,7 +139,7 @@ class Scheduler:
             sequence.row = -1
             sequence.blocks = []
             self.waiting.add(sequence)
-        if self.paused:
+        if self.paused or self.weights.changing:
             self.stuck_detector.grant_grace()
             self.oneshot.grant_grace()
         self.oneshot.look_for_stuck()
@@ -193,6 +205,7 @@ class Scheduler:
         worker = Worker(hello, limits.max_running, limits.prefix_cache, limits.stall_seconds, self.clock)
         self.workers[hello.index] = worker
         self.adapters.worker_joined(worker)
+        self.weights.worker_joined(worker)
         self.request_log.record_event(f"{worker.describe()} is here")
         return True
 
@@ -215,6 +228,7 @@ class Scheduler:
         story = f"{worker.describe()} {why}"
         self.oneshot.lose_worker(worker, story, blamed)
         self.adapters.worker_lost(worker, blamed)
+        self.weights.worker_lost(worker, blamed)
         computing = [*worker.in_flight.computing(), *worker.images.encoding()]
         suspects = {sequence.order for sequence in computing} if blamed else set()
         for row in worker.rows.occupied().tolist():
@@ -224,12 +238,15 @@ class Scheduler:
 
     def next_steps(self) -> list[tuple[int, Step]]:
         """Place waiting sequences, then build at most one step for each worker that has room for one in flight."""
-        if self.paused:
+        if self.paused or self.weights.holds_steps:
             return []
-        self.waiting.take_while(self._place)
+        if not self.weights.holds_requests:
+            self.waiting.take_while(self._place)
         limits = self.limits
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
+            if not worker.weights.ready:
+                continue
             if worker.in_flight.has_room(limits.steps_in_flight) and not worker.batches.keeps_steps_off:
                 budget = limits.max_batch_tokens
                 step = build_step(worker, self.incarnation, budget, limits.most_guesses, self.requests.preempt)
@@ -308,6 +325,8 @@ class Scheduler:
             adapters=self.adapters.status(),
             takes_adapters=any(worker.adapters.takes_any for worker in everyone),
             processors=placement.processors(placement.doing(GENERATE, everyone)),
+            paused=self.paused,
+            weights=self.weights.status(),
         )
 
     # Commands of operators
@@ -328,7 +347,8 @@ class Scheduler:
             return "no model worker is ready yet"
         if self.adapters.starting:
             return "the adapters of the setting lora are being loaded"
-        return "generation is paused; POST /continue_generation resumes it" if self.paused else ""
+        paused = "generation is paused; POST /continue_generation resumes it" if self.paused else ""
+        return self.weights.absence or paused
 
     def _refusal(self, submit: Submit) -> RequestError | None:
         open_of_tenant = self.requests.open_of(submit.scheduling.tenant)

@@ -134,6 +134,11 @@ class Health:
         reading = worker.adapters.lateness()
         if reading is not None:
             return f"stalled: an adapter has taken {reading:.0f} s"
+        changing = worker.weights.lateness()
+        if changing is not None:
+            return f"stalled: a change of its weights has taken {changing:.0f} s"
+        if worker.weights.busy:
+            return ""
         silent = now - self._worker_heard.get(index, now)
         if not worker.computing and silent > WORKER_SILENCE_SECONDS:
             return f"was silent for {silent:.1f} s"

@@ -33,6 +33,9 @@ from interfaces import (
     StepResult,
     Submit,
     Unknown,
+    WeightsCommand,
+    WeightsOrder,
+    WeightsReport,
     WireError,
     WorkerGoodbye,
     WorkerHello,
@@ -48,7 +51,7 @@ from shared.sockets import bind_router, readable, receive_from, send_to
 
 log = logging.getLogger(__name__)
 
-ToWorker = Step | Batch | LoadAdapter | DropAdapter
+ToWorker = Step | Batch | LoadAdapter | DropAdapter | WeightsCommand
 
 # Messages taken from one socket before the other socket and the steps are served.
 MESSAGES_PER_ITERATION = 256
@@ -146,6 +149,9 @@ class Loop:
             case AdapterOrder():
                 self.scheduler.adapters.obey(identity, message)
                 self.health.check_soon()
+            case WeightsOrder():
+                self.scheduler.weights.obey(identity, message)
+                self.health.check_soon()
             case Hello():
                 self._register_replica(identity, message)
             case Goodbye():
@@ -184,6 +190,9 @@ class Loop:
                 self.health.check_soon()
             case Action.RETRACT:
                 requests = self.scheduler.retract()
+            case Action.DRAIN:
+                self.scheduler.weights.draining = True
+                requests = self.scheduler.running
             case _:
                 refused = f"there is no action {order.action}"
         self._send_results()
@@ -208,6 +217,8 @@ class Loop:
                     self.scheduler.images_ready(message)
             case AdapterLoaded() | AdapterFailed():
                 self._hear_of_adapter(message)
+            case WeightsReport():
+                self._hear_of_weights(identity, message)
             case WorkerHello():
                 self._register_worker(identity, message)
             case WorkerGoodbye():
@@ -224,6 +235,17 @@ class Loop:
             self.scheduler.adapters.loaded(message)
         else:
             self.scheduler.adapters.failed(message)
+        self.health.check_soon()
+
+    def _hear_of_weights(self, identity: bytes, report: WeightsReport) -> None:
+        known = self.scheduler.workers.get(report.index)
+        if known is None or known.hello.epoch != report.epoch:
+            return
+        self.health.worker_heard(report.index)
+        problem = self.scheduler.weights.heard(report)
+        if problem:
+            self.health.lose_worker(report.index, report.epoch, problem, blamed=False)
+            send_to(self._workers, identity, Retire(report.epoch, problem))
         self.health.check_soon()
 
     def _register_worker(self, identity: bytes, hello: WorkerHello) -> None:
@@ -258,11 +280,12 @@ class Loop:
                     self.health.lose_worker(index, sent.epoch, f"does not take {_named(sent)}", blamed=False)
 
     def _next_work(self) -> list[tuple[int, ToWorker]]:
+        self.scheduler.weights.advance()
         work: list[tuple[int, ToWorker]] = []
         work += self.scheduler.next_batches()
         work += self.scheduler.next_steps()
         # A step comes after the message about an adapter that its rows need.
-        return [*self.scheduler.adapters.take_messages(), *work]
+        return [*self.scheduler.adapters.take_messages(), *work, *self.scheduler.weights.take_messages()]
 
     def _send_results(self) -> None:
         # In the order in which they are numbered.
@@ -271,6 +294,8 @@ class Loop:
                 self.health.drop_replica(identity, "does not take results")
         for identity, answer in self.scheduler.adapters.take_answers():
             send_to(self._api, identity, answer)
+        for identity, changed in self.scheduler.weights.take_answers():
+            send_to(self._api, identity, changed)
 
     def _check_health(self) -> None:
         if not self.health.due():
@@ -292,4 +317,6 @@ def _named(sent: ToWorker) -> str:
             return f"step {sent.step}"
         case Batch():
             return f"batch {sent.number}"
+        case WeightsCommand():
+            return f"a message about its weights ({sent.number})"
     return f"a message about adapter {sent.handle}"

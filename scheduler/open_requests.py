@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from interfaces import Finish, RequestError
+from interfaces import FIRST_VERSION, Finish, RequestError
 from scheduler.outbox import Outbox
 from scheduler.quarantine import Quarantine
 from scheduler.replicas import Replicas
@@ -39,6 +39,8 @@ class OpenRequests:
         self._open: Counter[str] = Counter()
         # Number of open requests by the handle of their adapter; the only count of its users.
         self.adapter_users: Counter[int] = Counter()
+        # Name of the version of the weights that is served.
+        self.version = FIRST_VERSION
 
     @property
     def running(self) -> int:
@@ -104,6 +106,13 @@ class OpenRequests:
         self.outbox.placed(replica, sequence.handle, sequence.cached_tokens, sequence.queued_us)
         sequence.cached_tokens = 0
         sequence.queued_us = -1
+
+    def publish_version(self, sequence: Sequence, replica: int) -> None:
+        """Publish which version of the weights makes the tokens from the next one on."""
+        if sequence.emitted:
+            self.record(sequence, f"it goes on with version {self.version!r} of the weights")
+        self.outbox.version(replica, sequence.handle, self.version)
+        sequence.version = self.version
 
     # Ends
 

@@ -36,6 +36,7 @@ class _Extras:
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
     guesses: dict[int, list[int]] = field(default_factory=dict)
+    versions: dict[int, str] = field(default_factory=dict)
 
 
 class Outbox:
@@ -103,6 +104,9 @@ class Outbox:
     def guesses(self, replica: int, handle: int, guessed: int, right: int) -> None:
         """Publish how many guesses at an answer were computed, and how many were right."""
         self._extras_of(replica).guesses[handle] = [guessed, right]
+    def version(self, replica: int, handle: int, name: str) -> None:
+        """Publish the version of the weights that makes a request's tokens from now on."""
+        self._extras_of(replica).versions[handle] = name
 
     def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
         """Publish the end of a request without a token."""
@@ -139,6 +143,7 @@ class Outbox:
             errors=extras.errors,
             queued=extras.queued,
             guesses=extras.guesses,
+            versions=extras.versions,
             reports=LogprobReports.joined(extras.reports) if extras.reports else None,
             hidden=HiddenStates.joined(extras.hidden) if extras.hidden else None,
         )

@@ -119,7 +119,7 @@ def place(requests: OpenRequests, limits: Limits, sequence: Sequence) -> bool:
     for worker in order(workers, sequence):
         if quarantine.any_isolated(worker.rows.sequences) or (isolated and worker.rows.running):
             continue
-        if sequence.adapter is not None and worker.adapters.problem(sequence.adapter):
+        if not worker.weights.ready or (sequence.adapter is not None and worker.adapters.problem(sequence.adapter)):
             continue
         if worker.place(sequence, replica, limit, spare=worker.rows.running):
             _record_placement(requests, worker, sequence, isolated)

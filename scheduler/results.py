@@ -47,6 +47,8 @@ def _append(requests: OpenRequests, worker: Worker, new: NewTokens) -> None:
     rows = new.rows
     sequences = [table.sequence(row) for row in rows.tolist()]
     for sequence, token in zip(sequences, new.tokens.tolist(), strict=True):
+        if sequence.version != requests.version:
+            requests.publish_version(sequence, int(table.replica[sequence.row]))
         sequence.context.tokens.advance_with_token(token)
         if sequence.queued_us >= 0:
             requests.publish_placement(sequence, int(table.replica[sequence.row]))

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from interfaces import (
+    FIRST_VERSION,
     ImageMetadata,
     SamplingParams,
     SchedulingOptions,
@@ -61,6 +62,12 @@ class Sequence:
     next_hidden: int = 0
     # None: the base model.
     adapter: Adapter | None = None
+    # Number of the version of the weights with which it was placed last; some of its K and V is of that version, and
+    # some of a later one, if `mixed`.
+    weights: int = 0
+    mixed: bool = False
+    # Name of the version that was published last.
+    version: str = FIRST_VERSION
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int, clock: Callable[[], float] = time.monotonic) -> Sequence:
@@ -118,6 +125,13 @@ class Sequence:
         wanted = self.context.max_length
         return max_model_len if wanted is None else min(max_model_len, wanted)
 
+    def begin_with(self, weights: int) -> None:
+        """Compute all of its K and V with this version of the weights."""
+        self.mixed = False
+        if self.weights != weights:
+            self.weights = weights
+            self.hashes.clear()
+
     def array(self) -> NDArray[np.int32]:
         """A copy of the tokens in the workers' form. Later growth does not touch it."""
         return self.tokens.all.astype(np.int32)
@@ -136,4 +150,5 @@ class Sequence:
         """
         apart = "alone" if alone else ""
         adapter = f"lora:{self.adapter.digest}" if self.adapter is not None else ""
-        return f"{apart}{adapter}\0{self.context.cache_salt}"
+        weights = f"weights:{self.weights}" if self.weights else ""
+        return f"{apart}{adapter}{weights}\0{self.context.cache_salt}"

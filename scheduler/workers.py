@@ -18,6 +18,7 @@ from scheduler.rows import RowTable
 from scheduler.sequence import Sequence
 from scheduler.step_deadline import StepDeadline
 from scheduler.worker_adapters import WorkerAdapters
+from scheduler.worker_weights import WorkerWeights
 
 # Tokens in each piece of the prompt of a row that runs alone, rounded up to whole blocks.
 FIXED_TOKENS = 64
@@ -45,6 +46,7 @@ class Worker:
         self.pools = any(task != GENERATE for task in hello.tasks)
         self.images = ImageRows(self.rows, hello.images, clock)
         self.adapters = WorkerAdapters(hello.adapter_memory, self.rows, clock)
+        self.weights = WorkerWeights(hello.weights, clock)
         self.dropped: list[int] = []
         self.joined: list[Sequence] = []
         self.new_blocks: list[tuple[int, int, int]] = []
@@ -72,6 +74,7 @@ class Worker:
             return False
         if sequence.adapter is not None and not self.adapters.has_room(sequence.adapter):
             return False
+        sequence.begin_with(self.weights.number)
         needed = -(-(len(sequence.tokens) + 1) // self.block_size)
         shared = self._match(sequence)
         fresh = needed - len(shared)
@@ -106,6 +109,14 @@ class Worker:
         sequence.blocks = []
         self._forget_unsent(row, sequence)
         return sequence
+
+    def change_weights(self, number: int) -> None:
+        """Compute with version `number` from the next step on. The K and V of rows stay, and are shared no more."""
+        self.weights.number = number
+        self.weights.current = False
+        self.pool.forget_cached()
+        for row in self.rows.occupied().tolist():
+            self.rows.sequence(row).mixed = True
 
     def grow(self, row: int) -> None:
         """Give the sequence in `row` one more block. The caller has made sure that one is available."""
@@ -187,6 +198,7 @@ class Worker:
         self.batches.grant_grace()
         self.images.grant_grace()
         self.adapters.grant_grace()
+        self.weights.grant_grace()
 
     def describe(self) -> str:
         """The worker and what it computes, for the log."""
@@ -263,7 +275,7 @@ class Worker:
     def _register(self, row: int, tokens: int) -> None:
         """Put the full blocks of the first `tokens` of a row into the prefix cache."""
         sequence = self.rows.sequence(row)
-        if not self.prefix_cache or not self.images.shares_prefix(sequence):
+        if not self.prefix_cache or sequence.mixed or not self.images.shares_prefix(sequence):
             return
         full = self._shareable(sequence, tokens) // self.block_size
         for block, digest in zip(sequence.blocks[:full], self._hashes(sequence), strict=False):

@@ -9,6 +9,8 @@ from pathlib import Path
 _LONGEST_SOCKET_PATH = 107
 # Name of the folder of adapters that came over HTTP.
 UPLOADS = "uploaded_adapters"
+# Name of the folder of tensors that came over HTTP or a group.
+UPLOADED_WEIGHTS = "uploaded_weights"
 
 
 _LOCAL_WORKER = b"worker:"
@@ -73,6 +75,16 @@ class RunDirectory:
     def uploaded_adapters(self) -> Path:
         """The folder of adapters that came over HTTP; API processes write them, and the scheduler removes them."""
         return self.path / UPLOADS
+
+    @property
+    def weights_file(self) -> Path:
+        """The version of the weights that is served; the scheduler writes it, and workers that start read it."""
+        return self.path / "weights.json"
+
+    @property
+    def uploaded_weights(self) -> Path:
+        """The folder of tensors that were sent: API processes and workers write them, the scheduler removes them."""
+        return self.path / UPLOADED_WEIGHTS
 
     @property
     def deaths_file(self) -> Path:

@@ -169,6 +169,12 @@ class Settings:
         "folders below which operators may load adapters into the running server, with commas or the flag once for "
         "each; none: no adapter is loaded by its path",
     )
+    weights_dirs: str = _setting(
+        "access",
+        "",
+        "folders below which operators may name other weights for the running model (docs/weights.md), with commas or "
+        "the flag once for each; none: no weights are read but the model's own and those that are sent",
+    )
     lora_memory: str = _setting(
         "capacity",
         "auto",

@@ -93,6 +93,8 @@ class Choice:
     reasoning_tokens: int = 0
     # Hidden states by the index of their token, prompt first, when they were asked for.
     hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    # Versions of the weights that made the answer, each with the number of tokens before it; empty: the first one did.
+    versions: list[tuple[int, str]] = field(default_factory=list)
     cached_tokens: int = 0
     # Guesses at the answer that the worker computed, and those that were right.
     guesses: tuple[int, int] = (0, 0)

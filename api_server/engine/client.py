@@ -44,6 +44,7 @@ from interfaces import (
     TextContext,
     Unknown,
     Vectors,
+    WeightsAnswer,
     WireError,
     decode,
     encode,
@@ -309,6 +310,10 @@ class EngineClient:
             if isinstance(message, AdapterAnswer) and self.status is not None:
                 # The next request may name the adapter, before the next Status.
                 self.status = replace(self.status, adapters=message.adapters)
+            if isinstance(message, WeightsAnswer) and self.status is not None:
+                # So does the next answer of a route that names the version.
+                weights = replace(self.status.weights, name=message.version)
+                self.status = replace(self.status, weights=weights)
             self.questions.answered(message)
         else:
             if self.status is not None and steps(message) > steps(self.status):

@@ -62,6 +62,9 @@ def _add_facts(results: Results, waiting: Mapping[int, OpenRequest]) -> None:
     for handle, (guessed, right) in results.guesses.items():
         if isinstance(submission := waiting.get(handle), Submission):
             submission.guesses = guessed, right
+    for handle, name in results.versions.items():
+        if isinstance(submission := waiting.get(handle), Submission):
+            submission.goes_on_with(name)
     for handle, microseconds in results.queued.items():
         if handle in waiting:
             waiting[handle].queued = microseconds / 1e6

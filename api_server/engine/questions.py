@@ -1,4 +1,4 @@
-"""Questions to the scheduler with one answer each: operators' orders, orders about adapters, actions on sessions."""
+"""Questions to the scheduler with one answer each: orders of operators, of adapters and of weights, and of sessions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from interfaces import (
     OrderAnswer,
     SessionAnswer,
     SessionOrder,
+    WeightsAnswer,
+    WeightsOrder,
 )
 
 SECONDS_TO_ANSWER = 10.0
 # A large adapter from a slow disk takes a while, and those before it are loaded first.
 SECONDS_TO_LOAD = 300.0
+# Running requests may be waited for first.
+SECONDS_TO_CHANGE = 1800.0
 
-Answer = OrderAnswer | SessionAnswer | AdapterAnswer
+Answer = OrderAnswer | SessionAnswer | AdapterAnswer | WeightsAnswer
 
 
 class NotSent(TimeoutError):
@@ -56,6 +60,13 @@ class Questions:
         """Sends an operator's order about an adapter. TimeoutError when the scheduler does not answer."""
         answer: AdapterAnswer = await self._ask(
             lambda number: AdapterOrder(number, request, pinned, replace), SECONDS_TO_LOAD
+        )
+        return answer
+
+    async def weights(self, action: int, **fields: Any) -> WeightsAnswer:
+        """Sends an order about weights (`WeightsAction`). TimeoutError when the scheduler does not answer."""
+        answer: WeightsAnswer = await self._ask(
+            lambda number: WeightsOrder(number, action, **fields), SECONDS_TO_CHANGE
         )
         return answer
 

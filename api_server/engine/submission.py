@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from api_server.engine.open_request import OpenRequest
 from interfaces import (
+    FIRST_VERSION,
     GenerationStatus,
     LogProbabilities,
     RequestError,
@@ -90,6 +91,7 @@ class Submission(OpenRequest):
         "guesses",
         "hidden",
         "inbox",
+        "versions",
     )
 
     def __init__(self, handle: int, context: TextContext, inbox: Inbox, scheduling: SchedulingOptions) -> None:
@@ -102,6 +104,8 @@ class Submission(OpenRequest):
         self.hidden: dict[int, NDArray[np.float32]] = {}
         # Guesses at the answer that were computed, and those that were right.
         self.guesses = (0, 0)
+        # Versions of the weights that made the answer, each with the number of generated tokens before it.
+        self.versions: list[tuple[int, str]] = []
         self._wants_logprobs = context.log_probabilities > 0
         self._reports: dict[int, LogProbabilities] = {}
         self._announced = False
@@ -148,6 +152,15 @@ class Submission(OpenRequest):
                 if self._unread < self.inbox.at_a_time:
                     return
         self.announce()
+
+    def goes_on_with(self, version: str) -> None:
+        """Records which version of the weights makes the next tokens."""
+        context = self.context
+        made = len(context.tokens) - context.prompt_length
+        if made and not self.versions:
+            self.versions.append((0, FIRST_VERSION))
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((made, version))
 
     def _add_reported(self, token: int, logprob: float | None) -> None:
         report = self._reports.pop(len(self.context.tokens), None)

@@ -145,6 +145,7 @@ class Generation:
             return
         submission = self._server.engine.submit(context, self._inbox, self._scheduling(f"{choice.index}"))
         choice.hidden = submission.hidden
+        choice.versions = submission.versions
         self._running[submission] = Answer(choice, self._server, reader)
 
     def _scheduling(self, answer: str) -> SchedulingOptions:
@@ -168,7 +169,9 @@ class Generation:
             elif answer.reasoning_budget_reached:
                 self._drop(submission)
                 own = self._scheduling(f"{answer.choice.index} after thinking")
-                self._running[self._server.engine.submit(answer.go_on(), self._inbox, own)] = answer
+                after = self._server.engine.submit(answer.go_on(), self._inbox, own)
+                after.versions = answer.choice.versions
+                self._running[after] = answer
             return delta
 
     def _drop(self, submission: Submission) -> None:

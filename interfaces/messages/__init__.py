@@ -1,11 +1,11 @@
 """Every message that crosses a process boundary.
 
 API replica <-> scheduler: `Hello`, `Submit`, `Cancel`, `Detach`, `Goodbye`, `Order`, `SessionOrder`, `AdapterOrder`,
-`Inquiry` one way, `Results`, `Vectors`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`, `AdapterAnswer`,
-`InquiryAnswer` the other.
+`WeightsOrder`, `Inquiry` one way, `Results`, `Vectors`, `Unknown`, `Status`, `OrderAnswer`, `SessionAnswer`,
+`AdapterAnswer`, `WeightsAnswer`, `InquiryAnswer` the other.
 
-Scheduler <-> worker: `Step`, `Batch`, `LoadAdapter`, `DropAdapter`, `Retire` one way, `WorkerHello`, `StepResult`,
-`Ready`, `BatchResult`, `AdapterLoaded`, `AdapterFailed`, `WorkerGoodbye` the other.
+Scheduler <-> worker: `Step`, `Batch`, `LoadAdapter`, `DropAdapter`, `WeightsCommand`, `Retire` one way, `WorkerHello`,
+`StepResult`, `Ready`, `BatchResult`, `AdapterLoaded`, `AdapterFailed`, `WeightsReport`, `WorkerGoodbye` the other.
 
 A replica names its requests by a 32-bit handle and the scheduler names running sequences on a worker by a 32-bit row,
 so that no string crosses either wire per token. Field order is the wire order: append only, and raise PROTOCOL_VERSION
@@ -50,6 +50,22 @@ from interfaces.messages.api import (
     Vectors,
     WorkerStatus,
 )
+from interfaces.messages.weights import (
+    FIRST_VERSION,
+    KV_CACHE,
+    WEIGHTS,
+    GroupSpec,
+    RunningMode,
+    TensorSpec,
+    WeightsAction,
+    WeightsAnswer,
+    WeightsCommand,
+    WeightsOrder,
+    WeightsReport,
+    WeightsStatus,
+    WeightsTask,
+    WeightsVersion,
+)
 from interfaces.messages.worker import (
     CUT_IMAGES,
     EPOCHS_OF_A_SUPERVISOR,
@@ -72,10 +88,13 @@ from interfaces.messages.worker import (
 __all__ = [
     "CUT_IMAGES",
     "EPOCHS_OF_A_SUPERVISOR",
+    "FIRST_VERSION",
     "GENERATE",
+    "KV_CACHE",
     "NO_IMAGES",
     "REGISTRATION_SIZE",
     "SESSION_MEDIA_BYTES",
+    "WEIGHTS",
     "WHOLE_IMAGES",
     "WHOLE_PROMPTS",
     "Action",
@@ -92,6 +111,7 @@ __all__ = [
     "DropAdapter",
     "Finish",
     "Goodbye",
+    "GroupSpec",
     "Hello",
     "Inquiry",
     "InquiryAnswer",
@@ -104,6 +124,7 @@ __all__ = [
     "Results",
     "Retire",
     "RowGrammar",
+    "RunningMode",
     "SchedulingOptions",
     "SessionAction",
     "SessionAnswer",
@@ -113,8 +134,17 @@ __all__ = [
     "Step",
     "StepResult",
     "Submit",
+    "TensorSpec",
     "Unknown",
     "Vectors",
+    "WeightsAction",
+    "WeightsAnswer",
+    "WeightsCommand",
+    "WeightsOrder",
+    "WeightsReport",
+    "WeightsStatus",
+    "WeightsTask",
+    "WeightsVersion",
     "WorkerGoodbye",
     "WorkerHello",
     "WorkerStatus",
@@ -137,6 +167,8 @@ Message = (
     | SessionAnswer
     | AdapterOrder
     | AdapterAnswer
+    | WeightsOrder
+    | WeightsAnswer
     | InquiryAnswer
     | WorkerHello
     | Step
@@ -148,6 +180,8 @@ Message = (
     | DropAdapter
     | AdapterLoaded
     | AdapterFailed
+    | WeightsCommand
+    | WeightsReport
     | Retire
     | WorkerGoodbye
 )

@@ -13,6 +13,7 @@ from interfaces.context.vision import TextAndVisionContext
 from interfaces.messages.adapters import AdapterStatus
 from interfaces.messages.hidden_states import HiddenStates
 from interfaces.messages.logprob_reports import LogprobReports
+from interfaces.messages.weights import FIRST_VERSION, WeightsStatus
 from interfaces.result.pooled_values import PooledValues
 from interfaces.result.results import RequestError
 from interfaces.wire.codec import F32, I8, I32, message
@@ -134,7 +135,8 @@ class Results:
     for each FAILED handle. `incarnation` names the scheduler process that sends them. `queued` maps a handle to the
     microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
     request that was placed and got none. `reports` and `hidden` come with or before their tokens. `guesses` maps a
-    handle to how many guesses at its answer were computed, and how many of them were right.
+    handle to how many guesses at its answer were computed, and how many of them were right. `versions` names the version
+    of the weights that makes the tokens of a handle from now on; until it does, that is the server's first one.
 
     `number` counts the `Results` and `Vectors` to this replica. One that does not follow the last, and is not the first
     after a registration (`REGISTRATION_SIZE`), shows that some were lost between them.
@@ -152,6 +154,7 @@ class Results:
     hidden: HiddenStates | None = None
     number: int = 0
     guesses: dict[int, list[int]] = field(default_factory=dict)
+    versions: dict[int, str] = field(default_factory=dict)
 
 
 @message(15)
@@ -249,6 +252,9 @@ class Status:
     takes_adapters: bool = False
     # The logits processors that every worker has: the schemas of their parameters, as JSON text, by name.
     processors: dict[str, str] = field(default_factory=dict)
+    # Whether an operator has paused generation.
+    paused: bool = False
+    weights: WeightsStatus = field(default_factory=lambda: WeightsStatus(0, FIRST_VERSION, "", [], False))
 
 
 class Action:
@@ -257,6 +263,8 @@ class Action:
     FLUSH_CACHE drops every cached prefix; refused while requests run or wait. ABORT ends requests of all replicas with
     `Finish.CANCELLED` and what they have. PAUSE lets no new step start until CONTINUE; with it, requests go on from
     where they are. RETRACT sends the running ones back in line, so that they hold no blocks; they are computed again.
+    DRAIN keeps new requests waiting and lets the running ones go on, until PAUSE or CONTINUE; its answer counts those
+    that still run.
     """
 
     FLUSH_CACHE = 0
@@ -264,6 +272,7 @@ class Action:
     PAUSE = 2
     CONTINUE = 3
     RETRACT = 4
+    DRAIN = 5
 
 
 @message(7)

@@ -44,7 +44,7 @@ class WorkerHello:
     `encode_ms` milliseconds, and found the features of `image_hits` others. Its adapters may take `adapter_memory`
     bytes; 0: it takes none. `row_invariant`: a row gets the same bits whatever else is in its pass, and however its
     prompt is cut. `processors` are the schemas of its logits processors' parameters, as JSON text, by name. `guesses`:
-    it uses room for guesses (`Step.ahead`).
+    it uses room for guesses (`Step.ahead`). It computes with version number `weights` of its model.
     """
 
     device: str
@@ -75,6 +75,7 @@ class WorkerHello:
     guesses: bool = False
     drafts: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    weights: int = 0
 
 
 @dataclass(frozen=True, slots=True)

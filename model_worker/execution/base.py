@@ -117,6 +117,11 @@ class DeviceStep(RunningRows):
         # Seconds of the last pass that was waited for.
         self._computed = 0.0
 
+    def change_backend(self, backend: Backend) -> None:
+        """Compute the next steps by this backend, on the same blocks. No step is in flight."""
+        self.backend = backend
+        self.gives_hidden_states = backend.gives_hidden_states
+
     def batch(self, packed: PackedStep, wanted: NDArray[np.int64] | None = None) -> ForwardBatch:
         """Make the forward's input. `wanted` are the packed tokens whose logits count; by default `_wanted`."""
         return ForwardBatch.build(

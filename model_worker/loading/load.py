@@ -5,7 +5,7 @@ Knows the steps. Does not know how many blocks the model will get, nor its user.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from model_worker.loading.gguf.load import gguf_config, load_gguf
 from model_worker.loading.prepare import prepare
 from model_worker.loading.rope import pin_longrope
 from model_worker.loading.weights import load_weights, reported_weights
-from model_worker.model import LoadedModel, Progress, check_positions, max_position_of
+from model_worker.model import LoadedModel, ModelRefused, Progress, check_positions, max_position_of
 from model_worker.vision.family import Sight, is_composite
 from shared.gguf.file import open_gguf
 from shared.gguf.format import is_gguf
@@ -42,6 +42,7 @@ def load_model(
     has_kernels: Callable[[torch.dtype, str], bool] = lambda *_: True,
     vision: bool = True,
     kv_dtype: str = "auto",
+    overlays: Sequence[Path] = (),
 ) -> LoadedModel:
     """Load a Hugging Face directory or hub name, or a GGUF file.
 
@@ -49,7 +50,8 @@ def load_model(
     the longest sequence that will be served, the model's own limit by default. `quantization` is one of QUANTIZATIONS:
     int8 quantizes the weights of linear layers, per output, and verifies the model against itself with these weights.
     `has_kernels` says for the weights' dtype whether the kernels of a CPU are compiled. Without `vision` a model that
-    takes images serves text alone. `kv_dtype` is auto (K and V have the weights' dtype), int8 or fp8.
+    takes images serves text alone. `kv_dtype` is auto (K and V have the weights' dtype), int8 or fp8. The tensors in
+    the files of `overlays` take the place of the checkpoint's own.
     """
     target = torch.device(device)
     wanted_dtype = weights_dtype(dtype, target)
@@ -63,7 +65,12 @@ def load_model(
     check_positions(max_model_len, max_position)
     with reported_weights(progress):
         if gguf is None:
-            model = load_weights(source, config, architecture, wanted_dtype, target)
+            model = load_weights(source, config, architecture, wanted_dtype, target, overlays)
+        elif overlays:
+            raise ModelRefused(
+                architecture,
+                f"{source} is a GGUF file, whose tensors cannot be replaced one by one: update from a folder or file",
+            )
         else:
             model = load_gguf(gguf, config, architecture, wanted_dtype, target)
     if target.type == "cpu":

@@ -43,10 +43,14 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class StoredCheckpoint:
-    """The tensors of all files of a checkpoint, and what the files say about themselves."""
+    """The tensors of all files of a checkpoint, and what the files say about themselves.
+
+    `replaced` are the names of those that came from elsewhere.
+    """
 
     tensors: dict[str, Stored]
     metadata: dict[str, str]
+    replaced: frozenset[str] = frozenset()
 
 
 def stored_files(source: str | Path, subfolder: str = "") -> list[Path]:
@@ -84,14 +88,27 @@ def open_stored(source: str | Path, subfolder: str = "") -> StoredCheckpoint:
     metadata: dict[str, str] = {}
     for path in stored_files(source, subfolder):
         try:
-            file = safe_open(path, framework="pt")
-            metadata |= file.metadata() or {}
-            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
-                part = file.get_slice(name)
-                tensors[name] = Stored(name, part.get_dtype(), tuple(part.get_shape()), part)
+            found, said = _open(path)
         except (OSError, SafetensorError) as error:
             raise ValueError(broken_file(str(path.parent)) or f"{path}: {error}") from None
+        tensors |= found
+        metadata |= said
     return StoredCheckpoint(tensors, metadata)
+
+
+def open_tensors(path: Path) -> dict[str, Stored]:
+    """Open the tensors of one safetensors file. ValueError for a file that is none."""
+    try:
+        return _open(path)[0]
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def _open(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    file = safe_open(path, framework="pt")
+    parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
+    tensors = {name: Stored(name, part.get_dtype(), tuple(part.get_shape()), part) for name, part in parts.items()}
+    return tensors, file.metadata() or {}
 
 
 def _file(source: str | Path, name: str, subfolder: str) -> Path | None:

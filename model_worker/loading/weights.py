@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from model_worker.attention import PAGED_ATTENTION
 from model_worker.cpu.gemm.encoded_linear import EncodedLinear, EncodedWeight
+from model_worker.loading.overlays import overlaid
 from model_worker.loading.quantized.read import Weights, is_quantized, read_weights
 from model_worker.loading.quantized.scheme import Scheme, scheme_of
 from model_worker.loading.stored import StoredCheckpoint, open_stored
@@ -49,16 +50,26 @@ _FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "
 
 
 def load_weights(
-    source: str | Path, config: PreTrainedConfig, architecture: str, dtype: torch.dtype | str, device: torch.device
+    source: str | Path,
+    config: PreTrainedConfig,
+    architecture: str,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    overlays: Sequence[Path] = (),
 ) -> PreTrainedModel:
-    """Load a model whose config has been accepted. ModelRefused says what is wrong with its weights."""
+    """Load a model whose config has been accepted. ModelRefused says what is wrong with its weights.
+
+    The tensors in the files of `overlays` take the place of the checkpoint's own; later files win.
+    """
     composite = is_composite(config)
     auto: Any = AutoModelForImageTextToText if composite else AutoModelForCausalLM
     # Of a composite model only the text model attends to the paged cache, which the runner sees to.
     attention = {} if composite else {"attn_implementation": PAGED_ATTENTION}
     checkpoint, scheme = open_checkpoint(source, config, architecture)
     _refuse_type(dtype, config, architecture)
-    if is_quantized(checkpoint, scheme):
+    if overlays:
+        checkpoint = overlaid(checkpoint, overlays, architecture)
+    if overlays or is_quantized(checkpoint, scheme):
         lazily = device.type == "cpu" and not composite
         return load_quantized(auto, checkpoint, scheme, config, architecture, dtype, device, attention, lazily)
     try:
@@ -145,6 +156,7 @@ def load_quantized(
         names = _Names(auto, config, attention)
         targets = {key: names.linear_of(key, weight) for key, weight in weights.encoded.items()} if lazily else {}
         _check_unplaced(names, weights, architecture)
+        _check_overlaid(names, checkpoint, architecture)
         tensors: dict[str, Any] = {key: tensor.slice for key, tensor in weights.plain.items()}
         for key, weight in weights.encoded.items():
             tensors[key] = _Placeholder(weight, kind) if targets.get(key) else _Decoded(weight, kind)
@@ -168,6 +180,8 @@ def load_quantized(
             linear = model.get_submodule(module)
             model.set_submodule(module, EncodedLinear(weights.encoded[key], linear.bias, kind))
     if not weights.encoded:
+        if not scheme.method:
+            return _typed(model)
         log.warning("%s: %s names a quantization, and no weight of the files is quantized", architecture, scheme.file)
         return _typed(model)
     log.info(
@@ -242,6 +256,16 @@ def _check_unplaced(names: _Names, weights: Weights, architecture: str) -> None:
             if bool(tensor.read().any()):
                 raise ModelRefused(architecture, f"{key} is not zero, and the model has no place for it")
             del weights.plain[key]
+
+
+def _check_overlaid(names: _Names, checkpoint: StoredCheckpoint, architecture: str) -> None:
+    """Refuse tensors that were sent for weights which the model has not."""
+    unknown = [key for key in checkpoint.replaced if not names.has(key)]
+    if unknown:
+        raise ModelRefused(
+            architecture,
+            f"{unknown[0]!r:.200} is no weight of this model: send tensors under the names that its checkpoint has",
+        )
 
 
 def _say_unplaced(architecture: str, keys: list[str]) -> None:

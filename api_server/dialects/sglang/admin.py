@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Literal, TypeVar
 from urllib.parse import parse_qs
 
@@ -18,14 +17,13 @@ from starlette.routing import Route
 from api_server.body.validation import Mismatch, parse
 from api_server.dialects.sglang.errors import render_error
 from api_server.dialects.sglang.schema import ErrorResponse
-from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
+from api_server.errors import invalid
+from api_server.generation import pausing
 from api_server.web.access import operators_only
 from api_server.web.endpoint import Call, Document, endpoint
-from interfaces import Action, OrderAnswer
+from interfaces import Action
 
 MAX_FLUSH_WAIT = 600.0
-# The empty prefix, which every id has.
-EVERY_REQUEST = ""
 _RETRY_SECONDS = 0.05
 
 M = TypeVar("M", bound=BaseModel)
@@ -83,7 +81,7 @@ def routes() -> list[Route]:
 async def flush_cache(call: Call) -> Response:
     deadline = time.monotonic() + _timeout(call)
     while True:
-        refused = (await _order(call, Action.FLUSH_CACHE)).refused
+        refused = await pausing.flush(call.server)
         if not refused:
             return PlainTextResponse("Cache flushed.\n")
         if time.monotonic() >= deadline:
@@ -96,33 +94,20 @@ async def abort_request(call: Call) -> Response:
     body = _read(AbortRequest, call)
     if not body.rid and not body.abort_all:
         raise invalid("rid must name a request, or abort_all must be true", "rid")
-    await _order(call, Action.ABORT, [EVERY_REQUEST if body.abort_all else body.rid])
+    await pausing.order(call.server, Action.ABORT, [pausing.EVERY_REQUEST if body.abort_all else body.rid])
     return Response(status_code=200)
 
 
 async def pause_generation(call: Call) -> Response:
     mode = _read(PauseRequest, call).mode
-    await _order(call, Action.PAUSE)
-    if mode == "abort":
-        await _order(call, Action.ABORT, [EVERY_REQUEST])
-    elif mode == "retract":
-        await _order(call, Action.RETRACT)
+    await pausing.pause(call.server, "keep" if mode == "in_place" else mode)
     return _done("Generation paused successfully.")
 
 
 async def continue_generation(call: Call) -> Response:
     _read(ContinueRequest, call)
-    await _order(call, Action.CONTINUE)
+    await pausing.go_on(call.server)
     return _done("Generation continued successfully.")
-
-
-async def _order(call: Call, action: int, rids: Sequence[str] = ()) -> OrderAnswer:
-    try:
-        answers = [await state.engine.questions.order(action, rids) for state in call.server.models]
-        return next((answer for answer in answers if answer.refused), answers[0])
-    except TimeoutError as error:
-        reason = str(error) or "the scheduler does not answer"
-        raise RequestFailed(ErrorKind.UNAVAILABLE, reason, retry_after=RETRY_AFTER_SECONDS) from None
 
 
 def _read(model: type[M], call: Call) -> M:

@@ -16,7 +16,6 @@ from api_server.body.validation import Mismatch, parse
 from api_server.dialects.cohere.rerank import check_documents
 from api_server.dialects.openai.texts import check_input
 from api_server.dialects.sglang.errors import ERROR_STATUSES, render_error
-from api_server.dialects.sglang.rendering import WEIGHT_VERSION
 from api_server.dialects.sglang.schema import ErrorResponse, Integers, Texts
 from api_server.errors import invalid
 from api_server.pooling import rendering
@@ -24,7 +23,7 @@ from api_server.pooling.pooling import Ask, pool_texts
 from api_server.pooling.ranking import scores
 from api_server.pooling.reading import Item, Reading
 from api_server.web.endpoint import Call, Document, endpoint
-from interfaces import PoolingTask
+from interfaces import FIRST_VERSION, PoolingTask
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -165,7 +164,7 @@ async def _encoded(call: Call, task: PoolingTask) -> Response:
             "meta_info": {
                 "id": call.request_id if not listed else f"{call.request_id}-{i}",
                 "prompt_tokens": lengths[i],
-                "weight_version": WEIGHT_VERSION,
+                "weight_version": FIRST_VERSION,
                 "e2e_latency": seconds,
             },
         }

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.dialects.sglang.errors import render_error
-from api_server.dialects.sglang.rendering import WEIGHT_VERSION
 from api_server.dialects.sglang.schema import ErrorResponse
 from api_server.errors import ErrorKind, RequestFailed
+from api_server.generation import weights
 from api_server.release import release
 from api_server.web.endpoint import Call, Document, endpoint
 from interfaces import Status
@@ -68,7 +68,7 @@ async def model_info(call: Call) -> Response:
         is_generation=call.server.pooled_model is None,
         served_model_name=name,
         preferred_sampling_params=None,
-        weight_version=WEIGHT_VERSION,
+        weight_version=weights.version_of(call.server),
         has_image_understanding=call.server.sees,
         has_audio_understanding=False,
     )

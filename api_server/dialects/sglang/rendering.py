@@ -11,8 +11,7 @@ from typing import Any
 from api_server.answers.choice import Choice, Finish
 from api_server.dialects.sglang.batch import Batch, Item
 from api_server.dialects.sglang.schema import GenerateRequest
-
-WEIGHT_VERSION = "default"
+from interfaces import FIRST_VERSION
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def _meta_info(choice: Choice, identifier: str) -> dict[str, Any]:
         "completion_tokens": choice.completion_tokens,
         "cached_tokens": choice.cached_tokens,
         "reasoning_tokens": choice.reasoning_tokens,
-        "weight_version": WEIGHT_VERSION,
+        **_versions(choice),
     }
     if choice.finish is not None:
         meta["e2e_latency"] = time.monotonic() - choice.request.received
@@ -97,9 +96,17 @@ def _never_ran(choice: Choice, identifier: str) -> dict[str, Any]:
         "id": identifier,
         "finish_reason": _aborted("Abort in waiting queue"),
         "completion_tokens": 0,
-        "weight_version": WEIGHT_VERSION,
+        **_versions(choice),
         "e2e_latency": time.monotonic() - choice.request.received,
     }
+
+
+def _versions(choice: Choice) -> dict[str, Any]:
+    """The version that made the last token, and all of them where there were several."""
+    known = choice.versions
+    last = known[-1][1] if known else FIRST_VERSION
+    several = [{"first_token": first, "weight_version": name} for first, name in known]
+    return {"weight_version": last, **({"weight_versions": several} if len(known) > 1 else {})}
 
 
 def _aborted(message: str) -> dict[str, Any]:

@@ -183,6 +183,15 @@ class FusedStack:
         bf12 = sum(matrix.num_bytes for matrix in made.values()) >> 20
         log.info("up to %d tokens at a time read bf12 weights, %d MB instead of %d", BF12_ROWS, bf12, megabytes)
 
+    def close(self) -> None:
+        """Let go of all weights, for another stack or for none. No pass is in flight, and none follows."""
+        self._may_use_bf12 = False
+        self.wait_for_copies()
+        self._screen = None
+        self._bf12 = None
+        self._table = None
+        self._caches.clear()
+
     @property
     def uses_bf12(self) -> bool:
         """Whether few tokens read bf12 weights from now on; for measurements and tests."""

@@ -27,6 +27,7 @@ from interfaces import (
     Detach,
     DropAdapter,
     Goodbye,
+    GroupSpec,
     Hello,
     ImageMetadata,
     Inquiry,
@@ -57,11 +58,17 @@ from interfaces import (
     Step,
     StepResult,
     Submit,
+    TensorSpec,
     TextAndVisionContext,
     TextContext,
     TokenRuns,
     Unknown,
     Vectors,
+    WeightsAnswer,
+    WeightsCommand,
+    WeightsOrder,
+    WeightsReport,
+    WeightsVersion,
     WireError,
     WorkerGoodbye,
     WorkerHello,
@@ -196,6 +203,10 @@ worker_status = st.builds(WorkerStatus, text, i31, i31, i31, i31, i31, i31, i31,
 files = st.lists(st.binary(max_size=9), max_size=2)
 media = st.lists(st.builds(SessionMedium, files, st.booleans(), st.booleans(), text), max_size=2)
 adapters = st.lists(st.builds(AdapterStatus, i31, text, text, text, i31, i31, st.booleans(), i31, i31, i31), max_size=2)
+names = st.lists(text, max_size=3)
+groups = st.none() | st.builds(GroupSpec, text, text, i31, i31, i31, text)
+tensors = st.lists(st.builds(TensorSpec, text, text, st.lists(i31, max_size=3)), max_size=3)
+versions = st.none() | st.builds(WeightsVersion, i31, text, text, names, text)
 adapter_orders = st.builds(LoRARequest, st.sampled_from(LoRAOperation), text, st.none() | text)
 adapter_statuses = st.sampled_from(LoRAStatus)
 statuses = st.builds(
@@ -233,6 +244,7 @@ messages = st.one_of(
         cached=st.dictionaries(i31, i31, max_size=3),
         errors=st.dictionaries(i31, st.builds(RequestError, text, text), max_size=3),
         queued=st.dictionaries(i31, i31, max_size=3),
+        versions=st.dictionaries(i31, text, max_size=3),
         reports=reports,
         number=st.integers(0, 2**63 - 1),
     ),
@@ -260,6 +272,10 @@ messages = st.one_of(
     st.builds(DropAdapter, i31, i31, i31),
     st.builds(AdapterLoaded, i31, i31, i31, i31, text, i31, i31),
     st.builds(AdapterFailed, i31, i31, i31, i31, text, text, st.booleans()),
+    st.builds(WeightsOrder, i31, i31, text, text, names, i31, names, groups, i31, tensors, text, i31, st.booleans()),
+    st.builds(WeightsAnswer, i31, i31, text, text, st.booleans(), column(np.float32), st.lists(i31, max_size=3), i31),
+    st.builds(WeightsCommand, i31, i31, i31, i31, versions, names, groups, i31, tensors, text, text, i31),
+    st.builds(WeightsReport, i31, i31, i31, i31, text, text, column(np.float32), st.lists(i31, max_size=3)),
     st.builds(Inquiry, text),
     st.builds(InquiryAnswer, i31, st.lists(text), statuses),
     st.builds(Ready, i31, i31, i31, column(np.int32), column(np.int64), column(np.int32), st.dictionaries(i31, text)),

@@ -288,6 +288,8 @@ ELSEWHERE = {
     *("Submit", "Unknown", "WorkerHello", "WorkerStatus"),
     *("Batch", "BatchResult", "Ready", "Vectors"),
     *("AdapterAnswer", "AdapterFailed", "AdapterLoaded", "AdapterOrder", "AdapterStatus", "DropAdapter", "LoadAdapter"),
+    *("GroupSpec", "TensorSpec", "WeightsAnswer", "WeightsCommand", "WeightsOrder", "WeightsReport", "WeightsStatus"),
+    "WeightsVersion",
     # what only ever is within one process
     *("AudioGenerationInputs", "EmbeddingsGenerationInputs", "PixelGenerationInputs", "TextGenerationInputs"),
     *("BatchProcessorInputs", "ProcessorInputs"),
