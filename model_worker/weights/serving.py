@@ -85,14 +85,14 @@ class ServedModel:
         self.abandon()
         try:
             stamp = stamp_of(version.source or self._own_source, version.overlays)
+            if version.stamp not in ("", stamp):
+                raise OSError(f"the files in {version.source or self._own_source} have changed since they were read")
             self._check_room(version)
             runner = self._runner_of(version)
         except (ModelRefused, OSError, MemoryError, RuntimeError) as error:
             gc.collect()
             trim_heap()
             raise WeightsRefused(_reason(error)) from error
-        if version.stamp and version.stamp != stamp:
-            raise WeightsRefused(f"the files in {version.source or self._own_source} have changed since they were read")
         self._prepared = _Prepared(replace(version, stamp=stamp), runner)
         return stamp
 

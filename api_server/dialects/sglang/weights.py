@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api_server.body.validation import Mismatch, parse
-from api_server.dialects.sglang.errors import render_error
+from api_server.dialects.sglang.errors import error_body, render_error
 from api_server.dialects.sglang.schema import ErrorResponse, Texts
 from api_server.errors import ErrorKind, RequestFailed, invalid
 from api_server.generation import weights
@@ -124,7 +125,7 @@ def routes() -> list[Route]:
     made = [
         endpoint(
             path,
-            operators_only(handler),
+            operators_only(_answering(handler)),
             render_error,
             document=Document(summary, TAG, body=body, answer=WeightsOutput, errors=errors),
         )
@@ -211,21 +212,8 @@ async def served_version(call: Call) -> Response:
     return _json({"weight_version": weights.version_of(call.server)})
 
 
-async def _answered(call: Call, asked: Any, message: str) -> Response:
-    try:
-        answer: WeightsAnswer = await asked
-    except RequestFailed as error:
-        if error.kind is not ErrorKind.INVALID:
-            raise
-        version = weights.version_of(call.server)
-        output = {
-            "success": False,
-            "message": error.message,
-            "num_paused_requests": 0,
-            "weight_version": version,
-            "error": {"message": error.message, "type": "invalid_request_error", "code": 400},
-        }
-        return _json(output, 400)
+async def _answered(call: Call, asked: Awaitable[WeightsAnswer], message: str) -> Response:
+    answer = await asked
     return _json(
         {
             "success": True,
@@ -234,6 +222,26 @@ async def _answered(call: Call, asked: Any, message: str) -> Response:
             "weight_version": answer.version,
         }
     )
+
+
+def _answering(handler: Handler) -> Handler:
+    """Wraps a handler so that a refusal has the form of its answers, and that of errors."""
+
+    async def answering(call: Call) -> Response:
+        try:
+            return await handler(call)
+        except RequestFailed as error:
+            if error.kind is not ErrorKind.INVALID:
+                raise
+            output = {
+                "success": False,
+                "message": error.message,
+                "num_paused_requests": 0,
+                "weight_version": weights.version_of(call.server),
+            }
+            return _json(output | error_body(error), 400)
+
+    return answering
 
 
 def _running(body: _Update) -> int:
