@@ -245,9 +245,8 @@ class Scheduler:
         limits = self.limits
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():
-            if not worker.weights.ready:
-                continue
-            if worker.in_flight.has_room(limits.steps_in_flight) and not worker.batches.keeps_steps_off:
+            free = worker.weights.ready and not worker.batches.keeps_steps_off
+            if free and worker.in_flight.has_room(limits.steps_in_flight):
                 budget = limits.max_batch_tokens
                 step = build_step(worker, self.incarnation, budget, limits.most_guesses, self.requests.preempt)
                 if step is not None:
@@ -347,8 +346,7 @@ class Scheduler:
             return "no model worker is ready yet"
         if self.adapters.starting:
             return "the adapters of the setting lora are being loaded"
-        paused = "generation is paused; POST /continue_generation resumes it" if self.paused else ""
-        return self.weights.absence or paused
+        return self.weights.standstill
 
     def _refusal(self, submit: Submit) -> RequestError | None:
         open_of_tenant = self.requests.open_of(submit.scheduling.tenant)

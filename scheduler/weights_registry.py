@@ -67,11 +67,12 @@ class WeightsRegistry:
         return self._served.absent
 
     @property
-    def absence(self) -> str:
-        """Which memory is missing, and the remedy; empty if none is."""
-        gone = ", ".join(self.absent)
-        remedy = "POST /resume_memory_occupation or /wake_up takes it again"
-        return f"memory was released ({gone}); {remedy}" if gone else ""
+    def standstill(self) -> str:
+        """Why an operator has nothing computed, and the remedy; empty if requests run."""
+        if self.absent:
+            remedy = "POST /resume_memory_occupation or /wake_up takes it again"
+            return f"memory was released ({', '.join(self.absent)}); {remedy}"
+        return "generation is paused; POST /continue_generation resumes it" if self.paused else ""
 
     @property
     def holds_steps(self) -> bool:

@@ -11,11 +11,20 @@ from tests.system.server import Server
 LONG = int(os.environ.get("TOKENYARD_TEST_FUZZ", "0"))
 """Requests for each route in the long form (`make fuzz`); 0: the short one."""
 
-PAUSES = ("/pause_generation",)
-"""Routes after which nobody is served until somebody says so."""
+PAUSES = ("/pause_generation", "/pause", "/sleep", "/release_memory_occupation")
+"""Routes after which nobody is served until somebody says so (`go_on`)."""
+
+MEETINGS = ("/init_weights_update_group", "/init_weight_transfer_engine")
+"""Routes that wait for another process; test_weights.py asks them."""
 
 _GROWTH = 150 << 20
 """Bytes that a process may grow by: caches fill. The long form has the same limit."""
+
+
+def go_on(server: Server) -> None:
+    """Takes a pause of any kind back."""
+    server.post("/wake_up", {})
+    server.post("/continue_generation", {})
 
 
 @dataclass

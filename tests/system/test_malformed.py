@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.strange_bodies import REFUSALS, body, check_error, check_whole, properties
-from tests.system.fuzz import LONG, PAUSES, Unharmed
+from tests.system.fuzz import LONG, MEETINGS, PAUSES, Unharmed, go_on
 from tests.system.server import Server
 
 BODIES = LONG or 25
@@ -68,7 +68,7 @@ def test_every_malformed_body_gets_an_answer(target: Server) -> None:
     with httpx.Client(base_url=target.url, timeout=SECONDS) as client:
         for path, methods in document["paths"].items():
             content = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
-            if content is None:
+            if content is None or path in MEETINGS:
                 continue
             examples = [example["value"] for example in content.get("examples", {}).values()]
             names = sorted(set(properties(document, content["schema"])))
@@ -77,7 +77,7 @@ def test_every_malformed_body_gets_an_answer(target: Server) -> None:
                 where = f"seed {seed}, {path}, {sent[:300]!r}"
                 response = client.post(path, content=sent, headers={"content-type": "application/json"})
                 if path in PAUSES:
-                    client.post("/continue_generation", json={})
+                    go_on(target)
                 answered[response.status_code] = answered.get(response.status_code, 0) + 1
                 assert response.status_code in REFUSALS | {200}, (where, response.text[:500])
                 if response.status_code == 200:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 from typing import Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, RootModel
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -106,6 +106,10 @@ class WeightsOutput(BaseModel):
     weight_version: str
 
 
+class Rows(RootModel[list[Any] | float]):
+    """The first rows of a weight; the number of one without dimensions."""
+
+
 class VersionAnswer(BaseModel):
     weight_version: str
 
@@ -131,11 +135,11 @@ def routes() -> list[Route]:
         )
         for path, handler, body, summary in table
     ]
-    read = Document("The first rows of a weight, as lists", TAG, body=GetWeightsByName, errors=errors)
+    read = Document("The first rows of a weight, as lists", TAG, body=GetWeightsByName, answer=Rows, errors=errors)
     version = Document("The version of the weights that is served", TAG, answer=VersionAnswer)
     return [
         *made,
-        endpoint("/get_weights_by_name", operators_only(by_name), render_error, ("GET", "POST"), read),
+        endpoint("/get_weights_by_name", operators_only(_answering(by_name)), render_error, ("GET", "POST"), read),
         endpoint("/get_weight_version", served_version, render_error, ("GET",), version),
         endpoint("/weight_version", served_version, render_error, ("GET",), version),
     ]

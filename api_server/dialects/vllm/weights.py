@@ -71,21 +71,49 @@ class StatusAnswer(BaseModel):
     status: str
 
 
+class Paused(BaseModel):
+    is_paused: bool
+
+
+class Sleeping(BaseModel):
+    is_sleeping: bool
+
+
+class CacheReset(BaseModel):
+    success: bool
+    message: str = Field("", description="Why not")
+
+
+class WorldSize(BaseModel):
+    world_size: int
+
+
+class Told(BaseModel):
+    message: str
+
+
+class UpdateFinished(BaseModel):
+    message: str
+    weight_version: str
+
+
 def routes() -> list[Route]:
     errors = dict.fromkeys((400, 403, 503), ErrorAnswer)
-    table: list[tuple[str, str, Handler, type[BaseModel] | None, str, str]] = [
-        ("POST", "/pause", pause, None, "Stop computing", "`?mode=abort` (the default), `wait` or `keep`"),
-        ("POST", "/resume", resume, None, "Go on computing", ""),
-        ("GET", "/is_paused", is_paused, None, "Whether generation is paused", ""),
-        ("POST", "/sleep", sleep, None, "Give memory back", "`?level=0`, `1` (the default) or `2`, and a `mode`"),
-        ("POST", "/wake_up", wake_up, None, "Take memory again", "`?tags=weights` or `kv_cache`, or both"),
-        ("GET", "/is_sleeping", is_sleeping, None, "Whether memory was given back", ""),
-        ("POST", "/reset_prefix_cache", reset_prefix_cache, None, "Drop all cached prefixes", ""),
-        ("GET", "/get_world_size", world_size, None, "The number of model workers", ""),
-        ("POST", "/init_weight_transfer_engine", init_transfer, InitTransfer, "Join a trainer's group", ""),
-        ("POST", "/start_weight_update", start_update, StartUpdate, "Begin to send weights", ""),
-        ("POST", "/update_weights", update_weights, UpdateWeights, "Receive tensors", "They are held until the end"),
-        ("POST", "/finish_weight_update", finish_update, FinishUpdate, "Serve what was received", ""),
+    modes = "`?mode=abort` (the default), `wait` or `keep`"
+    levels = "`?level=0`, `1` (the default) or `2`, and a `mode`"
+    table: list[tuple[str, str, Handler, type[BaseModel] | None, type[BaseModel], str]] = [
+        ("POST", "/pause", pause, None, StatusAnswer, f"Stop computing: {modes}"),
+        ("POST", "/resume", resume, None, StatusAnswer, "Go on computing"),
+        ("GET", "/is_paused", is_paused, None, Paused, "Whether generation is paused"),
+        ("POST", "/sleep", sleep, None, StatusAnswer, f"Give memory back: {levels}"),
+        ("POST", "/wake_up", wake_up, None, StatusAnswer, "Take memory again: `?tags=weights` or `kv_cache`, or both"),
+        ("GET", "/is_sleeping", is_sleeping, None, Sleeping, "Whether memory was given back"),
+        ("POST", "/reset_prefix_cache", reset_prefix_cache, None, CacheReset, "Drop all cached prefixes"),
+        ("GET", "/get_world_size", world_size, None, WorldSize, "The number of model workers"),
+        ("POST", "/init_weight_transfer_engine", init_transfer, InitTransfer, Told, "Join a trainer's group"),
+        ("POST", "/start_weight_update", start_update, StartUpdate, Told, "Begin to send weights"),
+        ("POST", "/update_weights", update_weights, UpdateWeights, Told, "Receive tensors, and hold them"),
+        ("POST", "/finish_weight_update", finish_update, FinishUpdate, UpdateFinished, "Serve what was received"),
     ]
     return [
         endpoint(
@@ -93,9 +121,9 @@ def routes() -> list[Route]:
             operators_only(handler),
             render_error,
             (method,),
-            Document(summary, TAG, body=body, answer=StatusAnswer, errors=errors, description=description),
+            Document(summary, TAG, body=body, answer=answer, errors=errors),
         )
-        for method, path, handler, body, summary, description in table
+        for method, path, handler, body, answer, summary in table
     ]
 
 
