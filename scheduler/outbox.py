@@ -104,6 +104,7 @@ class Outbox:
     def guesses(self, replica: int, handle: int, guessed: int, right: int) -> None:
         """Publish how many guesses at an answer were computed, and how many were right."""
         self._extras_of(replica).guesses[handle] = [guessed, right]
+
     def version(self, replica: int, handle: int, name: str) -> None:
         """Publish the version of the weights that makes a request's tokens from now on."""
         self._extras_of(replica).versions[handle] = name

@@ -225,6 +225,7 @@ def _misfit(before: LoadedModel, after: LoadedModel) -> str:
         ("max_position_embeddings", before.max_position, after.max_position),
         ("dtype", before.dtype, after.dtype),
         ("attention", before.attention_name, after.attention_name),
+        ("row invariance", before.row_invariant, after.row_invariant),
     )
     for name, own, new in facts:
         if own != new:

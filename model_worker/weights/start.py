@@ -76,16 +76,19 @@ def weights_commands(
 ) -> WeightsCommands:
     """Make what carries out commands about the weights of an engine's model."""
 
+    learns = settings.speculate == "auto"
+
     def load(source: str, overlays: list[Path]) -> LoadedModel:
         had_kernels = runner.loaded.has_kernels
         wanted = WeightsVersion(0, "", source, [str(path) for path in overlays])
         return load_version(settings, device, lambda *_: had_kernels, _beat, wanted)
 
     def use(changed: ModelRunner) -> None:
+        could_overlap = shared.backend.overlaps
         shared.change_backend(changed.backend)
-        overlaps = changed.loaded.device.type == "cuda" or changed.backend.overlaps
-        kind = changed.loaded.device.type if overlaps else "off"
-        engine.change_executors(executors_for(shared, kind, settings.speculate))
+        if could_overlap and not changed.backend.overlaps:
+            # A backend of the same kind that takes less time for a pass: a model of fewer bytes.
+            engine.change_executors(executors_for(shared, "off", settings.most_guesses, learns=learns))
 
     def record(changed: ModelRunner) -> None:
         changed.record_decode(settings.max_running, hello.max_model_len)

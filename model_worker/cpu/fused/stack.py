@@ -184,13 +184,10 @@ class FusedStack:
         log.info("up to %d tokens at a time read bf12 weights, %d MB instead of %d", BF12_ROWS, bf12, megabytes)
 
     def close(self) -> None:
-        """Let go of all weights, for another stack or for none. No pass is in flight, and none follows."""
+        """Let go of all weights. No pass is in flight, and none follows."""
         self._may_use_bf12 = False
         self.wait_for_copies()
-        self._screen = None
-        self._bf12 = None
-        self._table = None
-        self._caches.clear()
+        del self._table, self._screen, self._bf12
 
     @property
     def uses_bf12(self) -> bool:
@@ -216,7 +213,7 @@ class FusedStack:
 
     def logits(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Write the batch's tokens into the cache and return float32 logits [L, vocab] at `batch.logit_positions`."""
-        return self._run(batch, cache, _every(batch))[0]
+        return self._run(batch, cache, np.arange(len(batch.logit_positions)))[0]
 
     def greedy(
         self, batch: ForwardBatch, cache: KVCache, wanted: NDArray[np.bool_]
@@ -231,7 +228,7 @@ class FusedStack:
 
     def hidden(self, batch: ForwardBatch, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Return the logits, and the hidden states that they were made of, float32 [L, hidden]."""
-        logits, every_residual, _ = self._run(batch, cache, _every(batch))
+        logits, every_residual, _ = self._run(batch, cache, np.arange(len(batch.logit_positions)))
         residual = every_residual[batch.logit_positions]
         shares = torch.rsqrt(residual.square().mean(-1, keepdim=True) + float(self._weights.epsilon))
         return logits, residual * shares * torch.from_numpy(self._weights.final_norm)
@@ -399,7 +396,3 @@ class FusedStack:
 def has_room_for_bf12(weight_bytes: int) -> bool:
     """Whether a bf12 copy of so many bytes of weights is a small part of the memory that is left."""
     return MOST_BF12 * weight_bytes <= BF12_SHARE * free_memory()
-
-
-def _every(batch: ForwardBatch) -> NDArray[np.int64]:
-    return np.arange(len(batch.logit_positions))
