@@ -203,7 +203,7 @@ def build(
         weights=version.number,
     )
     torch.set_grad_enabled(False)
-    weights = weights_commands(settings, device, engine, shared, runner, hello, version)
+    weights = weights_commands(settings, device, shared, runner, hello, version)
     return engine, hello, compilation, weights
 
 
@@ -233,9 +233,7 @@ def _load_draft(settings: Settings, loaded: LoadedModel) -> LoadedModel | None:
     if name is None or loaded.device.type != "cpu":
         return None
     phases.phase("load draft model")
-    return load_draft(
-        name, settings.model, loaded, lambda _what, done, total: _progress(done, total), kernel_cache.are_compiled
-    )
+    return load_draft(name, settings.model, loaded, _progress, kernel_cache.are_compiled)
 
 
 def build_texts(

@@ -46,10 +46,6 @@ class Engine:
         """The adapters that are read beside the steps; None: the model takes none."""
         return self._running.adapters
 
-    def change_executors(self, executors: Sequence[Executor]) -> None:
-        """Run the next steps by these executors. No step is in flight."""
-        self._executors = tuple(executors)
-
     def rest(self) -> None:
         """Start the process that fills masks, which takes seconds. To be called when there is nothing to compute."""
         if self._running.masks is not None:

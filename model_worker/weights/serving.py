@@ -184,7 +184,8 @@ class ServedModel:
     def _make_runner(self, loaded: LoadedModel) -> ModelRunner:
         before = self._runner
         runner = ModelRunner(loaded, before.num_blocks, before.cache.block_size, before.attention_name, before.cache)
-        if type(runner.backend) is not type(before.backend):
+        after = runner.backend
+        if type(after) is not type(before.backend) or after.overlaps != before.backend.overlaps:
             raise WeightsRefused(
                 "the new weights are computed in another way than the old ones, on K and V of another form: start a "
                 "server with them"

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 
 from interfaces import WeightsVersion, WorkerHello
-from model_worker.engine import Engine
-from model_worker.execution import executors_for
 from model_worker.execution.base import DeviceStep
 from model_worker.loading.load import load_model
 from model_worker.model import LoadedModel, Progress
@@ -68,15 +66,12 @@ def load_version(
 def weights_commands(
     settings: Settings,
     device: str,
-    engine: Engine,
     shared: DeviceStep,
     runner: ModelRunner,
     hello: WorkerHello,
     version: WeightsVersion,
 ) -> WeightsCommands:
-    """Make what carries out commands about the weights of an engine's model."""
-
-    learns = settings.speculate == "auto"
+    """Make what carries out commands about the weights of the model that a runner computes."""
 
     def load(source: str, overlays: list[Path]) -> LoadedModel:
         had_kernels = runner.loaded.has_kernels
@@ -84,11 +79,7 @@ def weights_commands(
         return load_version(settings, device, lambda *_: had_kernels, _beat, wanted)
 
     def use(changed: ModelRunner) -> None:
-        could_overlap = shared.backend.overlaps
         shared.change_backend(changed.backend)
-        if could_overlap and not changed.backend.overlaps:
-            # A backend of the same kind that takes less time for a pass: a model of fewer bytes.
-            engine.change_executors(executors_for(shared, "off", settings.most_guesses, learns=learns))
 
     def record(changed: ModelRunner) -> None:
         changed.record_decode(settings.max_running, hello.max_model_len)
