@@ -217,7 +217,9 @@ async def run(
 ) -> dict[str, dict[str, float]]:
     """The figures of each work, one after the other, after a request that warms up."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    # Some servers close connections at will, and a request's body is large.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         chat = Chat(session, url, model, plain_body)
         await chat.ask(picture(0, works[0].side), "a", 4, Stream(0.0))
         # Every work has pictures of its own.

@@ -103,11 +103,15 @@ def save_tokenizer(
     specials: Sequence[str] = SPECIAL,
     chat_template: str = CHAT_TEMPLATE,
     named: Mapping[str, str] | None = None,
+    more: Sequence[str] = (),
 ) -> None:
-    """Write a tokenizer whose vocabulary begins with the special tokens, some of which have names."""
+    """Write a tokenizer whose vocabulary begins with the special tokens, some of which have names.
+
+    It has `more` entries, too, which no text becomes.
+    """
     byte_level = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ("Ġ" + "".join(letters) for letters in itertools.product(string.ascii_lowercase, repeat=4))
-    entries = itertools.islice(itertools.chain(specials, byte_level, ["".join(MERGE)], words), VOCABULARY)
+    entries = itertools.islice(itertools.chain(specials, byte_level, ["".join(MERGE)], more, words), VOCABULARY)
     tokenizer = Tokenizer(models.BPE(vocab={entry: index for index, entry in enumerate(entries)}, merges=[MERGE]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -25,6 +25,8 @@ NAMED = {
     "global_image_token": "<global-img>",
     "end_of_utterance_token": "<end_of_utterance>",
 }
+# llama.cpp puts this token, two newlines, before an image.
+NEWLINES = ("ĊĊ",)
 SPECIALS = (*SPECIAL, *NAMED.values(), *TILES)
 TOWERS: Mapping[str, Mapping[str, int]] = {
     "135m": {
@@ -59,7 +61,7 @@ def standard_vision(directory: Path, size: str = "135m") -> Path:
     if not (directory / "preprocessor_config.json").is_file():
         directory.mkdir(parents=True, exist_ok=True)
         _save_weights(directory, size)
-        save_tokenizer(directory, SPECIALS, CHAT_TEMPLATE, NAMED)
+        save_tokenizer(directory, SPECIALS, CHAT_TEMPLATE, NAMED, NEWLINES)
         _save_processor(directory, TOWERS[size]["image_size"], MERGED[size])
     return directory
 
