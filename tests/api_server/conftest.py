@@ -159,6 +159,7 @@ class SchedulerDouble:
     """While set, no Status is sent."""
     refuse: RequestError | None = None
     cached: int = 0
+    guesses: list[int] = field(default_factory=list)
     queued_us: int = 1500
     steps: int = 1
     refuse_order: str = ""
@@ -384,6 +385,7 @@ class SchedulerDouble:
                 self._logprobs(tokens, [key for key in self.running if key[0] == replica]),
                 cached=dict.fromkeys(handles, self.cached),
                 queued=dict.fromkeys(handles, self.queued_us),
+                guesses=dict.fromkeys(handles, self.guesses) if self.guesses else {},
                 reports=self._reports(tokens, [key for key in self.running if key[0] == replica]),
                 hidden=self._hidden([key for key in self.running if key[0] == replica]),
             )

@@ -73,6 +73,18 @@ def test_single_answer(live: LiveServer) -> None:
     assert meta["id"] == response.headers["x-request-id"]
 
 
+def test_guesses_are_counted_in_the_answer(live: LiveServer) -> None:
+    live.double.guesses = [9, 3]
+    answer = post(live, {"text": "Hello", "sampling_params": {"max_new_tokens": 5, "ignore_eos": True}}).json()
+    GenerateResponse.model_validate(answer)
+    meta = answer["meta_info"]
+    passes = meta["completion_tokens"] - 3
+    assert meta["spec_verify_ct"] == passes > 0
+    assert meta["spec_accept_length"] == pytest.approx(meta["completion_tokens"] / passes)
+    assert meta["spec_accept_rate"] == pytest.approx(1 / 3)
+    assert (meta["spec_num_proposed_drafts"], meta["spec_num_correct_drafts"]) == (9, 3)
+
+
 def test_put_is_post_and_ids_are_text(live: LiveServer) -> None:
     ids = encode(live.state.tokenizer, "Hello")
     live.double.answer = echo(live)

@@ -161,6 +161,8 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
             seconds_since_step=2,
             drafted=9,
             accepted=8,
+            drafts=4,
+            accepted_at=[5, 3],
             encoded=6,
             image_hits=5,
             encode_ms=2500,
@@ -178,6 +180,14 @@ def test_scheduler_facts_come_from_its_last_status() -> None:
     assert value(found, "tokenyard_worker_seconds_since_step", device="cuda:0", index="0") == 1
     assert value(found, "tokenyard_worker_draft_tokens_total", device="cuda:1", index="1") == 9
     assert value(found, "tokenyard_worker_accepted_tokens_total", device="cuda:1", index="1") == 8
+    assert value(found, "tokenyard_worker_drafts_total", device="cuda:1", index="1") == 4
+    for name, count in (("drafts", 4), ("draft_tokens", 9), ("accepted_tokens", 8)):
+        assert value(found, f"vllm:spec_decode_num_{name}_total", model_name="m") == count
+    for position, count in (("0", 5), ("1", 3)):
+        per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        assert value(found, per_position, model_name="m", position=position) == count
+    assert value(found, "sglang:spec_accept_length", model_name="m") == 3
+    assert value(found, "sglang:spec_accept_rate", model_name="m") == pytest.approx(8 / 9)
     assert value(found, "tokenyard_encoded_images_total", device="cuda:1", index="1") == 6
     assert value(found, "tokenyard_encoder_cache_hits_total", device="cuda:1", index="1") == 5
     assert value(found, "tokenyard_image_encode_seconds_total", device="cuda:1", index="1") == 2.5
