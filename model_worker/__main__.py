@@ -179,6 +179,8 @@ def build(
         drafters=chosen.without_models(settings.draft),
         models=[] if guessing is None else [DraftModel(guessing.backend, rows, sampler)],
     )
+    if settings.most_guesses and shared.drafters is None:
+        log.info("nothing is guessed: the bits of a row depend on its neighbours here (docs/speculation.md)")
     engine = Engine(shared, executors)
     hello = WorkerHello(
         device=device,
@@ -230,7 +232,7 @@ def _load_draft(settings: Settings, loaded: LoadedModel) -> LoadedModel | None:
     from model_worker.loading.draft import load_draft
 
     name = chosen.model_named(settings.draft) if settings.most_guesses else None
-    if name is None or loaded.device.type != "cpu":
+    if name is None or not loaded.row_invariant:
         return None
     phases.phase("load draft model")
     return load_draft(name, settings.model, loaded, _progress, kernel_cache.are_compiled)
