@@ -130,11 +130,12 @@ def order(server: Server, what: str, **body: Any) -> None:
         except httpx.TransportError:
             response = None
         if response is not None:
-            # An order whose answer was lost may have been carried out.
-            done = again and response.status_code == (400 if what == "load" else 404)
+            # An order whose answer was lost may have been carried out, or is being carried out.
+            loading = again and what == "load" and "is being loaded" in response.text
+            done = again and response.status_code == (400 if what == "load" else 404) and not loading
             if response.status_code == 200 or done:
                 return
-            assert response.status_code in (500, 503), response.text
+            assert loading or response.status_code in (500, 503), response.text
         assert time.monotonic() < deadline, f"{what} was not carried out: {response and response.text}"
         again = True
         time.sleep(0.2)
@@ -165,6 +166,7 @@ def adapters(options: argparse.Namespace) -> dict[str, object]:
     steady: list[str | None] = [None, *names]
     with Server(options.model, flags, options.folder / "adapters.log") as server:
         quiet = churn(server, steady, passing, LOADS, STREAMS)
+        print(f"quiet: {quiet.streams} streams, {len(quiet.changed)} changed, growth {quiet.growth}", flush=True)
 
         def kill(number: int) -> None:
             if number % 40 == 20:

@@ -13,7 +13,8 @@ import torch
 from interfaces import BatchProcessorInputs, ProcessorInputs, SamplingParams
 from interfaces.request.sampling import LogprobMode
 from model_worker.sampling.registry import ProcessorForm, load_processors
-from tests.model_worker.tiny_models import tiny_model
+from tests.model_worker.drafters.oracle import Oracle
+from tests.model_worker.tiny_models import VOCAB, tiny_model
 from tests.system.in_process import InProcessServer, Shape, load
 
 
@@ -157,7 +158,7 @@ class AddsOne:
         inputs.logits += 1.0
 
 
-FORMS = ("ForRequest", "ForBatch", "LikeSGLang", "Replacing", "AddsOne")
+FORMS = ("ForRequest", "ForBatch", "LikeSGLang", "Avoiding", "Replacing", "AddsOne")
 LOGITS_PROCESSORS = {"of-module": ForRequest, "other": ForBatch}
 
 
@@ -222,6 +223,20 @@ def test_a_replayed_row_goes_on_as_it_was(tmp_path: Path) -> None:
     assert crowded.scheduler.counters["preemptions"] > 0
     for i in range(6):
         assert crowded.answers[i].tokens == roomy.answers[i].tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_guesses_change_nothing(tmp_path: Path, temperature: float) -> None:
+    """Rows that see their own history are given the same one where tokens are guessed ahead."""
+    wishes: list[dict[str, dict[str, Any]]] = [{"Avoiding": {}}, {"ForBatch": {"base": 20}}]
+    values = {"max_new_tokens": 40, "temperature": temperature, "seed": 5}
+    room = {"num_blocks": 34, "block_size": 16}
+    plain = serve(tmp_path, wishes, room, **values)
+    oracle = Oracle([[5, 6, 7, *answer.tokens] for answer in plain.answers.values()], 0.8, VOCAB, seed=1)
+    guessing = serve(tmp_path, wishes, room | {"most_guesses": 3, "drafters": [oracle]}, **values)
+    for i in range(len(wishes)):
+        assert guessing.answers[i].tokens == plain.answers[i].tokens
+    assert sum(engine.counters.accepted for engine in guessing.engines.values()) > 0
 
 
 def test_entries_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
