@@ -79,8 +79,8 @@ audit: $(INSTALLED)  ## look up known vulnerabilities of the installed packages 
 	@test -x $(VENV)/audit/bin/pip-audit || { $(BIN)/python -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install -q "pip-audit>=2.9,<3"; }
 	$(VENV)/audit/bin/pip-audit --path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
-demo-model: $(TEST_INSTALLED)  ## train the embedded model anew (about 45 minutes on two cores)
-	$(BIN)/python -m demo_model.train $(ARGS)
+demo-model: $(TEST_INSTALLED)  ## train the embedded model anew (a bit more than an hour on two cores)
+	$(BIN)/python -m demo_model $(ARGS)
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "tokenyard needs Python 3.11 or newer, and none is on the path; install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1; }

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from demo_model.corpus import shown
+from demo_model.decoder import text_model
 from demo_model.exchange import Exchange
 from demo_model.skills import (
     arithmetic,
@@ -86,7 +87,7 @@ class Answerer:
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.model: Any = text_model(folder, dtype)
 
     def prompt(self, exchange: Exchange, thinking: bool) -> str:
         system = [{"role": "system", "content": exchange.system}] if exchange.system else []

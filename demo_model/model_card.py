@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from demo_model.decoder import text_model
 from demo_model.evaluate import Score
 
 _CARD = """---
@@ -59,7 +60,7 @@ Python {python}).
 
 
 def write_model_card(folder: Path, scores: dict[str, Score], run: str) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = text_model(folder)
     rows = [f"| {name} | {score.right} of {score.asked} | {score.share:.1%} |" for name, score in scores.items()]
     card = _CARD.format(
         parameters=model.num_parameters() / 1e6,

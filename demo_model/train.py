@@ -1,10 +1,10 @@
-"""Trains the embedded model from nothing: corpus, tokenizer, weights, evaluation, model card.
+"""Trains the text model from nothing: corpus, tokenizer, weights, evaluation, model card.
 
     python -m demo_model.train [--minutes 40] [--seed 7] [--output FOLDER]
 
 Knows the size of the model and the learning schedule, which follows the clock,
 so the run ends in time on any machine. An interrupted
-run (Ctrl-C, SIGTERM) is still saved and evaluated. Does not know the skills.
+run (Ctrl-C, SIGTERM) is still saved and evaluated. Does not know the skills, nor the eyes (see `eyes`).
 """
 
 import argparse
@@ -26,12 +26,15 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from demo_model import attention
 from demo_model.batches import IGNORED, Batch, Batches
 from demo_model.corpus import NO_EXERCISES, Corpus
+from demo_model.decoder import text_model
 from demo_model.evaluate import evaluate
 from demo_model.model_card import write_model_card
 from demo_model.starting_weights import set_starting_weights
 from demo_model.train_tokenizer import MAX_LENGTH, load_tokenizer, save_tokenizer, train_tokenizer
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
 
+# Wall time of a run.
+MINUTES = 42.0
 STEP_TOKENS = 2048
 BATCH_TOKENS = 2048
 WARM_UP = 0.01
@@ -87,7 +90,8 @@ def rate(progress: float) -> float:
 def continued_model(folder: Path) -> LlamaForCausalLM:
     """The weights of an earlier run, in the precision that training needs."""
     attention.register()
-    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = text_model(folder)
+    model.train()
     model.set_attn_implementation(attention.NAME)
     return cast(LlamaForCausalLM, model)
 
@@ -131,7 +135,7 @@ class Training:
         self._full = CONTINUED_SHARE if options.start_from else 1.0
         corpus = Corpus(options.seed + 1, drawn=NO_EXERCISES) if options.start_from else Corpus(options.seed)
         self._batches = Batches(corpus, tokenizer)
-        self._stopped = False
+        self.was_stopped = False
 
     def run(self) -> None:
         """Steps until the time is used up. A pause of the process (a stop signal, a sleeping laptop) does not count."""
@@ -156,11 +160,11 @@ class Training:
             signal.signal(number, handler)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
-        self._stopped = True
+        self.was_stopped = True
 
     def _until_stopped(self) -> Iterator[list[Batch]]:
         for batches in self._batches.steps(STEP_TOKENS, BATCH_TOKENS):
-            if self._stopped:
+            if self.was_stopped:
                 return
             yield batches
 
@@ -203,9 +207,9 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def parsed_options() -> Options:
-    parser = argparse.ArgumentParser(prog="python -m demo_model.train", description="Train the embedded model.")
+    parser = argparse.ArgumentParser(prog="python -m demo_model.train", description="Train the text model.")
     parser.add_argument(
-        "--minutes", type=float, default=42.0, help="wall time for training; evaluation adds about two minutes"
+        "--minutes", type=float, default=MINUTES, help="wall time for training; evaluation adds about two minutes"
     )
     parser.add_argument("--seed", type=int, default=7, help="seed of the corpus and of the first weights")
     parser.add_argument(
@@ -216,8 +220,8 @@ def parsed_options() -> Options:
     return Options(**vars(parser.parse_args()))
 
 
-def main() -> None:
-    options, console = parsed_options(), Console()
+def train(options: Options, console: Console) -> bool:
+    """Train, save, measure and describe the text model. Return whether the run came to its end."""
     torch.set_num_threads(options.threads)
     with console.status("corpus and tokenizer"):
         tokenizer = load_tokenizer(options.start_from) if options.start_from else train_tokenizer(options.seed)
@@ -231,6 +235,11 @@ def main() -> None:
     run = f"{training.steps} steps, {training.tokens / 1e6:.1f} million tokens, {options.minutes:g} minutes"
     run += f", seed {options.seed}" + (", continuing an earlier run" if options.start_from else "")
     write_model_card(options.output, scores, run)
+    return not training.was_stopped
+
+
+def main() -> None:
+    train(parsed_options(), Console())
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ from deploy.embedded_model import EMBEDDED_MODEL_PATH
 VOCABULARY_SIZE = 4096
 MAX_LENGTH = 2048
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Stands for a part of a picture.
+IMAGE_TOKEN = "<image>"
+# How the vocabulary writes the byte 255, which no UTF-8 text has.
+_UNUSED_BYTE = "ÿ"
 # Visible in decoded text, because parsers of tools and reasoning look for them there.
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
@@ -50,14 +54,33 @@ def train_tokenizer(seed: int, documents: int = 30_000) -> PreTrainedTokenizerFa
     )
     bpe.train_from_iterator(_texts(Corpus(seed), documents), trainer)
     bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS])
+    return wrapped(bpe)
+
+
+def wrapped(bpe: Tokenizer) -> PreTrainedTokenizerFast:
+    """The tokenizer as transformers has it."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=with_image_token(bpe),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
+        extra_special_tokens={"image_token": IMAGE_TOKEN},
         model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),
     )
+
+
+def with_image_token(bpe: Tokenizer) -> Tokenizer:
+    """Give the number of a byte that no text has to the image token. The model's size and all other tokens stay."""
+    form = json.loads(bpe.to_str())
+    vocabulary: dict[str, int] = form["model"]["vocab"]
+    if IMAGE_TOKEN not in vocabulary:
+        names = [IMAGE_TOKEN if token == _UNUSED_BYTE else token for token in vocabulary]
+        form["model"]["vocab"] = dict(zip(names, vocabulary.values(), strict=True))
+    made = Tokenizer.from_str(json.dumps(form))
+    made.no_truncation()
+    made.add_special_tokens([AddedToken(IMAGE_TOKEN, special=True, normalized=False)])
+    return made
 
 
 def _texts(corpus: Corpus, count: int) -> Iterator[str]:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.perplexity import documents, main, score
+from demo_model.decoder import text_model
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
 from model_worker.loading.load import load_model
 from model_worker.runner import ModelRunner
@@ -18,7 +19,7 @@ from model_worker.runner import ModelRunner
 def test_score_is_the_mean_loss_of_the_answers() -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(EMBEDDED_MODEL_PATH)
     texts = list(documents(tokenizer, 1))
-    model: Any = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_PATH, dtype=torch.float32)
+    model: Any = text_model(EMBEDDED_MODEL_PATH)
     losses: list[float] = []
     for text in texts:
         said = tokenizer.decode(text.ids)

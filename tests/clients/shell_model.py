@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from demo_model import words
+from demo_model.decoder import text_model
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
 
 TEMPLATE = Path(__file__).parent / "shell_model.jinja"
@@ -96,7 +97,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = text_model(folder).train()
     teach(model, tokenizer, lessons(tokenizer, rng), rng)
     # The clients send no temperature, and what they do here is to be the same each time.
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)

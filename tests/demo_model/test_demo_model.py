@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from demo_model.batches import IGNORED, Batches
 from demo_model.corpus import Conversation, Corpus
+from demo_model.decoder import text_model
 from demo_model.evaluate import SKILLS, held_out
 from demo_model.skills.tool_use import parsed_calls
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
@@ -37,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL_PATH, dtype=torch.float32)
+    return text_model(EMBEDDED_MODEL_PATH)
 
 
 def rendered(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **template: Any) -> str:

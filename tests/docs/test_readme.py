@@ -18,14 +18,14 @@ README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"```sh\n(curl .*?)```", README, re.DOTALL)
 
 
-def test_there_are_five_requests() -> None:
-    assert len(COMMANDS) == 5
+def test_there_are_six_requests() -> None:
+    assert len(COMMANDS) == 6
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.findall(r"8000(\S+)", command)[0])
 def test_a_request_of_the_readme_works_as_pasted(embedded: Server, command: str) -> None:
     pasted = command.replace("http://127.0.0.1:8000", embedded.url).replace("curl ", "curl --silent --fail-with-body ")
-    done = subprocess.run(["bash", "-c", pasted], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", pasted], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     if '"stream": true' in command:
         frames = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
@@ -33,6 +33,9 @@ def test_a_request_of_the_readme_works_as_pasted(embedded: Server, command: str)
         assert all(json.loads(frame)["object"] == "chat.completion.chunk" for frame in frames[:-1])
     else:
         assert json.loads(done.stdout)
+    if "image_url" in command:
+        answer = json.loads(done.stdout)["choices"][0]["message"]["content"]
+        assert f'the answer is "{answer}"' in README
 
 
 def test_the_terminal_chat_answers(embedded: Server) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
+from demo_model.decoder import text_model
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
 from deploy.offline import LLM
 from interfaces import SamplingParamsInput
@@ -31,8 +32,7 @@ def llm() -> Any:
 
 @pytest.fixture(scope="module")
 def reference() -> tuple[Any, Any]:
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(MODEL)
+    return text_model(EMBEDDED_MODEL_PATH), AutoTokenizer.from_pretrained(MODEL)
 
 
 def prompts(count: int) -> list[str]:
