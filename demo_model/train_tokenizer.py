@@ -35,6 +35,7 @@ PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _COPIED_TIMES = 40
 
 CHAT_TEMPLATE = EMBEDDED_MODEL_PATH / "chat_template.jinja"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", CHAT_TEMPLATE.name)
 
 
 def train_tokenizer(seed: int, documents: int = 30_000) -> PreTrainedTokenizerFast:

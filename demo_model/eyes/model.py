@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from demo_model.train_tokenizer import IMAGE_TOKEN, save_tokenizer
+from demo_model.train_tokenizer import IMAGE_TOKEN
 
 SIDE = 48
 PATCH = 8
@@ -86,11 +86,10 @@ def processor(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
 
 
 def save(model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the weights in bfloat16, and the files of the tokenizer and the processor."""
+    """Write the weights in bfloat16, and the processor's file. The tokenizer's files are there."""
     shipped: Any = copy.deepcopy(model)
     shipped.to(torch.bfloat16)
     shipped.config.text_config.name_or_path = ""
     shipped.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
-    save_tokenizer(tokenizer, folder)
     processor(tokenizer).to_json_file(folder / "processor_config.json")

@@ -24,13 +24,14 @@ taught to give it vectors that make it answer. It reads pictures like those of `
 - one word in small letters, as wide as the picture: {words};
 - one shape ({shapes});
 - a plain colour ({colours});
-- a chart of two to {bars} bars, each of another colour.
+- a chart of 2 to {bars} bars, each of another colour.
 
 Ask it to describe the picture, for its colour, the digit, the word or the shape, which bar is the highest, or how many
 bars there are.
 
-`python -m demo_model.eyes.train` ({run}). Greedy answers, in bfloat16, to questions about pictures of other seeds; an
-answer is right if it is the expected one to the letter:
+`python -m demo_model.eyes.train` ({run}).
+Greedy answers, in bfloat16, to questions about pictures of other seeds; an answer is right if it is the expected one to
+the letter:
 
 | picture | right | accuracy |
 | --- | --- | --- |

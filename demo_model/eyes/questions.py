@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from demo_model.exchange import reword
 from demo_model.eyes.pictures import Picture
 
+VOWELS = "aeiou"
 DESCRIBE = (
     "Describe the picture.", "Describe this picture.", "What is in the picture?", "What is in this picture?",
     "Describe the image.", "Describe this image.", "What is in the image?", "What is in this image?",
@@ -29,7 +30,7 @@ def described(picture: Picture) -> str:
     if picture.kind == "word":
         return f'It is the word "{picture.subject}" in {picture.colour}.'
     if picture.kind == "shape":
-        return f"It is a {picture.colour} {picture.subject}."
+        return f"It is {'an' if picture.colour[0] in VOWELS else 'a'} {picture.colour} {picture.subject}."
     if picture.kind == "colour":
         return f"It is the colour {picture.colour}."
     return f"It is a chart with {picture.subject} bars."
@@ -48,7 +49,7 @@ def choices(picture: Picture) -> list[tuple[Sequence[str], str]]:
     elif picture.kind == "word":
         found.append((WORD, f'It says "{picture.subject}".'))
     elif picture.kind == "shape":
-        found.append((SHAPE, f"It is a {picture.subject}."))
+        found.append((SHAPE, described(picture)))
     return found
 
 

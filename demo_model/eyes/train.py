@@ -34,7 +34,7 @@ from demo_model.eyes.model import TOKENS, new_model, pixels, save
 from demo_model.eyes.model_card import MODEL_CARD, write_pictures_section
 from demo_model.eyes.pictures import Picture, draw
 from demo_model.eyes.vectors import NOISE, Vectors
-from demo_model.train_tokenizer import IMAGE_TOKEN, load_tokenizer
+from demo_model.train_tokenizer import IMAGE_TOKEN, TOKENIZER_FILES, load_tokenizer
 from deploy.embedded_model import EMBEDDED_MODEL_PATH
 
 # Conversations and pictures of a run.
@@ -235,7 +235,8 @@ def train(options: Options, console: Console) -> None:
     if not training.was_stopped:
         (options.output / CHECKPOINT).unlink()
     if options.output.resolve() != options.decoder.resolve():
-        shutil.copy(options.decoder / MODEL_CARD, options.output / MODEL_CARD)
+        for name in (*TOKENIZER_FILES, MODEL_CARD):
+            shutil.copy(options.decoder / name, options.output / name)
     console.log(f"saved in {options.output}; asking about new pictures")
     scores = evaluate(Reader(options.output), options.questions)
     run = f"{options.conversations} conversations, {options.pictures} pictures, seed {options.seed}"
