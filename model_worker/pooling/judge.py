@@ -14,8 +14,11 @@ from interfaces import PoolingContext, PoolingTask
 from model_worker.pooling.heads import Head
 from model_worker.pooling.texts import Texts
 
-# Cosine of a text's vector to that of the model as it was, and of the vectors of tokens or words' weights on average.
+# Cosine of a text's vector to that of the model as it was: on average, and of each text, since rounding hits one text
+# harder than another.
 LEAST_COSINE = 0.999
+LEAST_OF_ONE = 0.998
+# The same of the vectors of tokens, or of words' weights, on average.
 LEAST_MEAN_COSINE = 0.99
 # Change of a probability.
 MOST_CHANGE = 0.05
@@ -48,10 +51,11 @@ class Judge:
                     return f"changes its probabilities too much (by {change:.3f})"
                 continue
             cosines = cosine_similarity(got, want, dim=1)
-            each = context.task is PoolingTask.EMBED
-            cosine = float(cosines.min() if each else cosines.mean())
-            if not cosine >= (LEAST_COSINE if each else LEAST_MEAN_COSINE):
-                return f"changes its vectors too much (cosine {cosine:.4f})"
+            of_texts = context.task is PoolingTask.EMBED
+            if not float(cosines.mean()) >= (LEAST_COSINE if of_texts else LEAST_MEAN_COSINE):
+                return f"changes its vectors too much (cosine {float(cosines.mean()):.4f} on average)"
+            if of_texts and not float(cosines.min()) >= LEAST_OF_ONE:
+                return f"changes its vectors too much (cosine {float(cosines.min()):.4f} of one text)"
         return None
 
     def _context(self, task: PoolingTask) -> PoolingContext:
