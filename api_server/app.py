@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from api_server.dialects import anthropic, generate_route, hosted, models_route, openai, pooling_routes
@@ -48,6 +48,7 @@ from api_server.release import release
 from api_server.state import ServerState
 from api_server.web import openapi
 from api_server.web.access import PUBLIC_PATHS, identify, public_paths
+from api_server.web.direct_router import DirectRouter
 from api_server.web.endpoint import Call, Document, Endpoint, ErrorRenderer, discard_body, endpoint, internal_error
 from shared import logs
 
@@ -108,7 +109,7 @@ class Application:
         # Time of the last request other than a probe, while leaving; on time.monotonic's clock.
         self.asked_at = float("-inf")
         self.routes = list(routes)
-        self._router = Router(self.routes, redirect_slashes=False)
+        self._router = DirectRouter(self.routes)
         origins = server.settings.cors_origins
         has_keys = bool(server.keys.users)
         self._public = public_paths(server.settings)

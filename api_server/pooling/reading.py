@@ -23,6 +23,9 @@ MOST_TEXTS = 2048
 # Texts, and characters of texts, that are tokenized in one piece of work.
 _TEXTS_AT_A_TIME = 64
 _CHARACTERS_AT_A_TIME = 1 << 17
+# Characters that are tokenized on the event loop, in about a millisecond: a thread costs as much, since both want the
+# interpreter's lock.
+_FEW_CHARACTERS = 1 << 10
 
 Item = str | list[int]
 
@@ -69,7 +72,9 @@ async def read_texts(server: ServerState, items: Sequence[Item], reading: Readin
         part = replace(bounds, first=reading.first + first)
         if isinstance(group[0], str):
             texts = [model.prompted(text, prompt) for text in group if isinstance(text, str)]
-            batch = await server.tokenizer.in_thread(partial(batches.texts, texts, part))
+            job = partial(batches.texts, texts, part)
+            few = sum(map(len, texts)) <= _FEW_CHARACTERS
+            batch = job() if few else await server.tokenizer.in_thread(job)
             parts.append(batch.without_prompt(left_out) if left_out else batch)
         else:
             ids = [item for item in group if isinstance(item, list)]
@@ -101,13 +106,14 @@ async def read_pairs(
     for first, group in _groups([second for _, second in pairs]):
         part = replace(bounds, first=reading.first + first)
         chosen = pairs[first : first + len(group)]
+        few = sum(len(one) + len(other) for one, other in chosen) <= _FEW_CHARACTERS
         if template is None:
             firsts = [model.prompted(text, "") for text, _ in chosen]
             seconds = [model.prompted(text, "") for _, text in chosen]
             job = partial(server.batch_tokenizer.pairs, firsts, seconds, part, most_of_second)
         else:
             job = partial(_framed, server, template, chosen, instruction, part, most_of_second)
-        parts.append(await server.tokenizer.in_thread(job))
+        parts.append(job() if few else await server.tokenizer.in_thread(job))
         check_total(sum(len(part.tokens) for part in parts), reading.field)
     return TextBatch.joined(parts)
 
