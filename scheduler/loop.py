@@ -27,12 +27,14 @@ from interfaces import (
     Order,
     OrderAnswer,
     Ready,
+    Results,
     Retire,
     SessionOrder,
     Step,
     StepResult,
     Submit,
     Unknown,
+    Vectors,
     WeightsCommand,
     WeightsOrder,
     WeightsReport,
@@ -55,6 +57,8 @@ ToWorker = Step | Batch | LoadAdapter | DropAdapter | WeightsCommand
 
 # Messages taken from one socket before the other socket and the steps are served.
 MESSAGES_PER_ITERATION = 256
+# Most messages to a replica that go as one: few enough that it serves its clients between two of them.
+MESSAGES_TOGETHER = 32
 
 
 class Loop:
@@ -289,9 +293,14 @@ class Loop:
 
     def _send_results(self) -> None:
         # In the order in which they are numbered.
+        sent: dict[bytes, list[Vectors | Results]] = {}
         for identity, results in [*self.scheduler.take_vectors(), *self.scheduler.take_results()]:
-            if not send_to(self._api, identity, results):
-                self.health.drop_replica(identity, "does not take results")
+            sent.setdefault(identity, []).append(results)
+        for identity, messages in sent.items():
+            for first in range(0, len(messages), MESSAGES_TOGETHER):
+                if not send_to(self._api, identity, *messages[first : first + MESSAGES_TOGETHER]):
+                    self.health.drop_replica(identity, "does not take results")
+                    break
         for identity, answer in self.scheduler.adapters.take_answers():
             send_to(self._api, identity, answer)
         for identity, changed in self.scheduler.weights.take_answers():

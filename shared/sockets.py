@@ -1,4 +1,4 @@
-"""ZeroMQ sockets as this system uses them: single-frame messages, bounded queues, nothing that blocks on a dead peer.
+"""ZeroMQ sockets as this system uses them: a message in a frame, bounded queues, nothing that blocks on a dead peer.
 
 The scheduler binds ROUTERs; replicas and workers connect DEALERs. A ROUTER that meets a full or vanished peer says so
 at once (`send_to` returns False) instead of waiting or dropping in silence.
@@ -66,12 +66,17 @@ def connect_dealer_async(context: zmq.asyncio.Context, endpoint: str, identity: 
     return socket
 
 
-def send_to(router: zmq.Socket[bytes], identity: bytes, message: Any) -> bool:
-    """Send to one peer of a ROUTER without waiting; False when the peer is gone or has stopped reading."""
-    data = encode(message)
+def send_to(router: zmq.Socket[bytes], identity: bytes, *messages: Any) -> bool:
+    """Send to one peer of a ROUTER without waiting; False when the peer is gone or has stopped reading.
+
+    Several messages go as frames of one, which wakes the peer once.
+    """
+    frames = [encode(message) for message in messages]
     try:
         _send(router, identity, _NOW_AND_MORE)
-        _send(router, data, _NOW, copy=False)
+        for frame in frames[:-1]:
+            _send(router, frame, _NOW_AND_MORE, copy=False)
+        _send(router, frames[-1], _NOW, copy=False)
     except zmq.ZMQError as error:
         if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
             return False
@@ -98,6 +103,17 @@ def receive_from(router: zmq.Socket[bytes]) -> tuple[bytes, list[bytes]] | None:
     except zmq.Again:
         return None
     return identity, [frame.bytes for frame in frames]
+
+
+def frames_of(dealer: zmq.Socket[bytes]) -> list[bytes]:
+    """Receive the next message of a DEALER. Empty when there is none."""
+    try:
+        frames = [frame := dealer.recv(_NOW, copy=False)]
+        while frame.more:
+            frames.append(frame := dealer.recv(_NOW, copy=False))
+    except zmq.Again:
+        return []
+    return [frame.bytes for frame in frames]
 
 
 def _connect(socket: Any, endpoint: str, identity: bytes) -> None:

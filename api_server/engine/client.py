@@ -49,7 +49,7 @@ from interfaces import (
     decode,
     encode,
 )
-from shared.sockets import MAX_MESSAGE_BYTES, connect_dealer, readable, same_host
+from shared.sockets import MAX_MESSAGE_BYTES, connect_dealer, frames_of, readable, same_host
 
 log = logging.getLogger("tokenyard")
 
@@ -283,14 +283,11 @@ class EngineClient:
         for _ in range(_BURST):
             if not readable(self._socket):
                 return
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                self._handle(decode(data, ipc_peer=self.segments is not None))
-            except WireError as error:
-                log.error("dropped a malformed message of the scheduler: %s", error)
+            for data in frames_of(self._socket):
+                try:
+                    self._handle(decode(data, ipc_peer=self.segments is not None))
+                except WireError as error:
+                    log.error("dropped a malformed message of the scheduler: %s", error)
         self._loop.call_soon(self._receive)
 
     def _handle(self, message: Any) -> None:

@@ -58,8 +58,11 @@ class PooledSubmission(OpenRequest):
 
     @property
     def message(self) -> Submit:
-        self._sent = np.flatnonzero(self._missing)
-        return Submit(self.handle, self._context.select(self._sent), self.scheduling, self.again)
+        context = self._context
+        if self._parts:
+            self._sent = np.flatnonzero(self._missing)
+            context = context.select(self._sent)
+        return Submit(self.handle, context, self.scheduling, self.again)
 
     @property
     def progress(self) -> int:
@@ -112,6 +115,8 @@ class PooledSubmission(OpenRequest):
 
 def _in_order(parts: list[_Part]) -> PooledValues:
     """The values of all parts in the order of their texts."""
+    if len(parts) == 1:
+        return parts[0].values
     parts.sort(key=lambda part: int(part.texts[0]))
     texts = np.concatenate([part.texts for part in parts])
     joined = PooledValues.joined([part.values for part in parts])

@@ -69,7 +69,7 @@ async def read_texts(server: ServerState, items: Sequence[Item], reading: Readin
             raise invalid(f"{reading.field}: {limits}: allow more tokens, or name another prompt", reading.field)
     parts = []
     for first, group in _groups(items):
-        part = replace(bounds, first=reading.first + first)
+        part = replace(bounds, first=reading.first + first) if first else bounds
         if isinstance(group[0], str):
             texts = [model.prompted(text, prompt) for text in group if isinstance(text, str)]
             job = partial(batches.texts, texts, part)
@@ -104,7 +104,7 @@ async def read_pairs(
     refuse_long(len(instruction or ""), "instruct")
     parts = []
     for first, group in _groups([second for _, second in pairs]):
-        part = replace(bounds, first=reading.first + first)
+        part = replace(bounds, first=reading.first + first) if first else bounds
         chosen = pairs[first : first + len(group)]
         few = sum(len(one) + len(other) for one, other in chosen) <= _FEW_CHARACTERS
         if template is None:
@@ -176,6 +176,7 @@ def _bounds(server: ServerState, reading: Reading, most_of_kind: int | None = No
         add_special_tokens=reading.add_special_tokens,
         field=reading.field,
         remedy=reading.remedy,
+        first=reading.first,
         listed=reading.listed,
     )
 
