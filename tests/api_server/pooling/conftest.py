@@ -92,7 +92,7 @@ def vector_of(tokens: NDArray[np.int32], width: int = WIDTH) -> NDArray[np.float
 
 @dataclass
 class PoolingDouble(SchedulerDouble):
-    """A scheduler whose model pools. It answers in parts, the last one first."""
+    """A scheduler whose model pools. It answers in parts, the last one first, that come as one message."""
 
     tasks: list[str] = field(default_factory=lambda: ["embed", "embed_tokens"])
     labels: list[str] = field(default_factory=list)
@@ -113,10 +113,12 @@ class PoolingDouble(SchedulerDouble):
             send_to(router, replica, self._refusal(message, self.refuse))
         elif not self.hold.is_set():
             half = (len(message.context) + 1) // 2
-            for first, end in ((half, len(message.context)), (0, half)):
-                if first < end:
-                    values = self.values(message.context.part(first, end))
-                    send_to(router, replica, Vectors(self.incarnation, message.handle, first, values, 1500))
+            parts = [
+                Vectors(self.incarnation, message.handle, first, self.values(message.context.part(first, end)), 1500)
+                for first, end in ((half, len(message.context)), (0, half))
+                if first < end
+            ]
+            send_to(router, replica, *parts)
 
     def values(self, context: PoolingContext) -> PooledValues:
         rows: list[NDArray[np.float32]] = []
