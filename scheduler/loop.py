@@ -294,7 +294,9 @@ class Loop:
     def _send_results(self) -> None:
         # In the order in which they are numbered.
         sent: dict[bytes, list[Vectors | Results]] = {}
-        for identity, results in [*self.scheduler.take_vectors(), *self.scheduler.take_results()]:
+        for identity, vectors in self.scheduler.take_vectors():
+            sent.setdefault(identity, []).append(vectors)
+        for identity, results in self.scheduler.take_results():
             sent.setdefault(identity, []).append(results)
         for identity, messages in sent.items():
             for first in range(0, len(messages), MESSAGES_TOGETHER):
