@@ -271,7 +271,8 @@ def test_one_server_of_several_models_with_eyes(tmp_path: Path) -> None:
     one, two = png(1, (120, 90)), png(2, (50, 130))
     with Server(first.path, [*FLAGS, "--served-model-name", first.name, *also], tmp_path / "log") as server:
         for tiny in (first, *others):
-            for images in ([one], [one, two], []):
+            # transformers' processor of PaliGemma takes no text alone.
+            for images in ([one], [one, two], [])[: 2 if tiny.name == "paligemma" else 3]:
                 parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": uri(data)} for data in images]
                 parts.append({"type": "text", "text": QUESTION})
                 body = {
