@@ -55,4 +55,6 @@ class Unharmed:
         return sum(v for k, v in self.server.metrics("tokenyard_kv_blocks").items() if 'state="used"' in k)
 
     def _resident(self) -> dict[int, int]:
-        return {child.pid: int(child.memory_info().rss) for child in self.server.children()}
+        """Of the processes that serve: one that compiles kernels beside them grows."""
+        serving = [child for child in self.server.children() if "compile_kernels" not in " ".join(child.cmdline())]
+        return {child.pid: int(child.memory_info().rss) for child in serving}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from api_server.constraints.schema_terms import enforceable, loosened, shallow
 from shared.grammar import GrammarError
 from tests.api_server.constraints.vocabulary import allows, compiled
+from tests.seeds import examples
 
 TEXT = {"type": "string"}
 OBJECT = {"type": "object"}
@@ -130,7 +131,7 @@ NUMBERS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @example(10**18 - 1, 10**18 - 1, [], False, "integer")
 @example(2**53, 10**18 - 101, [10**18 - 100], False, "number")
 @given(NUMBERS, NUMBERS, st.lists(NUMBERS, max_size=4), st.booleans(), st.sampled_from(["integer", "number"]))

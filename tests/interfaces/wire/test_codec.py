@@ -82,6 +82,7 @@ from interfaces.messages.logprob_reports import LogprobReports
 from interfaces.wire.codec import PROTOCOL_VERSION, message
 from interfaces.wire.declared import Forms
 from interfaces.wire.shared_memory import PREFIX, Shareable, SharedMemoryError
+from tests.seeds import examples
 
 i31 = st.integers(0, 2**31 - 1)
 text = st.text(max_size=20)
@@ -336,13 +337,13 @@ def assert_same(left: object, right: object) -> None:
         assert left == right
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(messages)
 def test_every_message_survives_the_round_trip(sent: object) -> None:
     assert_same(sent, decode(encode(sent), ipc_peer=True))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(170), deadline=None)
 @given(messages, st.data())
 def test_corrupt_bytes_give_a_message_or_a_wire_error(sent: object, data: st.DataObject) -> None:
     wire = bytearray(encode(sent))

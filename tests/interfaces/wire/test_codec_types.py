@@ -66,6 +66,7 @@ from interfaces.result.pooled_values import PooledValues
 from interfaces.result.results import RequestError, SchedulerResult
 from interfaces.wire.codec import WireError, decode, msgpack_numpy_decoder, msgpack_numpy_encoder
 from interfaces.wire.shared_memory import SharedMemoryArray
+from tests.seeds import examples
 
 T = TypeVar("T")
 encode = msgpack_numpy_encoder()
@@ -292,7 +293,7 @@ ELSEWHERE = {
     "WeightsVersion",
     # what only ever is within one process
     *("AudioGenerationInputs", "EmbeddingsGenerationInputs", "PixelGenerationInputs", "TextGenerationInputs"),
-    *("BatchProcessorInputs", "ProcessorInputs"),
+    *("BatchProcessorInputs", "ProcessorInputs", "TokenMark"),
     # requests and parts whose base or whole is tested
     *("TokenRuns", "LogprobReports"),
     *("Request", "ResponseResource", "ImageContentPart", "VideoContentPart", "SharedMemoryArray"),
@@ -335,14 +336,14 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(samples())
 def test_every_type_survives_the_round_trip(sample: tuple[Any, Any]) -> None:
     type_, value = sample
     assert same(value, msgpack_numpy_decoder(type_)(encode(value)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(130), deadline=None)
 @given(samples(), st.data())
 def test_corrupt_bytes_give_a_value_or_a_wire_error(sample: tuple[Any, Any], data: st.DataObject) -> None:
     type_, value = sample
@@ -369,7 +370,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(TYPES), nested)
 def test_values_of_other_types_give_a_value_or_a_wire_error(pair: tuple[Any, Any], value: object) -> None:
     with contextlib.suppress(WireError):
