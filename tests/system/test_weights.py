@@ -7,6 +7,8 @@ import functools
 import json
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.system.server import Server
+from tests.system.server import Server, free_port
 
 # Longer than a block, so that its beginning is found in the cache.
 PROMPT = [7 + i * 11 % 400 for i in range(40)]
@@ -202,6 +204,63 @@ def test_tensors_of_the_request_take_the_place_of_those_of_their_names(
     server.child("model_worker").send_signal(signal.SIGKILL)
     answer = ask(server)
     assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (truth(mixed), "sent")
+
+
+# A trainer: it meets the server in a group of its own, and sends the tensors of a file, in the order of their names.
+TRAINER = """
+import sys
+from datetime import timedelta
+from safetensors.torch import load_file
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+
+port, path, rounds = sys.argv[1:]
+timeout = timedelta(seconds=60)
+store, _, _ = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timeout)))
+named = c10d.PrefixStore("trainers", store)
+group, _ = c10d._new_process_group_helper(2, 0, [], "gloo", named, group_name="trainers", timeout=timeout)
+c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+for _ in range(int(rounds)):
+    for _, tensor in sorted(load_file(path).items()):
+        dist.broadcast(tensor, group_src=0, group=group)
+"""
+
+
+def test_a_trainer_sends_tensors_over_a_group(server: Server, model: Path, folders: Path) -> None:
+    """Over SGLang's routes all at once, and over vLLM's in two messages."""
+    path = folders / "b" / "model.safetensors"
+    tensors = sorted(load_file(path).items())
+    port = free_port()
+    command = [sys.executable, "-c", TRAINER, str(port), str(path), "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as trainer:
+        group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        joined = post(server, "/init_weights_update_group", **group, group_name="trainers")
+        assert joined.status_code == 200, joined.text
+        columns: dict[str, list[Any]] = {
+            "names": [name for name, _ in tensors],
+            "dtypes": ["float32"] * len(tensors),
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+        }
+        done = post(server, "/update_weights_from_distributed", **columns, group_name="trainers", weight_version="sent")
+        assert done.status_code == 200, done.text
+        answer = ask(server)
+        assert (answer["output_ids"], answer["meta_info"]["weight_version"]) == (truth(folders / "b"), "sent")
+        update(server, model)
+        assert httpx.get(f"{server.url}/get_world_size").json() == {"world_size": 1}
+        assert post(server, "/start_weight_update", is_checkpoint_format=True).status_code == 200
+        half = len(tensors) // 2
+        for part in (slice(None, half), slice(half, None)):
+            info = {"group_name": "trainers", "dtype_names": columns["dtypes"][part]}
+            info |= {name: columns[name][part] for name in ("names", "shapes")}
+            sent = post(server, "/update_weights", update_info=info)
+            assert sent.status_code == 200, sent.text
+            assert ask(server)["output_ids"] == truth(model)
+        assert post(server, "/finish_weight_update", weight_version="again").json()["weight_version"] == "again"
+        assert ask(server)["output_ids"] == truth(folders / "b")
+        assert post(server, "/destroy_weights_update_group", group_name="trainers").status_code == 200
+        _, errors = trainer.communicate(timeout=60)
+        assert trainer.returncode == 0, errors
 
 
 def test_a_killed_worker_comes_back_with_the_version_that_is_served(server: Server, folders: Path) -> None:
