@@ -39,8 +39,10 @@ def test_the_table_has_all_kinds_of_weights_and_caches(capsys: pytest.CaptureFix
     main(["--prompts", "1", "--exact"])
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines() if "MB" in line]
     assert [row[0] for row in rows] == ["exact", "bfloat16", "int8", "kv", "kv"]
-    divergences = [float(row[-5]) for row in rows[1:]]
-    assert all(0 < divergence < 0.1 for divergence in divergences)
+    stored, *fewer_bits = (float(row[-6]) for row in rows[1:])
+    # In bfloat16 only activations are rounded, which may be too little for five digits.
+    assert 0 <= stored < 0.1
+    assert all(0 < divergence < 0.1 for divergence in fewer_bits)
     bytes_of_token = [int(row[-3]) for row in rows]
     assert bytes_of_token[3] == bytes_of_token[4] < 0.6 * bytes_of_token[1]
 
