@@ -45,7 +45,7 @@ class NoProcessor(ValueError):
 
 @dataclass(frozen=True)
 class Vision:
-    """Vision of a processor that a prompt is made with."""
+    """Facts of an image processor that a prompt is made with."""
 
     # Stands for an image in a rendered template.
     placeholder: str

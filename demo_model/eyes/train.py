@@ -239,7 +239,8 @@ def train(options: Options, console: Console) -> None:
             shutil.copy(options.decoder / name, options.output / name)
     console.log(f"saved in {options.output}; asking about new pictures")
     scores = evaluate(Reader(options.output), options.questions)
-    run = f"{options.conversations} conversations, {options.pictures} pictures, seed {options.seed}"
+    most = "at most " if training.was_stopped else ""
+    run = f"{most}{options.conversations} conversations, {most}{options.pictures} pictures, seed {options.seed}"
     run += ", continuing an earlier run" if options.start_from else ""
     run += ", interrupted" if training.was_stopped else ""
     write_pictures_section(options.output, scores, training.parameters, run)

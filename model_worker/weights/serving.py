@@ -202,7 +202,7 @@ class ServedModel:
 
 
 def free_weights(loaded: LoadedModel) -> None:
-    """Give back the memory of a model's weights, whoever still holds its modules. It cannot compute afterwards."""
+    """Give back the memory of a model's weights, even where its modules are still referenced: it computes no more."""
     if loaded.stack is not None:
         loaded.stack.close()
     for module in loaded.model.modules():

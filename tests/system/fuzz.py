@@ -8,17 +8,14 @@ from typing import Any
 
 from tests.system.server import Server
 
+# Requests for each route in the long form (`make fuzz`); 0: the short one.
 LONG = int(os.environ.get("TOKENYARD_TEST_FUZZ", "0"))
-"""Requests for each route in the long form (`make fuzz`); 0: the short one."""
-
+# Routes after which no request is served until `go_on`.
 PAUSES = ("/pause_generation", "/pause", "/sleep", "/release_memory_occupation")
-"""Routes after which nobody is served until somebody says so (`go_on`)."""
-
+# Routes that wait for another process; test_weights.py asks them.
 MEETINGS = ("/init_weights_update_group", "/init_weight_transfer_engine")
-"""Routes that wait for another process; test_weights.py asks them."""
-
+# Maximum bytes that a process may grow by: caches fill. The long form has the same limit.
 _GROWTH = 150 << 20
-"""Bytes that a process may grow by: caches fill. The long form has the same limit."""
 
 
 def go_on(server: Server) -> None:

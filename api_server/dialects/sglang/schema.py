@@ -172,6 +172,13 @@ class Aborted(BaseModel):
     err_type: str | None
 
 
+class WeightVersion(BaseModel):
+    """A version of the weights, and the first token of an answer that it made."""
+
+    first_token: int
+    weight_version: str
+
+
 class MetaInfo(BaseModel):
     """Facts of an answer. Logprob keys need `return_logprob`; an entry is [logprob, token id, text or null]."""
 
@@ -182,6 +189,7 @@ class MetaInfo(BaseModel):
     cached_tokens: int | None = Field(None, description="As prompt_tokens")
     reasoning_tokens: int | None = Field(None, description="As prompt_tokens; counted with max_thinking_tokens, else 0")
     weight_version: str
+    weight_versions: list[WeightVersion] | None = Field(None, description="Where it changed: each with its first token")
     e2e_latency: float | None = Field(None, description="Seconds; in the last frame only")
     spec_verify_ct: int | None = Field(None, description="Passes; this and the next ones where tokens were guessed")
     spec_accept_length: float | None = Field(None, description="Tokens of a pass")

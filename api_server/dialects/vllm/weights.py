@@ -88,7 +88,7 @@ class WorldSize(BaseModel):
     world_size: int
 
 
-class Told(BaseModel):
+class Acknowledged(BaseModel):
     message: str
 
 
@@ -110,9 +110,9 @@ def routes() -> list[Route]:
         ("GET", "/is_sleeping", is_sleeping, None, Sleeping, "Whether memory was given back"),
         ("POST", "/reset_prefix_cache", reset_prefix_cache, None, CacheReset, "Drop all cached prefixes"),
         ("GET", "/get_world_size", world_size, None, WorldSize, "The number of model workers"),
-        ("POST", "/init_weight_transfer_engine", init_transfer, InitTransfer, Told, "Join a trainer's group"),
-        ("POST", "/start_weight_update", start_update, StartUpdate, Told, "Begin to send weights"),
-        ("POST", "/update_weights", update_weights, UpdateWeights, Told, "Receive tensors, and hold them"),
+        ("POST", "/init_weight_transfer_engine", init_transfer, InitTransfer, Acknowledged, "Join a trainer's group"),
+        ("POST", "/start_weight_update", start_update, StartUpdate, Acknowledged, "Begin to send weights"),
+        ("POST", "/update_weights", update_weights, UpdateWeights, Acknowledged, "Receive tensors, and hold them"),
         ("POST", "/finish_weight_update", finish_update, FinishUpdate, UpdateFinished, "Serve what was received"),
     ]
     return [
