@@ -51,6 +51,12 @@ class LateInteraction:
     skipped: tuple[str, ...] = ()
     skipped_kinds: tuple[str, ...] = (DOCUMENT,)
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that texts of one kind or another have; 0 where nothing is said."""
+        lengths = (self.query_length, self.document_length, None if self.expansion is None else self.expansion.length)
+        return max((length for length in lengths if length is not None), default=0)
+
     def most_tokens(self, kind: str) -> int | None:
         """Return the most tokens of a text of this kind; None for no limit of its own."""
         if kind != QUERY:

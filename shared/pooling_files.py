@@ -168,7 +168,9 @@ class PoolingFiles:
         asked = self.transformer.get("max_seq_length") or self.tokenizer_config.get("model_max_length")
         limits = [self._positions]
         if isinstance(asked, int | float) and 0 < asked < _MOST_TOKENS:
-            limits.append(int(asked))
+            # PyLate sets it for each kind of text, and saves what it was for the last one.
+            own = self.late_interaction
+            limits.append(max(int(asked), 0 if own is None else own.longest))
         return min((limit for limit in limits if limit is not None), default=None)
 
     @property

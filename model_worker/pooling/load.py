@@ -104,13 +104,14 @@ def load_pooling(
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     limit = min((known for known in (files.max_tokens, positions) if known and known > 0), default=LONGEST_TEXT)
     check_positions(max_model_len, limit)
+    length = min(limit, max_model_len or limit)
+    _check_expansion(files, length, limit)
     with reported_weights(progress):
         model = _load(files, config, wanted, _dtype(dtype, config, target))
     config = model.config
     nn.Module.to(model, target)
     if target.type == "cpu":
         separate_joined(model.base_model)
-    length = min(limit, max_model_len or limit)
     pin_longrope(model, length)
     embeddings: Any = model.get_input_embeddings()
     loaded = Loaded(
@@ -180,6 +181,20 @@ def _made(loaded: Loaded, quantization: str, budget: int) -> Pooler:
         backbone=backbone,
         head=head,
         waits_for_kernels=loaded.waits_for_kernels,
+    )
+
+
+def _check_expansion(files: PoolingFiles, length: int, limit: int) -> None:
+    """Raise ValueError if queries are expanded to more tokens than a text may have."""
+    rules = files.late_interaction
+    if rules is None or rules.expansion is None or rules.expansion.length <= length:
+        return
+    tokens = rules.expansion.length
+    if tokens <= limit:
+        raise ValueError(f"max_model_len must be at least {tokens}, the tokens of this model's queries, got {length}")
+    raise ValueError(
+        f"query_expansion of {files.source} makes queries {tokens} tokens long, and the model takes {length}: lower "
+        "the length in its files"
     )
 
 

@@ -90,6 +90,8 @@ def pylate(path: Path, **values: Any) -> Path:
     write(path, "modules.json", kinds)
     usual = {"query_length": 9, "document_length": 20, "query_prefix": "[unused0] ", "document_prefix": "[unused1] "}
     write(path, "config_sentence_transformers.json", {"model_type": "ColBERT", **usual, **values})
+    # PyLate leaves the limit of the last text, without its prefix.
+    write(path, "sentence_bert_config.json", {"max_seq_length": 8, "do_lower_case": False})
     return path
 
 
@@ -172,6 +174,17 @@ def test_a_query_of_any_encoder_ends_in_tokens_that_none_sees(name: str, tmp_pat
     values, rows = pooler.run(context)
     assert rows.tolist() == [7, 2]
     np.testing.assert_allclose(values[:7], want, atol=3e-5 * np.abs(want).max())
+
+
+def test_limits_are_those_of_the_longest_kind_of_text(tmp_path: Path) -> None:
+    path = pylate(tmp_path)
+    assert PoolingFiles.read(path).max_tokens == 20
+    with pytest.raises(ValueError, match="max_model_len must be at least 9, the tokens of this model's queries, got 8"):
+        load_pooling(path, max_model_len=8)
+    pylate_of_long_queries = {"model_type": "ColBERT", "query_length": 300}
+    write(path, "config_sentence_transformers.json", pylate_of_long_queries)
+    with pytest.raises(ValueError, match="makes queries 300 tokens long, and the model takes 200: lower the length"):
+        load_pooling(path)
 
 
 def test_impossible_settings_are_refused_by_name(tmp_path: Path) -> None:
