@@ -180,22 +180,26 @@ class PoolingFiles:
 
     @property
     def prompts(self) -> dict[str, str]:
-        """Texts to put before an input, by name ("query", "document")."""
+        """Texts to put before an input, by name ("query", "document"). They may be empty: late interaction has queries
+        and documents also where nothing is put before them."""
         prompts = self.sentence_transformers.get("prompts") or {}
-        found = {str(name): str(text) for name, text in prompts.items() if text}
+        found = {str(name): str(text or "") for name, text in prompts.items()}
         for name, key, usual in (("query", "query", "[unused0]"), ("document", "doc", "[unused1]")):
             prefix = self.sentence_transformers.get(f"{name}_prefix")
             if prefix:
                 found[name] = f"{prefix}{found.get(name, '').removeprefix(prefix)}"
-            elif self.architecture == COLBERT and name not in found:
+            elif self.architecture == COLBERT and not found.get(name):
                 found[name] = f"{self._artifact.get(f'{key}_token_id') or usual} "
+            elif self.late_interaction is not None:
+                found.setdefault(name, "")
         return found
 
     @property
     def prompt_tokens(self) -> list[str]:
         """Tokens of the vocabulary that prompts consist of, which a tokenizer might take apart otherwise."""
         names = (f"{name}_prefix" in self.sentence_transformers for name in self.prompts)
-        return [text.split(None, 1)[0] for text in self.prompts.values()] if any(names) or self._artifact else []
+        words = [text.split(None, 1)[0] for text in self.prompts.values() if text.strip()]
+        return words if any(names) or self._artifact else []
 
     @cached_property
     def late_interaction(self) -> LateInteraction | None:

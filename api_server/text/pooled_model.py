@@ -45,7 +45,12 @@ class PooledModel:
         if not settings.model:
             return None
         task = task_of(settings.model, settings.task)
-        return None if task == "generate" else cls(task, PoolingFiles.read(settings.model))
+        if task == "generate":
+            return None
+        files = PoolingFiles.read(settings.model)
+        # Broken rules of late interaction end the start, and not requests.
+        _ = files.late_interaction
+        return cls(task, files)
 
     @property
     def pooling(self) -> str:

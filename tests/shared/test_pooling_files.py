@@ -124,9 +124,10 @@ def test_prompts_and_limits_come_from_the_files(tmp_path: Path) -> None:
             },
         )
     )
-    assert files.prompts == {"query": "query: "}
+    assert files.prompts == {"query": "query: ", "document": ""}
     assert files.prompt() == files.prompt("query") == "query: "
-    with pytest.raises(ValueError, match="prompt_name 'passage' is unknown: this model has query"):
+    assert files.prompt("document") == ""
+    with pytest.raises(ValueError, match="prompt_name 'passage' is unknown: this model has query, document"):
         files.prompt("passage")
     assert (files.max_tokens, files.lower_case, files.similarity, files.includes_prompt) == (512, True, "dot", False)
 
@@ -144,6 +145,21 @@ def test_the_tokenizers_own_limit_counts_where_no_other_is_set(tmp_path: Path) -
 def test_pylates_prefixes_are_prompts(tmp_path: Path) -> None:
     checkpoint(tmp_path, {"config_sentence_transformers.json": {"query_prefix": "[Q] ", "document_prefix": "[D] "}})
     assert PoolingFiles.read(tmp_path).prompts == {"query": "[Q] ", "document": "[D] "}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "MultiVectorEncoder", "prompts": {"query": "", "document": None}},
+        {"model_type": "MultiVectorEncoder"},
+        {"model_type": "ColBERT", "query_prefix": "", "document_prefix": ""},
+    ],
+)
+def test_late_interaction_has_queries_and_documents_without_prompts(values: dict[str, Any], tmp_path: Path) -> None:
+    files = PoolingFiles.read(checkpoint(tmp_path, {"config_sentence_transformers.json": values}))
+    assert (files.prompt("query"), files.prompt("document"), files.prompt_tokens) == ("", "", [])
+    with pytest.raises(ValueError, match="prompt_name 'passage' is unknown: this model has query, document"):
+        files.prompt("passage")
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
