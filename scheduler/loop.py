@@ -195,7 +195,11 @@ class Loop:
             case Action.RETRACT:
                 requests = self.scheduler.retract()
             case Action.DRAIN:
-                self.scheduler.weights.draining = True
+                self.scheduler.requests.drain.begin()
+                requests = self.scheduler.running
+                self.health.check_soon()
+            case Action.DRAIN_ON:
+                refused = self.scheduler.requests.drain.go_on()
                 requests = self.scheduler.running
             case _:
                 refused = f"there is no action {order.action}"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from interfaces import FIRST_VERSION, Finish, RequestError
+from scheduler.draining import Drain
 from scheduler.outbox import Outbox
 from scheduler.quarantine import Quarantine
 from scheduler.replicas import Replicas
@@ -41,6 +42,7 @@ class OpenRequests:
         self.adapter_users: Counter[int] = Counter()
         # Name of the version of the weights that is served.
         self.version = FIRST_VERSION
+        self.drain = Drain(clock)
 
     @property
     def running(self) -> int:

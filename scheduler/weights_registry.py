@@ -45,8 +45,6 @@ class WeightsRegistry:
     def __init__(self, requests: OpenRequests, incarnation: int, file: WeightsFile) -> None:
         # Whether an operator has paused generation: then requests are as that operator wants them.
         self.paused = False
-        # Whether new requests wait, until an operator pauses generation or lets it go on.
-        self.draining = False
         self._requests = requests
         self._incarnation = incarnation
         self._file = file
@@ -72,6 +70,8 @@ class WeightsRegistry:
         if self.absent:
             remedy = "POST /resume_memory_occupation or /wake_up takes it again"
             return f"memory was released ({', '.join(self.absent)}); {remedy}"
+        if self._requests.drain.active:
+            return "generation is about to be paused; new requests wait for the end of the running ones"
         return "generation is paused; POST /continue_generation resumes it" if self.paused else ""
 
     @property
@@ -83,17 +83,17 @@ class WeightsRegistry:
     def holds_requests(self) -> bool:
         """Whether no request may be placed."""
         changes = self._change is not None and self._change.phase == Phase.DRAIN
-        return self.draining or self.holds_steps or changes
+        return self._requests.drain.active or self.holds_steps or changes
 
     @property
     def changing(self) -> bool:
         """Whether requests may stand still because of an order."""
-        return self._change is not None or self.holds_steps
+        return self._change is not None or self.holds_steps or self._requests.drain.active
 
     def pause(self, paused: bool) -> None:
         """Let no step start, or let steps start again."""
         self.paused = paused
-        self.draining = False
+        self._requests.drain.end()
 
     def status(self) -> WeightsStatus:
         version = self._served.version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed
+from api_server.errors import RETRY_AFTER_SECONDS, ErrorKind, RequestFailed, invalid
 from api_server.state import ServerState
 from interfaces import Action, OrderAnswer
 
@@ -31,11 +31,16 @@ async def pause(server: ServerState, mode: str) -> None:
 
 
 async def _drain(server: ServerState) -> None:
-    """Keeps new requests waiting until the running ones have ended."""
-    while True:
-        if not (await order(server, Action.DRAIN)).requests:
-            return
+    """Keeps new requests waiting until the running ones have ended.
+
+    The scheduler lets them run again soon after the last order, should the client or this process go away.
+    """
+    answer = await order(server, Action.DRAIN)
+    while answer.requests and not answer.refused:
         await asyncio.sleep(_POLL_SECONDS)
+        answer = await order(server, Action.DRAIN_ON)
+    if answer.refused:
+        raise invalid(f"mode wait: {answer.refused}; pause again if generation is to be paused", "mode")
 
 
 async def go_on(server: ServerState) -> None:

@@ -103,6 +103,8 @@ async def from_group(
         raise invalid(f"names must name 1 to {_MOST_TENSORS} tensors, got {len(tensors)}", "names")
     if len({spec.name for spec in tensors}) != len(tensors):
         raise invalid("names must name each tensor once", "names")
+    if not 0 <= sender < _MOST_WORLD:
+        raise invalid(f"src must be the trainer's rank in the group, got {sender}", "src")
     return await ask(
         server,
         WeightsAction.RECEIVE,
@@ -139,7 +141,12 @@ async def join(server: ServerState, group: GroupSpec) -> WeightsAnswer:
         raise invalid(f"master_address must name a host, got {shown(group.address)}", "master_address")
     if not 2 <= group.world_size <= _MOST_WORLD:
         raise invalid(f"world_size must be 2 to {_MOST_WORLD}, got {group.world_size}", "world_size")
-    if not 0 <= group.rank <= group.world_size - max(1, workers):
+    if group.rank < 1:
+        raise invalid(
+            f"rank_offset must be at least 1, got {group.rank}: rank 0 is the trainer's, at whose address all meet",
+            "rank_offset",
+        )
+    if group.rank > group.world_size - max(1, workers):
         raise invalid(
             f"rank_offset {group.rank} with world_size {group.world_size} leaves no ranks for {workers} model workers",
             "rank_offset",
@@ -172,9 +179,29 @@ async def rename(server: ServerState, version: str, abort: bool) -> WeightsAnswe
     """Gives the version that is served another name; may end all requests first."""
     if not version:
         raise invalid("new_version must not be empty", "new_version")
+    name = _named(version)
     if abort:
         await pausing.order(server, Action.ABORT, [pausing.EVERY_REQUEST])
-    return await ask(server, WeightsAction.RENAME, version=_named(version))
+    return await ask(server, WeightsAction.RENAME, version=name)
+
+
+async def release(server: ServerState, tags: Sequence[str], mode: str) -> WeightsAnswer:
+    """Gives memory back, with one of `pausing.MODES` for running requests. They and new ones wait for the memory.
+
+    A release that is refused changes nothing.
+    """
+    was_paused = pausing.is_paused(server)
+    if mode == "wait":
+        await pausing.pause(server, mode)
+    try:
+        # No step runs without the memory, so that nothing else need be paused.
+        answer = await ask(server, WeightsAction.RELEASE, tags=list(tags))
+    finally:
+        if mode == "wait" and not was_paused:
+            await pausing.go_on(server)
+    if mode == "abort":
+        await pausing.order(server, Action.ABORT, [pausing.EVERY_REQUEST])
+    return answer
 
 
 async def ask(server: ServerState, action: int, **fields: Any) -> WeightsAnswer:

@@ -23,6 +23,8 @@ from model_worker.drafters.suffix_automaton import ROOT, SuffixAutomaton
 FULL = 1 << 15
 # Tokens of all automata together.
 MOST_TOKENS = 1 << 17
+# Salts with answers: that of each client may be another.
+MOST_SALTS = 1024
 # Tokens of an answer that are added in a step: a tenth of a millisecond.
 ADDED_AT_ONCE = 24
 # Tokens of answers that wait to be added. Those of further answers are left out.
@@ -81,11 +83,8 @@ class EndedAnswers:
         self._waiting_tokens = 0
         # How many tokens of the first waiting answer were added.
         self._added = 0
-
-    @property
-    def size(self) -> int:
-        """Tokens in all automata."""
-        return sum(answers.size for answers in self._answers.values())
+        # Tokens in all automata. Salts are too many to be counted after each answer.
+        self.size = 0
 
     def joined(self, join: Join) -> None:
         self._rows[join.row] = _Row(join.salt)
@@ -105,6 +104,7 @@ class EndedAnswers:
             self._answers[salt] = _Answers()
         self._answers.move_to_end(salt)
         answers = self._answers[salt]
+        before = answers.size
         for token in answer[self._added : self._added + ADDED_AT_ONCE]:
             answers.add(token)
         self._added += ADDED_AT_ONCE
@@ -113,8 +113,15 @@ class EndedAnswers:
             self._waiting.popleft()
             self._waiting_tokens -= len(answer)
             self._added = 0
-            while self.size > MOST_TOKENS and len(self._answers) > 1:
-                self._answers.popitem(last=False)
+        self.size += answers.size - before
+        if not self._added:
+            self._evict()
+
+    def _evict(self) -> None:
+        """Forget the answers of salts that were used long ago."""
+        while len(self._answers) > 1 and (self.size > MOST_TOKENS or len(self._answers) > MOST_SALTS):
+            _, answers = self._answers.popitem(last=False)
+            self.size -= answers.size
 
     def propose(self, texts: Mapping[int, NDArray[np.int32]], most: Mapping[int, int]) -> dict[int, Proposal]:
         proposals = {}

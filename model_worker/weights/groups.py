@@ -122,10 +122,12 @@ class Groups:
             raise GroupRefused(
                 f"group_name {name!r:.100} is no group of this server (it has {known}): initialise it first"
             )
+        _check_sender(command.sender, group)
         self._check(command.tensors)
         tensors: dict[str, Tensor] = {}
         for spec in command.tensors:
-            tensor = torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=self._device)
+            # Zeros: a tensor that nobody fills must not show what memory had before.
+            tensor = torch.zeros(spec.shape, dtype=_DTYPES[spec.dtype], device=self._device)
             dist.broadcast(tensor, group_src=command.sender, group=group)
             tensors[spec.name] = tensor.cpu()
         if command.path:
@@ -146,6 +148,16 @@ class Groups:
                     f"shape {spec.shape} of {spec.name!r:.200} is too large: at most {self._most_bytes} bytes may be "
                     "sent at a time"
                 )
+
+
+def _check_sender(sender: int, group: Any) -> None:
+    """Refuse a rank that is none of the group, or this worker's: then it would send, and not receive."""
+    world_size = group.size()
+    if not 0 <= sender < world_size or sender == group.rank():
+        raise GroupRefused(
+            f"src {sender} is not the rank of a trainer: the group has ranks 0 to {world_size - 1}, and rank "
+            f"{group.rank()} is this model worker"
+        )
 
 
 def keep(tensors: dict[str, Tensor], path: Path) -> None:

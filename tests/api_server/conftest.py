@@ -51,6 +51,8 @@ from interfaces.messages import (
     Status,
     Submit,
     Vectors,
+    WeightsAnswer,
+    WeightsOrder,
     WorkerStatus,
 )
 from interfaces.messages.hidden_states import HiddenStates
@@ -164,6 +166,8 @@ class SchedulerDouble:
     steps: int = 1
     refuse_order: str = ""
     ignore_orders: bool = False
+    refuse_weights: str = ""
+    weights_orders: list[WeightsOrder] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
     sessions: Sessions = field(default_factory=Sessions)
     hidden_size: int = 4
@@ -286,6 +290,9 @@ class SchedulerDouble:
                 self.running.pop((replica, handle), None)
         elif isinstance(message, Order):
             self._obey(router, replica, message)
+        elif isinstance(message, WeightsOrder):
+            self.weights_orders.append(message)
+            send_to(router, replica, WeightsAnswer(self.incarnation, message.number, self.refuse_weights, "default"))
         elif isinstance(message, AdapterOrder):
             self._obey_adapter(router, replica, message)
         elif isinstance(message, SessionOrder):

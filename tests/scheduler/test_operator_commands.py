@@ -13,6 +13,7 @@ import zmq
 
 from interfaces import Action, Finish, Hello, Order, OrderAnswer, Status, Submit, TextContext, decode, encode
 from interfaces.request.sampling import SamplingParams
+from scheduler import draining
 from scheduler.core import Scheduler
 from scheduler.loop import Loop
 from shared.endpoints import RunDirectory
@@ -113,6 +114,32 @@ def test_a_pause_changes_no_token(retract: bool, steps_in_flight: int) -> None:
     assert yard.tokens[8] == naive_generate([5, 6, 7], 8, [], 6)
 
 
+def test_requests_run_again_when_the_one_that_waits_for_a_pause_is_gone() -> None:
+    yard = Yard()
+    scheduler = yard.scheduler
+    drain = scheduler.requests.drain
+    yard.submit(0, [1, 2, 3], 40, [])
+    for _ in range(3):
+        yard.turn()
+    drain.begin()
+    assert not scheduler.status().ready
+    assert "about to be paused" in scheduler.status().reason
+    yard.submit(1, [4, 5, 6], 5, [])
+    yard.drain()
+    assert yard.finished.keys() == {0}, "a new request waits"
+    for _ in range(3):
+        assert drain.go_on() == ""
+        yard.clock.advance(draining.SECONDS_WITHOUT_WORD * 0.9)
+        yard.drain()
+        assert yard.finished.keys() == {0}
+    assert scheduler.weights.changing, "the request that waits is not stuck"
+    yard.clock.advance(draining.SECONDS_WITHOUT_WORD)
+    assert "no longer wait" in drain.go_on()
+    yard.drain()
+    assert yard.finished.keys() == {0, 1}
+    assert scheduler.status().ready
+
+
 def test_the_first_token_has_the_wait_and_no_later_one() -> None:
     yard = Yard(max_rows=1)
     submit(yard, 0, "first")
@@ -164,7 +191,11 @@ def test_the_loop_answers_orders(replica: Any) -> None:
     assert order(3, Action.PAUSE) == OrderAnswer(5, 3, "", 0)
     assert order(4, Action.RETRACT) == OrderAnswer(5, 4, "", 0)
     assert order(5, Action.CONTINUE) == OrderAnswer(5, 5, "", 0)
-    assert order(6, 77).refused == "there is no action 77"
+    assert "no longer wait" in order(6, Action.DRAIN_ON).refused
+    assert order(7, Action.DRAIN) == order(7, Action.DRAIN_ON) == OrderAnswer(5, 7, "", 0)
+    assert order(8, Action.CONTINUE) == OrderAnswer(5, 8, "", 0)
+    assert "no longer wait" in order(9, Action.DRAIN_ON).refused, "it is not begun again"
+    assert order(10, 77).refused == "there is no action 77"
     while not isinstance(status := decode(replica.recv()), Status):
         pass
     assert "aborted" in status.counters

@@ -147,14 +147,11 @@ async def sleep(call: Call) -> Response:
     if level not in _LEVELS:
         raise invalid(f"level must be one of {', '.join(_LEVELS)}, got {shown(level)}", "level")
     mode = _mode(call)
-    was_paused = pausing.is_paused(call.server)
-    await pausing.pause(call.server, mode)
-    if level != "0":
+    if level == "0":
+        await pausing.pause(call.server, mode)
+    else:
         both = level == "2" or weights.on_cuda(call.server)
-        await weights.ask(call.server, WeightsAction.RELEASE, tags=[WEIGHTS, KV_CACHE] if both else [KV_CACHE])
-        if not was_paused:
-            # Nothing is computed without memory; with it, requests go on.
-            await pausing.go_on(call.server)
+        await weights.release(call.server, [WEIGHTS, KV_CACHE] if both else [KV_CACHE], mode)
     return _json({"status": "sleeping"})
 
 

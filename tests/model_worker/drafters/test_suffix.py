@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -146,3 +147,26 @@ def test_an_answer_that_finds_no_room_is_left_out(monkeypatch: pytest.MonkeyPatc
     assert guessed(drafter, 0, [3, 4]) == [5, 6]
     joined(drafter, 0)
     assert guessed(drafter, 0, [52, 53]) == []
+
+
+def test_the_work_of_an_answer_does_not_grow_with_the_number_of_salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients may have a salt for each request."""
+    monkeypatch.setattr(suffix, "FULL", 40)
+    monkeypatch.setattr(suffix, "MOST_SALTS", 50)
+    drafter = EndedAnswers()
+    sizes: list[int] = []
+
+    def size(answers: Any) -> int:
+        sizes.append(answers.older.size + answers.younger.size)
+        return sizes[-1]
+
+    monkeypatch.setattr(suffix._Answers, "size", property(size))
+    for number in range(200):
+        end(drafter, 0, [number, number + 1, number + 2], salt=f"client {number}")
+        end(drafter, 0, [*range(30)], salt="all")
+    assert len(drafter._answers) == 50
+    assert len(sizes) < 5 * 400
+    assert drafter.size == sum(answers.size for answers in drafter._answers.values())
+    assert guessed(drafter, 0, [199, 200]) == []
+    joined(drafter, 0, "client 199")
+    assert guessed(drafter, 0, [199, 200]) == [201]
