@@ -23,8 +23,8 @@ MOST_TEXTS = 2048
 # Texts, and characters of texts, that are tokenized in one piece of work.
 _TEXTS_AT_A_TIME = 64
 _CHARACTERS_AT_A_TIME = 1 << 17
-# Characters that are tokenized on the event loop, in about a millisecond: a thread costs as much, since both want the
-# interpreter's lock.
+# Characters of a request that is tokenized on the event loop, in about a millisecond: a thread costs as much, as both
+# want the interpreter's lock.
 _FEW_CHARACTERS = 1 << 10
 
 Item = str | list[int]
@@ -49,6 +49,8 @@ class Reading:
     listed: bool = True
     # Index of the first text within the request, for errors.
     first: int = 0
+    # False for a part of a request: parts add up, so a thread tokenizes each, however short it is.
+    whole: bool = True
 
 
 async def read_texts(server: ServerState, items: Sequence[Item], reading: Reading) -> TextBatch:
@@ -67,13 +69,14 @@ async def read_texts(server: ServerState, items: Sequence[Item], reading: Readin
         if left_out >= bounds.limit:
             limits = f"the prompt alone has {left_out} tokens, and a text may have {bounds.limit} with it"
             raise invalid(f"{reading.field}: {limits}: allow more tokens, or name another prompt", reading.field)
+    sizes = [len(prompt) + len(item) for item in items]
+    few = _are_few(reading, sizes)
     parts = []
-    for first, group in _groups(items):
+    for first, group in _groups(items, sizes):
         part = replace(bounds, first=reading.first + first) if first else bounds
         if isinstance(group[0], str):
             texts = [model.prompted(text, prompt) for text in group if isinstance(text, str)]
             job = partial(batches.texts, texts, part)
-            few = sum(map(len, texts)) <= _FEW_CHARACTERS
             batch = job() if few else await server.tokenizer.in_thread(job)
             parts.append(batch.without_prompt(left_out) if left_out else batch)
         else:
@@ -101,16 +104,25 @@ async def read_pairs(
         raise invalid("instruct: this reranker takes no instruction; leave it out", "instruct")
     for text in dict.fromkeys(first for first, _ in pairs):
         refuse_long(len(text), f"the text beside {reading.field}")
-    refuse_long(len(instruction or ""), "instruct")
+    batches = server.batch_tokenizer
+    if instruction is not None:
+        refuse_long(len(instruction), "instruct")
+        # Each pair has it, so it is judged before there are pairs.
+        if len(instruction) >= bounds.limit:
+            await server.tokenizer.in_thread(partial(batches.check_alone, instruction, bounds, "instruct"))
+    # A template is tokenized for each pair, and so are the instruction and the first text in it.
+    around = 0 if template is None else len(template.body("", "", instruction))
+    sizes = [len(second) if template is None else around + len(one) + len(second) for one, second in pairs]
+    few = _are_few(reading, [len(one) + size for (one, _), size in zip(pairs, sizes, strict=True)])
+    own = {one: model.prompted(one, "") for one, _ in pairs} if template is None else {}
     parts = []
-    for first, group in _groups([second for _, second in pairs]):
+    for first, group in _groups([second for _, second in pairs], sizes):
         part = replace(bounds, first=reading.first + first) if first else bounds
         chosen = pairs[first : first + len(group)]
-        few = sum(len(one) + len(other) for one, other in chosen) <= _FEW_CHARACTERS
         if template is None:
-            firsts = [model.prompted(text, "") for text, _ in chosen]
+            firsts = [own[text] for text, _ in chosen]
             seconds = [model.prompted(text, "") for _, text in chosen]
-            job = partial(server.batch_tokenizer.pairs, firsts, seconds, part, most_of_second)
+            job = partial(batches.pairs, firsts, seconds, part, most_of_second)
         else:
             job = partial(_framed, server, template, chosen, instruction, part, most_of_second)
         parts.append(job() if few else await server.tokenizer.in_thread(job))
@@ -140,20 +152,28 @@ def _framed(
     return server.batch_tokenizer.framed(bodies, *frame, bounds, heads, most_of_second)
 
 
-def _groups(items: Sequence[Item]) -> Iterator[tuple[int, list[Item]]]:
-    """Items of one kind that follow each other, a bounded number at a time, with the index of the first."""
+def _are_few(reading: Reading, sizes: Sequence[int]) -> bool:
+    """Whether texts of so many characters each are a whole request that is tokenized at once on the event loop."""
+    return reading.whole and len(sizes) <= _TEXTS_AT_A_TIME and sum(sizes) <= _FEW_CHARACTERS
+
+
+def _groups(items: Sequence[Item], sizes: Sequence[int]) -> Iterator[tuple[int, list[Item]]]:
+    """Items of one kind that follow each other, with the index of the first: a bounded number, of bounded size in all.
+
+    `sizes` are the characters or ids that are read for each item.
+    """
     first = 0
     group: list[Item] = []
     size = 0
     for i, item in enumerate(items):
         other = bool(group) and isinstance(item, str) != isinstance(group[0], str)
-        if group and (other or len(group) == _TEXTS_AT_A_TIME or size + len(item) > _CHARACTERS_AT_A_TIME):
+        if group and (other or len(group) == _TEXTS_AT_A_TIME or size + sizes[i] > _CHARACTERS_AT_A_TIME):
             yield first, group
             first = i
             group = []
             size = 0
         group.append(item)
-        size += len(item)
+        size += sizes[i]
     if group:
         yield first, group
 

@@ -155,6 +155,12 @@ class BatchTokenizer:
         frame = self._single if add_special_tokens else _NO_FRAME
         return len(frame.special[0]) + len(self._backend.encode(prompt, add_special_tokens=False).ids)
 
+    def check_alone(self, text: str, bounds: Bounds, field: str) -> None:
+        """Raises RequestFailed for a text, from `field`, that leaves no room for others beside it."""
+        tokens = len(self._backend.encode(text, add_special_tokens=False).ids)
+        if tokens >= bounds.limit:
+            raise _too_long(field, tokens, bounds.limit, "shorten it", field)
+
     def ids(self, texts: Sequence[list[int]], bounds: Bounds) -> TextBatch:
         """Takes token ids as they are, and cuts them. Raises RequestFailed for one that is too long, or empty."""
         if bounds.truncate:
@@ -178,17 +184,18 @@ class BatchTokenizer:
         _refuse_long(["".join(body) for body in bodies], bounds)
         first = self._backend.encode(before, add_special_tokens=False).ids
         last = self._backend.encode(after, add_special_tokens=False).ids
-        room = max(0, bounds.limit - len(first) - len(last)) if bounds.truncate else None
-        found = self._ids([body[0] if len(body) == 1 else "" for body in bodies], room, False)
-        for i, body in enumerate(bodies):
-            if len(body) > 1:
-                found[i] = self._joined(body, room)
+        # Every text begins with its head, so one that leaves no room is refused before any text is tokenized.
         distinct = list(dict.fromkeys(heads))
         lengths = {head: len(ids) for head, ids in zip(distinct, self._ids(distinct, None, False), strict=True)}
         for i, head in enumerate(heads):
             tokens = lengths[head] + len(first) + len(last)
             if tokens >= bounds.limit:
                 raise _too_long(f"the text beside {bounds.where(i)}", tokens, bounds.limit, "shorten it", bounds.field)
+        room = max(0, bounds.limit - len(first) - len(last)) if bounds.truncate else None
+        found = self._ids([body[0] if len(body) == 1 else "" for body in bodies], room, False)
+        for i, body in enumerate(bodies):
+            if len(body) > 1:
+                found[i] = self._joined(body, room)
         if most_after_head is not None:
             found = [ids[: lengths[head] + most_after_head] for head, ids in zip(heads, found, strict=True)]
         return _checked(TextBatch.of([[*first, *ids, *last] for ids in found]), bounds)

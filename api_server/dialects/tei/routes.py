@@ -282,12 +282,13 @@ async def _sequences(call: Call, sequences: Sequence[str | tuple[str, str]], bod
     """The tokens of texts and of pairs, in their order."""
     item_limits.check_count(len(sequences), "texts", "inputs", MOST_TEXTS)
     reading = _reading(body, "inputs", listed=isinstance(body.inputs, list) and isinstance(body.inputs[0], list))
+    groups = [(is_pair, list(group)) for is_pair, group in groupby(sequences, key=lambda each: isinstance(each, tuple))]
     first = 0
     parts = []
-    for is_pair, group in groupby(sequences, key=lambda each: isinstance(each, tuple)):
-        chosen: list[Any] = list(group)
+    for is_pair, group in groups:
+        chosen: list[Any] = group
         texts: list[Item] = chosen
-        here = replace(reading, first=first)
+        here = replace(reading, first=first, whole=len(groups) == 1)
         first += len(chosen)
         read = read_pairs(call.server, chosen, here) if is_pair else read_texts(call.server, texts, here)
         parts.append(await read)
