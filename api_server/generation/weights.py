@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,8 @@ async def from_files(
     if not texts:
         raise invalid("serialized_named_tensors must have at least one safetensors file", "serialized_named_tensors")
     name = _named(version)
-    paths: list[str] = []
+    paths = await _written(uploads, texts)
     try:
-        for text in texts:
-            data = await asyncio.to_thread(safetensors_of, text, "serialized_named_tensors")
-            paths.append(await asyncio.to_thread(_write, uploads, data))
         return await ask(server, WeightsAction.UPDATE, version=name, overlays=paths, running=running, hold=hold)
     except _NotTaken as error:
         _remove(paths)
@@ -241,19 +239,37 @@ def _named(version: str) -> str:
     return version
 
 
-def _write(folder: Path, data: bytes) -> str:
-    """Writes a file for this server's user only."""
-    path = folder / f"{secrets.token_hex(8)}.safetensors"
+async def _written(folder: Path, texts: Sequence[str]) -> list[str]:
+    """Writes the files of a request, all of them or none, and returns their paths."""
+    paths: list[str] = []
+    given_up = threading.Event()
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        for text in texts:
+            data = await asyncio.to_thread(safetensors_of, text, "serialized_named_tensors")
+            path = folder / f"{secrets.token_hex(8)}.safetensors"
+            paths.append(str(path))
+            await asyncio.to_thread(_write, path, data, given_up)
+    except BaseException:
+        given_up.set()
+        _remove(paths)
+        raise
+    return paths
+
+
+def _write(path: Path, data: bytes, given_up: threading.Event) -> None:
+    """Writes a file for this server's user only. It removes the file if its request was given up meanwhile: a thread
+    goes on when the request that waits for it is cancelled."""
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
     except OSError as error:
         path.unlink(missing_ok=True)
-        text = f"the tensors cannot be written to {folder}: {error.strerror}"
+        text = f"the tensors cannot be written to {path.parent}: {error.strerror}"
         raise RequestFailed(ErrorKind.UNAVAILABLE, text, retry_after=RETRY_AFTER_SECONDS) from None
-    return str(path)
+    if given_up.is_set():
+        path.unlink(missing_ok=True)
 
 
 def _remove(paths: Sequence[str]) -> None:
