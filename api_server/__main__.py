@@ -33,6 +33,7 @@ from api_server.media.client import ProcessLost
 from api_server.rotation import Rotation
 from api_server.shared_secret import shared_secret
 from api_server.state import ServerState
+from api_server.text.late_interaction import keep_whole, token_marks
 from api_server.text.pooled_model import PooledModel
 from api_server.text.tokenizer import Tokenizer
 from shared import liveness, logs, phases
@@ -106,7 +107,12 @@ class _Model:
         """Loads a model's tokenizer. OSError or ValueError when the model cannot be served."""
         tokenizer = Tokenizer.load(settings.model, settings.control_tokens)
         AnswerFormats.of(settings, tokenizer)
-        return cls(settings, run_directory, tokenizer, PooledModel.of(settings))
+        pooled_model = PooledModel.of(settings)
+        if pooled_model is not None:
+            # A file that names a token which the tokenizer lacks ends the start, and not requests.
+            keep_whole(tokenizer.backend, pooled_model.files.prompt_tokens)
+            token_marks(pooled_model.files, tokenizer.backend)
+        return cls(settings, run_directory, tokenizer, pooled_model)
 
     def connect(self, role: str, server_directory: RunDirectory) -> ServerState:
         """Connects to the model's scheduler. `server_directory` is the run directory of the whole server."""

@@ -97,8 +97,8 @@ def late_interaction(
         _positive(own, "query_length"),
         _positive(own, "document_length"),
         expansion_of_queries,
-        tuple(str(word) for word in words or ()),
-        (kinds,) if isinstance(kinds, str) else tuple(kinds),
+        _texts(words or [], "skiplist_words"),
+        _texts([kinds] if isinstance(kinds, str) else kinds, "skiplist_tasks"),
     )
 
 
@@ -108,7 +108,16 @@ def _expansion(found: Any) -> Expansion:
     length = _positive(found, "length")
     if length is None:
         raise ValueError("query_expansion must have a length, the tokens of a query after it")
-    return Expansion(length, bool(found.get("attend")), found["strategy"] == "fixed", found.get("token"))
+    token = found.get("token")
+    if token is not None and not isinstance(token, str):
+        raise ValueError(f"the token of query_expansion must be a text, got {token!r:.80}")
+    return Expansion(length, bool(found.get("attend")), found["strategy"] == "fixed", token)
+
+
+def _texts(values: Any, name: str) -> tuple[str, ...]:
+    if not isinstance(values, list):
+        raise ValueError(f"{name} must be a list of texts, got {values!r:.80}")
+    return tuple(map(str, values))
 
 
 def _positive(values: Mapping[str, Any], name: str) -> int | None:

@@ -183,11 +183,13 @@ class PoolingFiles:
         """Texts to put before an input, by name ("query", "document"). They may be empty: late interaction has queries
         and documents also where nothing is put before them."""
         prompts = self.sentence_transformers.get("prompts") or {}
+        if not isinstance(prompts, dict):
+            raise ValueError(f"prompts of {self.source} must be an object of texts by name, got {prompts!r:.80}")
         found = {str(name): str(text or "") for name, text in prompts.items()}
         for name, key, usual in (("query", "query", "[unused0]"), ("document", "doc", "[unused1]")):
             prefix = self.sentence_transformers.get(f"{name}_prefix")
             if prefix:
-                found[name] = f"{prefix}{found.get(name, '').removeprefix(prefix)}"
+                found[name] = f"{prefix}{found.get(name, '').removeprefix(str(prefix))}"
             elif self.architecture == COLBERT and not found.get(name):
                 found[name] = f"{self._artifact.get(f'{key}_token_id') or usual} "
             elif self.late_interaction is not None:
