@@ -120,8 +120,10 @@ def _capped(
     for some, places in zip(q.split(_QUERIES_AT_ONCE, dim=2), keys.split(_QUERIES_AT_ONCE), strict=True):
         logits = softcap * torch.tanh(some.float() @ k.transpose(-1, -2) * scale / softcap)
         visible = _visible(places, keys, causal, window)
-        logits = logits.masked_fill(~(visible if seen is None else visible & seen), -torch.inf)
-        parts.append((torch.softmax(logits, dim=-1) @ v).to(q.dtype))
+        hidden = ~(visible if seen is None else visible & seen)
+        weights = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
+        # A token that sees nothing has weights that are no numbers.
+        parts.append((weights.masked_fill(hidden, 0) @ v).to(q.dtype))
     return torch.cat(parts, dim=2)
 
 

@@ -237,6 +237,8 @@ def attend(
                     found = out[first + begin + r, at : at + lanes]
                     factors = scales[at : at + lanes]
                     sums = tile[r]
-                    share = np.float32(1.0) / scratch.totals[r].sum()
+                    total = scratch.totals[r].sum()
+                    # A token sees nothing where its window ends behind the last key. Like torch's, its sum is 0 then.
+                    share = np.float32(0.0) if total == np.float32(0.0) else np.float32(1.0) / total
                     for lane in range(lanes):
                         found[lane] = element(sums[lane] * share * factors[lane], out)

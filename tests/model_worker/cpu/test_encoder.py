@@ -200,8 +200,8 @@ def test_attention_is_the_naive_one(
     out = np.full((len(qkv), width), np.nan, np.float32)
     scales = rng.uniform(0.5, 2, width).astype(np.float32)
     like = np.empty(1, operand_dtype(np.uint16 if coarse else np.float32))
-    # With a window, a token far from those that are seen would see none.
-    seen = np.array([length if window else rng.integers(1, length + 1) for length in lengths])
+    # With a window, a token far from those that are seen sees none.
+    seen = np.array([rng.integers(1, length + 1) for length in lengths])
     _attend(qkv, bounds, seen, heads, max(lengths), np.float32(head_dim**-0.5), scales, near, like, out)
     for (first, end), keys in zip(itertools.pairwise(bounds), seen, strict=True):
         length = end - first
@@ -215,11 +215,32 @@ def test_attention_is_the_naive_one(
         if window:
             scores[:, np.abs(distance) >= window] = -np.inf
         scores[..., keys:] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-1e9))
+        totals = weights.sum(-1, keepdims=True)
+        weights /= np.where(totals == 0, 1, totals)
         want = np.einsum("hqk,khd->qhd", weights, v).reshape(length, width) * scales
         error = np.abs(out[first:end] - want)
         # A wrong weight is off by whole numbers; rounding of bfloat16 takes a 256th from terms of scores.
         largest = 2.0 if like.dtype == np.uint16 else 1e-3
         assert error.max() < largest
         assert error.mean() < largest / 20
+
+
+def test_a_token_whose_window_holds_no_key_attends_to_nothing() -> None:
+    """Four keys and a window of three: the seventh token and those behind it see none, as for torch."""
+    tokens, keys, window, heads, head_dim = 11, 4, 3, 2, 8
+    qkv = torch.randn(tokens, 3, heads, head_dim, generator=torch.Generator().manual_seed(0))
+    places = torch.arange(tokens)
+    visible = ((places[:, None] - places).abs() < window) & (places < keys)
+    q, k, v = qkv.permute(1, 2, 0, 3)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(0, 1).flatten(1)
+    assert not want[keys + window - 1 :].any()
+    nothing = np.empty((0, 0), np.float32)
+    out = np.full((tokens, heads * head_dim), np.nan, np.float32)
+    near = Nearness(window, nothing, nothing, nothing)
+    scales = np.ones(heads * head_dim, np.float32)
+    like = np.empty(1, np.float32)
+    bounds = np.array([0, tokens])
+    scale = np.float32(head_dim**-0.5)
+    _attend(qkv.flatten(1).numpy(), bounds, np.array([keys]), heads, tokens, scale, scales, near, like, out)
+    np.testing.assert_allclose(out, want.numpy(), atol=1e-5)

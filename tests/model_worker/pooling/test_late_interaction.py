@@ -15,12 +15,15 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from api_server.text.late_interaction import keep_whole, token_marks
 from api_server.text.text_batches import BatchTokenizer, Bounds
 from interfaces import PoolingContext, PoolingTask
 from model_worker.model import ModelRefused
+from model_worker.pooling.attention import PACKED_ATTENTION, packed
 from model_worker.pooling.load import load_pooling
+from model_worker.pooling.texts import Texts
 from shared.pooling_files import PoolingFiles
 from tests.model_worker.pooling.tiny_encoders import VOCAB, save, write, write_modules
 
@@ -159,21 +162,34 @@ def test_queries_and_documents_are_those_of_sentence_transformers(
 
 @pytest.mark.parametrize("name", ["modernbert", "mpnet", "deberta-v2", "albert"])
 def test_a_query_of_any_encoder_ends_in_tokens_that_none_sees(name: str, tmp_path: Path) -> None:
-    """As transformers computes them behind an attention mask, on fused layers, packed and padded."""
+    """As transformers computes them behind an attention mask, on fused layers, packed and padded. The last of them are
+    further from all that are seen than a window reaches."""
     path = save(name, tmp_path)
     auto: Any = AutoModel
     model = auto.from_pretrained(path).eval()
-    ids = torch.tensor([[5, 6, 7, 8, 9, 9, 9]])
+    ids = torch.tensor([[5, 6, 7, 8, *[9] * 7]])
     with torch.no_grad():
-        want = model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 1, 0, 0, 0]])).last_hidden_state[0].numpy()
-    types = np.array([0, 0, 0, 0, -2, -2, -2, 0, 0], np.int8)
+        mask = torch.tensor([[*[1] * 4, *[0] * 7]])
+        want = model(input_ids=ids, attention_mask=mask).last_hidden_state[0].numpy()
+    types = np.array([*[0] * 4, *[-2] * 7, 0, 0], np.int8)
     context = PoolingContext.of(
         [ids[0].tolist(), [11, 12]], PoolingTask.EMBED_TOKENS, token_types=types, normalize=False
     )
     pooler = load_pooling(path, dtype="float32")
     values, rows = pooler.run(context)
-    assert rows.tolist() == [7, 2]
-    np.testing.assert_allclose(values[:7], want, atol=3e-5 * np.abs(want).max())
+    assert rows.tolist() == [11, 2]
+    np.testing.assert_allclose(values[:11], want, atol=3e-5 * np.abs(want).max())
+
+
+def test_capped_attention_of_a_token_that_sees_nothing_is_zero() -> None:
+    q, k, v = torch.randn(3, 1, 2, 11, 8, generator=torch.Generator().manual_seed(0))
+    attend = ALL_ATTENTION_FUNCTIONS[PACKED_ATTENTION]
+    with packed(Texts(torch.arange(11), (11,), seen=(4,))):
+        want, _ = attend(torch.nn.Module(), q, k, v, None, is_causal=False, sliding_window=3)
+        # So high a cap changes nothing.
+        got, _ = attend(torch.nn.Module(), q, k, v, None, is_causal=False, sliding_window=3, softcap=1e3)
+    assert not got[:, 6:].any()
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
 def test_limits_are_those_of_the_longest_kind_of_text(tmp_path: Path) -> None:
