@@ -113,8 +113,9 @@ class OpenRequests:
         """Publish which version of the weights makes the tokens from the next one on."""
         if sequence.emitted:
             self.record(sequence, f"it goes on with version {self.version!r} of the weights")
-        self.outbox.version(replica, sequence.handle, self.version)
+        self.outbox.version(replica, sequence.handle, sequence.emitted, self.version)
         sequence.version = self.version
+        sequence.versions[sequence.emitted] = self.version
 
     # Ends
 

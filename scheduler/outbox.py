@@ -36,7 +36,7 @@ class _Extras:
     errors: dict[int, RequestError] = field(default_factory=dict)
     queued: dict[int, int] = field(default_factory=dict)
     guesses: dict[int, list[int]] = field(default_factory=dict)
-    versions: dict[int, str] = field(default_factory=dict)
+    versions: dict[int, dict[int, str]] = field(default_factory=dict)
 
 
 class Outbox:
@@ -105,9 +105,9 @@ class Outbox:
         """Publish how many guesses at an answer were computed, and how many were right."""
         self._extras_of(replica).guesses[handle] = [guessed, right]
 
-    def version(self, replica: int, handle: int, name: str) -> None:
-        """Publish the version of the weights that makes a request's tokens from now on."""
-        self._extras_of(replica).versions[handle] = name
+    def version(self, replica: int, handle: int, first: int, name: str) -> None:
+        """Publish the version of the weights that makes a request's tokens from the generated token `first` on."""
+        self._extras_of(replica).versions.setdefault(handle, {})[first] = name
 
     def end(self, replica: int, handle: int, code: int, error: RequestError | None = None) -> None:
         """Publish the end of a request without a token."""

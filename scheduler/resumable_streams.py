@@ -62,6 +62,8 @@ class Stream:
             reports = published.select(missing)
             owners = np.full(len(reports.owners), handle, np.int32)
             outbox.reports(np.full(len(owners), replica, np.int32), replace(reports, owners=owners))
+        for position, name in self.sequence.versions.items():
+            outbox.version(replica, handle, position, name)
         if len(tokens):
             whole = len(self.logprobs) == self.sequence.emitted
             logprobs = np.array(self.logprobs[first:], np.float32) if whole else None

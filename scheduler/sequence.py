@@ -66,8 +66,9 @@ class Sequence:
     # some of a later one, if `mixed`.
     weights: int = 0
     mixed: bool = False
-    # Name of the version that was published last.
+    # Name of the version that was published last, and all that were, by the number of generated tokens before.
     version: str = FIRST_VERSION
+    versions: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, replica: bytes, submit: Submit, order: int, clock: Callable[[], float] = time.monotonic) -> Sequence:

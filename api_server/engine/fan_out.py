@@ -62,9 +62,10 @@ def _add_facts(results: Results, waiting: Mapping[int, OpenRequest]) -> None:
     for handle, (guessed, right) in results.guesses.items():
         if isinstance(submission := waiting.get(handle), Submission):
             submission.guesses = guessed, right
-    for handle, name in results.versions.items():
+    for handle, names in results.versions.items():
         if isinstance(submission := waiting.get(handle), Submission):
-            submission.goes_on_with(name)
+            for first in sorted(names):
+                submission.goes_on_with(names[first], first)
     for handle, microseconds in results.queued.items():
         if handle in waiting:
             waiting[handle].queued = microseconds / 1e6

@@ -153,14 +153,14 @@ class Submission(OpenRequest):
                     return
         self.announce()
 
-    def goes_on_with(self, version: str) -> None:
-        """Records which version of the weights makes the next tokens."""
-        context = self.context
-        made = len(context.tokens) - context.prompt_length
-        if made and not self.versions:
+    def goes_on_with(self, version: str, first: int) -> None:
+        """Records which version of the weights makes the tokens from the generated token `first` on."""
+        while self.versions and self.versions[-1][0] >= first:
+            self.versions.pop()
+        if first and not self.versions:
             self.versions.append((0, FIRST_VERSION))
         if not self.versions or self.versions[-1][1] != version:
-            self.versions.append((made, version))
+            self.versions.append((first, version))
 
     def _add_reported(self, token: int, logprob: float | None) -> None:
         report = self._reports.pop(len(self.context.tokens), None)

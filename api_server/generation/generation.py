@@ -35,6 +35,7 @@ from api_server.errors import from_scheduler
 from api_server.generation import preparation
 from api_server.generation.output_processor import Answer
 from api_server.generation.preparation import Prepared
+from api_server.generation.weights import version_of
 from api_server.state import ServerState
 from interfaces import SchedulingOptions, TextGenerationOutput, TextGenerationRequest
 
@@ -160,7 +161,7 @@ class Generation:
             if answer is None:
                 continue  # ended by a stop string while its next token was in flight
             answer.choice.queued = submission.queued
-            answer.choice.guesses = submission.guesses
+            answer.choice.guesses = answer.guesses_with(submission.guesses)
             self._note_times(answer.choice, 0 if answer.choice.only_scores else len(output.tokens))
             delta = answer.absorb(output)
             if delta.finish is not None:
@@ -171,6 +172,7 @@ class Generation:
                 own = self._scheduling(f"{answer.choice.index} after thinking")
                 after = self._server.engine.submit(answer.go_on(), self._inbox, own)
                 after.versions = answer.choice.versions
+                answer.guesses_before = answer.choice.guesses
                 self._running[after] = answer
             return delta
 
@@ -218,6 +220,9 @@ class Generation:
 
     def _finished(self, choice: Choice, finish: Finish) -> TextDelta:
         choice.finish = finish
+        if not choice.completion_tokens and not choice.versions:
+            # No version made it: the one that would have.
+            choice.versions.append((0, version_of(self._server)))
         self._server.retry_after.served()
         for observer in self._server.observers:
             observer.finished(choice)

@@ -30,6 +30,8 @@ class Answer:
         tokenizer = server.tokenizer
         context: list[int] = choice.prompt_token_ids[-16:].tolist()
         self.choice = choice
+        # Guesses of the submissions before the one that runs.
+        self.guesses_before = (0, 0)
         self._reader = reader
         self._closing = server.formats.closing if request.max_thinking_tokens is not None else []
         self._text = tokenizer.detokenizer(context, request.skip_special_tokens, server.formats.kept(request))
@@ -93,6 +95,11 @@ class Answer:
         longest = self.choice.context.max_length
         length = self.choice.prompt_tokens + self.choice.completion_tokens + len(self._closing)
         return longest is None or length < longest
+
+    def guesses_with(self, guesses: tuple[int, int]) -> tuple[int, int]:
+        """Guesses at the whole answer, and those that were right, by those of the submission that runs."""
+        computed, right = self.guesses_before
+        return computed + guesses[0], right + guesses[1]
 
     def go_on(self) -> TextContext:
         """The context with closing tokens of reasoning in place of the tokens after the last one read."""

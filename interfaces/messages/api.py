@@ -135,8 +135,8 @@ class Results:
     for each FAILED handle. `incarnation` names the scheduler process that sends them. `queued` maps a handle to the
     microseconds from its arrival to its placement on a worker; it comes with the first token, or with the end of a
     request that was placed and got none. `reports` and `hidden` come with or before their tokens. `guesses` maps a
-    handle to how many guesses at its answer were computed, and how many of them were right. `versions` names the
-    version of the weights that makes the tokens of a handle from now on; until it does, that is the server's first one.
+    handle to how many guesses at its answer were computed, and how many of them were right. `versions` maps a handle to
+    versions of the weights, by the number of generated tokens before the first that one makes; it is the first before.
 
     `number` counts the `Results` and `Vectors` to this replica. One that does not follow the last, and is not the first
     after a registration (`REGISTRATION_SIZE`), shows that some were lost between them.
@@ -154,7 +154,7 @@ class Results:
     hidden: HiddenStates | None = None
     number: int = 0
     guesses: dict[int, list[int]] = field(default_factory=dict)
-    versions: dict[int, str] = field(default_factory=dict)
+    versions: dict[int, dict[int, str]] = field(default_factory=dict)
 
 
 @message(15)

@@ -28,6 +28,7 @@ class Ear:
         self.heard: dict[tuple[bytes, int], list[int]] = {}
         self.ended: dict[tuple[bytes, int], int] = {}
         self.errors: dict[tuple[bytes, int], str] = {}
+        self.versions: dict[tuple[bytes, int], dict[int, str]] = {}
 
     def submit(
         self, replica: bytes, handle: int, name: str = "s", prompt: list[int] = PROMPT, tenant: str = ""
@@ -49,6 +50,8 @@ class Ear:
                         self.heard.setdefault(key, []).append(token)
                     if finished:
                         self.ended[key] = finished
+                for handle, versions in results.versions.items():
+                    self.versions.setdefault((identity, handle), {}).update(versions)
                 self.errors |= {(identity, handle): error.code for handle, error in results.errors.items()}
 
 
@@ -133,3 +136,24 @@ def test_what_has_ended_is_kept_for_a_while_and_bounded() -> None:
     ear.scheduler.expire()
     assert not ear.scheduler.streams._ended
     assert not ear.scheduler.streams._open
+
+
+def test_a_client_that_comes_back_gets_the_versions_of_the_weights() -> None:
+    ear = Ear()
+    ear.scheduler.requests.version = "100"
+    ear.submit(b"first", 1)
+    while len(ear.heard.get((b"first", 1), [])) < 5:
+        ear.turn()
+    ear.scheduler.requests.version = "200"
+    first = len(ear.heard[b"first", 1])
+    ear.turn(2)
+    whole = {0: "100", first: "200"}
+    assert ear.versions == {(b"first", 1): whole}
+    ear.scheduler.detach(b"first", [1])
+    ear.submit(b"second", 2)
+    ear.turn(40)
+    assert ear.ended[b"second", 2] == Finish.LENGTH
+    assert ear.versions[b"second", 2] == whole
+    ear.submit(b"third", 3)
+    ear.turn()
+    assert ear.versions[b"third", 3] == whole, "an answer that has ended has them, too"

@@ -171,6 +171,7 @@ def test_a_budget_in_sglangs_own_dialect(live: LiveServer, tokenizer: Tokenizer)
         return [*told, *rest] if told else [*thought, *rest]
 
     live.double.answer = answer
+    live.double.guesses = [9, 3]
     body = {"text": "Why? <think>\n", "sampling_params": {"max_new_tokens": 200}, "max_thinking_tokens": 4}
     found = post(live, "/generate", body).json()
     kept = tokenizer._backend.decode(thought[:4])
@@ -178,6 +179,8 @@ def test_a_budget_in_sglangs_own_dialect(live: LiveServer, tokenizer: Tokenizer)
     assert found["output_ids"] == [*thought[:4], *closing, *rest]
     end = next(i for i in range(len(closing) + 1) if "</think>" in tokenizer._backend.decode(closing[:i]))
     assert found["meta_info"]["reasoning_tokens"] == 4 + end
+    assert found["meta_info"]["spec_num_proposed_drafts"] == 18, "guesses before the end of the budget count, too"
+    assert found["meta_info"]["spec_num_correct_drafts"] == 6
     found = post(live, "/generate", body | {"max_thinking_tokens": None}).json()
     assert (found["text"], found["meta_info"]["reasoning_tokens"]) == ("abcdefghij" * 3 + "Yes.", 0)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from interfaces import WeightsAction
-from interfaces.messages import Action, Order, OrderAnswer
+from interfaces.messages import Action, Order, OrderAnswer, Status, WeightsStatus
 from shared.sockets import send_to
 from tests.api_server.conftest import LiveServer
 
@@ -77,3 +78,17 @@ def test_a_wait_ends_with_the_requests_or_when_another_operator_ends_it(
     assert response.status_code == status
     last = [] if refused_at else [Action.PAUSE]
     assert orders == [Action.DRAIN, Action.DRAIN_ON, Action.DRAIN_ON, *last]
+
+
+def test_an_answer_without_tokens_names_the_version_that_is_served(live: LiveServer) -> None:
+    status = live.double._status
+
+    def updated() -> Status:
+        return replace(status(), weights=WeightsStatus(3, "200", "", [], False))
+
+    live.double._status = updated  # type: ignore[method-assign]
+    live.double.wait(lambda: HTTP.get(f"{live.url}/weight_version").json() == {"weight_version": "200"})
+    body = {"text": "Hello", "sampling_params": {"max_new_tokens": 0}}
+    assert HTTP.post(f"{live.url}/generate", json=body).json()["meta_info"]["weight_version"] == "200"
+    answer = HTTP.post(f"{live.url}/generate", json={"text": "Hello", "sampling_params": {"max_new_tokens": 2}}).json()
+    assert answer["meta_info"]["weight_version"] == "default", "the scheduler did not say that another one made them"

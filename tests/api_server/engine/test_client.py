@@ -17,7 +17,7 @@ from api_server.engine.submission import Inbox, Submission
 from interfaces.context.images import ImageMetadata
 from interfaces.context.text import TextContext
 from interfaces.context.vision import TextAndVisionContext
-from interfaces.messages import REGISTRATION_SIZE, Finish, Results, SchedulingOptions, WorkerHello
+from interfaces.messages import FIRST_VERSION, REGISTRATION_SIZE, Finish, Results, SchedulingOptions, WorkerHello
 from interfaces.request.sampling import SamplingParams
 from interfaces.result.outputs import TextGenerationOutput
 from interfaces.result.results import ErrorCode, GenerationStatus, RequestError, SchedulerResult, SchedulerStatus
@@ -111,6 +111,16 @@ async def test_an_inbox_may_wait_for_several_tokens_but_never_with_the_first_or_
     assert told == [[7], [], [], [], [8, 9, 10, 11], [], [], [], [12, 13, 14, 15], []]
     submission.end(GenerationStatus.MAXIMUM_LENGTH)
     assert read() == [16]
+
+
+async def test_versions_of_the_weights_that_come_again_are_the_same_ones() -> None:
+    """A stream that is taken up again sends those of tokens that are here already."""
+    submission = Submission(1, asking("r", sampling(20)), Inbox(), SchedulingOptions())
+    for version, first in (("a", 3), ("b", 5), ("a", 3), ("b", 5), ("b", 7)):
+        submission.goes_on_with(version, first)
+    assert submission.versions == [(0, FIRST_VERSION), (3, "a"), (5, "b")]
+    submission.goes_on_with("c", 0)
+    assert submission.versions == [(0, "c")]
 
 
 async def test_news_that_nobody_wants_are_left_to_who_goes_on_with_the_context() -> None:

@@ -245,7 +245,7 @@ messages = st.one_of(
         cached=st.dictionaries(i31, i31, max_size=3),
         errors=st.dictionaries(i31, st.builds(RequestError, text, text), max_size=3),
         queued=st.dictionaries(i31, i31, max_size=3),
-        versions=st.dictionaries(i31, text, max_size=3),
+        versions=st.dictionaries(i31, st.dictionaries(i31, text, max_size=2), max_size=3),
         reports=reports,
         number=st.integers(0, 2**63 - 1),
     ),
