@@ -63,7 +63,6 @@ _KEPT_POSITIONS = 1 << 15
 _NO_PEAKS = np.empty((0, 0), np.int32)
 # Smallest model, in weight bytes, that launches ahead: a pass must take over 1 ms.
 WORTH_OVERLAPPING = 32 << 20
-
 # Most tokens of a pass that reads bf12 weights: with more, arithmetic is the bottleneck, and bf12 takes more of it.
 BF12_ROWS = 8
 # Weight bytes from which on weights come from memory in each pass, and not from a cache.
@@ -127,6 +126,8 @@ class FusedStack:
         self._layout = loaded.attention.layout.layers[0]
         self._q_heads = decoder.q_heads
         self._cores = torch.get_num_threads()
+        able = self._cores > 1 and self._table is not None
+        self._overlaps = tuning.overlap and able and decoder.weight_bytes >= WORTH_OVERLAPPING
         params = [loaded.attention.params[layer] for layer in decoder.order]
         self._scales = np.array([layer.scale * LOG2_E for layer in params], np.float32)
         self._windows = np.array([layer.sliding_window or _NO_WINDOW for layer in params], np.int64)
@@ -184,10 +185,12 @@ class FusedStack:
         log.info("up to %d tokens at a time read bf12 weights, %d MB instead of %d", BF12_ROWS, bf12, megabytes)
 
     def close(self) -> None:
-        """Let go of all weights. No pass is in flight, and none follows."""
+        """Let go of all weights. No pass is in flight, and none follows. Closing twice is harmless."""
         self._may_use_bf12 = False
         self.wait_for_copies()
-        del self._table, self._screen, self._bf12
+        self._table = None
+        self._screen = None
+        self._bf12 = None
 
     @property
     def uses_bf12(self) -> bool:
@@ -236,8 +239,7 @@ class FusedStack:
     @property
     def overlaps(self) -> bool:
         """Whether passes may and should be launched before the tokens of the one before are read."""
-        able = self._cores > 1 and self._table is not None
-        return self._tuning.overlap and able and self._modules.weight_bytes >= WORTH_OVERLAPPING
+        return self._overlaps
 
     def launch(self, batch: ForwardBatch, cache: KVCache, deferred: DeferredTokens) -> Callable[[], NDArray[np.int64]]:
         """Launch an argmax pass while the caller does something else.
