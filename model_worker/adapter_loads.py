@@ -59,7 +59,10 @@ class AdapterLoads:
         self._loaded: set[int] = set()
         self._incarnation: int | None = None
         self._thread: Thread | None = None
-        # Held while an adapter is read: the backend does not change meanwhile.
+        # Orders that came while the backend had no weights, and whether it has none.
+        self._put_off: list[LoadAdapter] = []
+        self._holding = False
+        # Held while an adapter is read: the backend and its weights do not change meanwhile.
         self._lock = Lock()
         self._receiver, self._sender = socket.socketpair()
         for end in (self._receiver, self._sender):
@@ -85,6 +88,11 @@ class AdapterLoads:
             self._thread.start()
         self._orders.put(message)
 
+    def hold(self) -> None:
+        """Read no adapter until `move_to`: the backend's weights go away, and no adapter can be compared with them."""
+        with self._lock:
+            self._holding = True
+
     def move_to(self, backend: Backend) -> None:
         """Read the adapters again for another backend, which computes the next steps. No pass is in flight.
 
@@ -92,6 +100,10 @@ class AdapterLoads:
         """
         with self._lock:
             self._backend = backend
+            self._holding = False
+            for order in self._put_off:
+                self._orders.put(order)
+            self._put_off.clear()
             for handle in sorted(self._loaded):
                 order = self._wanted[handle]
                 self._loaded.discard(handle)
@@ -150,6 +162,9 @@ class AdapterLoads:
         while True:
             order = self._orders.get()
             with self._lock:
+                if self._holding:
+                    self._put_off.append(order)
+                    continue
                 self._done.append(self._read(order))
             self._wake()
 

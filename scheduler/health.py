@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from interfaces import WEIGHTS
 from scheduler.core import Scheduler
 from scheduler.process_watch import ProcessWatch
 from scheduler.stillness import LOOK_SECONDS
@@ -131,6 +132,9 @@ class Health:
         encoding = worker.images.lateness()
         if encoding is not None:
             return f"stalled: an image has taken {encoding:.0f} s"
+        if WEIGHTS in self.scheduler.weights.absent:
+            # It reads no adapter until its weights are back.
+            worker.adapters.grant_grace()
         reading = worker.adapters.lateness()
         if reading is not None:
             return f"stalled: an adapter has taken {reading:.0f} s"

@@ -148,3 +148,21 @@ def test_another_scheduler_begins_without_adapters(loads: AdapterLoads, shelf: S
     loads.obey(LoadAdapter(10, 2, 5, "8"))
     assert [answer.handle for answer in answers(loads, 1)] == [5]
     assert shelf.held == {5: "8"}
+
+
+def test_an_adapter_that_comes_while_the_weights_are_away_is_read_when_they_are_back(
+    loads: AdapterLoads, shelf: Shelf
+) -> None:
+    loads.obey(LoadAdapter(9, 2, 1, "5"))
+    answers(loads, 1)
+    loads.hold()
+    shelf.began.clear()
+    loads.obey(LoadAdapter(9, 2, 2, "6"))
+    loads.obey(LoadAdapter(9, 2, 3, "7"))
+    loads.obey(DropAdapter(9, 2, 3))
+    assert not shelf.began.wait(0.2)
+    again = Shelf()
+    loads.move_to(again)
+    assert sorted(answer.handle for answer in answers(loads, 2)) == [1, 2]
+    assert again.held == {1: "5", 2: "6"}
+    assert not shelf.began.is_set()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import zmq
 
+from interfaces import WEIGHTS, WeightsAction, WeightsOrder
+from scheduler.adapter import Adapter
 from scheduler.health import (
     REPLICA_SILENCE_SECONDS,
     SECONDS_BETWEEN_WARNINGS,
@@ -17,6 +19,7 @@ from scheduler.health import (
 )
 from scheduler.process_watch import ProcessWatch
 from scheduler.step_deadline import FIRST_STEP_SECONDS
+from scheduler.worker_adapters import LOAD_SECONDS
 from tests.scheduler.simulated_worker import naive_generate
 from tests.scheduler.test_core import REPLICA, Yard
 
@@ -103,6 +106,17 @@ def test_a_worker_whose_step_is_late_is_given_up_at_the_second_look() -> None:
     yard.start_worker(0, epoch=1)
     yard.drain()
     assert yard.tokens[0] == naive_generate([1, 2], 0, [], 7)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_an_adapter_is_not_late_while_the_weights_are_away(released: bool) -> None:
+    checked = Checked()
+    scheduler = checked.yard.scheduler
+    scheduler.workers[0].adapters.load(Adapter(1, "a", "/a"))
+    if released:
+        scheduler.weights.obey(REPLICA, WeightsOrder(1, WeightsAction.RELEASE, tags=[WEIGHTS]))
+    checked.wait(LOAD_SECONDS + 10, lambda: checked.health.worker_heard(0))
+    assert (0 in scheduler.workers) == released
 
 
 def test_requests_without_a_worker_are_warned_of_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
