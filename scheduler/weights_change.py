@@ -5,20 +5,40 @@ Knows no worker's state but tasks and images.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from interfaces import GENERATE, NO_IMAGES, WeightsAction, WeightsOrder, WeightsReport
+from interfaces import (
+    GENERATE,
+    NO_IMAGES,
+    WEIGHTS,
+    WeightsAction,
+    WeightsOrder,
+    WeightsReport,
+    WeightsTask,
+    WeightsVersion,
+)
 from scheduler.workers import Worker
 from shared.weights_file import Overlay, Served
 
+# What workers are asked for an order about a group.
+GROUP_TASKS = {
+    WeightsAction.JOIN: WeightsTask.JOIN,
+    WeightsAction.LEAVE: WeightsTask.LEAVE,
+    WeightsAction.RECEIVE: WeightsTask.RECEIVE,
+}
+
 
 class Phase:
-    """What an order waits for: answers of workers, the end of running requests, that of steps in flight."""
+    """What an order waits for: answers of workers, the end of running requests, that of steps in flight.
+
+    LED: that every worker has the version that is served.
+    """
 
     ANSWERS = 0
     DRAIN = 1
     STILL = 2
+    LED = 3
 
 
 @dataclass(slots=True)
@@ -40,6 +60,12 @@ class Change:
     # Files that are removed unless they become part of the version.
     files: list[str] = field(default_factory=list)
 
+    def alive(self, workers: Mapping[int, Worker]) -> set[int]:
+        """The workers that were asked, but for those that have died since."""
+        return {
+            index for index, epoch in self.epochs.items() if index in workers and workers[index].hello.epoch == epoch
+        }
+
 
 def obstacle(order: WeightsOrder, workers: Collection[Worker], held: Collection[Overlay]) -> str:
     """Why an order cannot be carried out now; empty if it can. Files `held` were received for the next UPDATE."""
@@ -53,6 +79,20 @@ def obstacle(order: WeightsOrder, workers: Collection[Worker], held: Collection[
     if order.action == WeightsAction.UPDATE and not (order.source or order.overlays or held):
         return "no new weights were named or received"
     return ""
+
+
+def version_after(
+    served: Served, order: WeightsOrder, number: int, received: list[Overlay], overlays: list[Overlay]
+) -> Served:
+    """Return what an order serves in the place of `served`, with the files that were `received` before it, and its own.
+
+    A source takes the place of all files before it.
+    """
+    every = needed(overlays if order.source else [*served.overlays, *received, *overlays])
+    version = WeightsVersion(
+        number, order.version or f"{number}", order.source or served.version.source, [overlay.path for overlay in every]
+    )
+    return Served(version, every, [tag for tag in served.absent if tag != WEIGHTS])
 
 
 def needed(overlays: list[Overlay]) -> list[Overlay]:

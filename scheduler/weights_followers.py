@@ -19,6 +19,11 @@ class WeightsFollowers:
         # What the workers were asked that are led, by index.
         self._led: dict[int, int] = {}
 
+    @property
+    def leading(self) -> bool:
+        """Whether some worker is led to the version that is served."""
+        return bool(self._led)
+
     def send(self, worker: Worker, task: int, place: int = 0, **facts: object) -> int:
         """Ask a worker. Returns the command's number.
 
@@ -66,7 +71,7 @@ class WeightsFollowers:
             self.in_use(worker, served)
         elif command.version is not None and command.version.number == served.version.number:
             worker.change_weights(command.version.number)
-            self._led[index] = self.send(worker, WeightsTask.USE)
+            self._led[index] = self.send(worker, WeightsTask.USE, version=command.version)
         else:
             self.lead(worker, served)
         return ""

@@ -8,9 +8,9 @@ worker that starts reads the file, and one that has another version is led to it
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from interfaces import (
@@ -24,14 +24,14 @@ from interfaces import (
     WeightsReport,
     WeightsStatus,
     WeightsTask,
-    WeightsVersion,
 )
 from scheduler import operator_commands
 from scheduler.open_requests import OpenRequests
-from scheduler.weights_change import Change, Phase, needed, obstacle
+from scheduler.weights_change import GROUP_TASKS, Change, Phase, obstacle, version_after
 from scheduler.weights_followers import WeightsFollowers
+from scheduler.weights_uploads import WeightsUploads
 from scheduler.workers import Worker
-from shared.weights_file import Overlay, Served, WeightsFile, overlay_of
+from shared.weights_file import Served, WeightsFile, overlay_of
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +51,9 @@ class WeightsRegistry:
         self._served = file.read()
         requests.version = self._served.version.name
         self._last_number = self._served.version.number
-        self._received = itertools.count(1)
         self._orders: deque[tuple[bytes, WeightsOrder]] = deque()
         self._change: Change | None = None
-        # Files that were received for the next UPDATE.
-        self._held: list[Overlay] = []
+        self._uploads = WeightsUploads(file, incarnation, self._served)
         self._answers: list[tuple[bytes, WeightsAnswer]] = []
         self._followers = WeightsFollowers(incarnation)
 
@@ -122,30 +120,44 @@ class WeightsRegistry:
         while True:
             change = self._change
             if change is None:
-                if not self._orders:
+                if not self._orders or self._must_wait(self._orders[0][1]):
                     return
                 self._change = change = Change(*self._orders.popleft())
-                self._begin(change)
+                self._go_on(change, self._begin)
             elif change.phase == Phase.DRAIN and (self.paused or not self._requests.running):
                 change.phase = Phase.STILL
+            elif change.phase == Phase.LED and not self._followers.leading:
+                self._go_on(change, self._prepare)
             elif change.phase == Phase.STILL and not any(w.computing for w in self._requests.workers.values()):
-                self._when_still(change)
+                self._go_on(change, self._when_still)
             else:
                 return
+
+    def _must_wait(self, order: WeightsOrder) -> bool:
+        """Whether a worker that is led to the version that is served would mistake the order's for it."""
+        return self._followers.leading and order.action not in (WeightsAction.JOIN, WeightsAction.LEAVE)
+
+    def _go_on(self, change: Change, step: Callable[[Change], None]) -> None:
+        """Do a step of an order. An error of ours refuses this order, and not those after it."""
+        try:
+            step(change)
+        except Exception as error:
+            log.exception("order %d about the weights failed", change.order.number)
+            if self._change is change:
+                self._fail(change, f"the scheduler's log has the reason ({type(error).__name__})")
 
     def _begin(self, change: Change) -> None:
         order = change.order
         change.files = list(order.overlays)
-        problem = obstacle(order, self._requests.workers.values(), self._held)
+        problem = obstacle(order, self._requests.workers.values(), self._uploads.held)
         if problem:
             self._refuse(change, problem, unavailable=not self._requests.workers)
             return
         match order.action:
             case WeightsAction.UPDATE if order.hold:
-                self._hold([overlay_of(path) for path in order.overlays])
-                self._end(change)
+                self._hold(change)
             case WeightsAction.UPDATE:
-                self._prepare(change, [overlay_of(path) for path in order.overlays])
+                self._prepare(change)
             case WeightsAction.RELEASE:
                 self._begin_release(change)
             case WeightsAction.RESUME:
@@ -167,19 +179,16 @@ class WeightsRegistry:
     def _ask_group(self, change: Change) -> None:
         order = change.order
         assert order.group is not None
-        tasks = {
-            WeightsAction.JOIN: WeightsTask.JOIN,
-            WeightsAction.LEAVE: WeightsTask.LEAVE,
-            WeightsAction.RECEIVE: WeightsTask.RECEIVE,
-        }
         path = ""
         if order.action == WeightsAction.RECEIVE:
-            if self._file.uploads is None:
+            path = self._uploads.new_path()
+            if not path:
                 self._refuse(change, "this server has no run directory for tensors that are sent to it")
                 return
-            path = str(self._file.uploads / f"received-{self._incarnation}-{next(self._received)}.safetensors")
             change.files.append(path)
-        self._ask(change, tasks[order.action], group=order.group, path=path, sender=order.sender, tensors=order.tensors)
+        self._ask(
+            change, GROUP_TASKS[order.action], group=order.group, path=path, sender=order.sender, tensors=order.tensors
+        )
 
     def _rename(self, change: Change) -> None:
         served = replace(self._served, version=replace(self._served.version, name=change.order.version))
@@ -188,23 +197,15 @@ class WeightsRegistry:
 
     # Versions
 
-    def _prepare(self, change: Change, overlays: list[Overlay]) -> None:
+    def _prepare(self, change: Change) -> None:
         """Have every worker load a version beside the one that it uses."""
-        order = change.order
+        overlays = [overlay_of(path) for path in change.files]
         # An update from a folder forgets what was received before it; so does one that fails.
-        received = self._held
-        self._held = []
+        received = self._uploads.take()
         change.files = [overlay.path for overlay in (*received, *overlays)]
-        every = needed(overlays if order.source else [*self._served.overlays, *received, *overlays])
         self._last_number += 1
-        version = WeightsVersion(
-            self._last_number,
-            order.version or f"{self._last_number}",
-            order.source or self._served.version.source,
-            [overlay.path for overlay in every],
-        )
-        change.target = Served(version, every, [tag for tag in self.absent if tag != WEIGHTS])
-        self._ask(change, WeightsTask.PREPARE, version=version)
+        change.target = version_after(self._served, change.order, self._last_number, received, overlays)
+        self._ask(change, WeightsTask.PREPARE, version=change.target.version)
 
     def _prepared(self, change: Change) -> None:
         """All workers have the new version: what becomes of the requests?"""
@@ -230,18 +231,17 @@ class WeightsRegistry:
         if len(stamps) != 1:
             self._fail(change, "workers read different files: do not change them while they are read")
             return
-        prepared = {index for index, epoch in change.epochs.items() if self._has(index, epoch)}
+        prepared = change.alive(self._requests.workers)
         target = replace(change.target, version=replace(change.target.version, stamp=stamps.pop()))
         before = self._served
         if not self._write(change, target):
             return
-        unused = {*before.version.overlays, *change.files} - {*target.version.overlays}
-        self._file.discard(unused)
+        self._uploads.discard([*before.version.overlays, *change.files], target.version.overlays)
         self._requests.request_log.record_event(f"the weights are those of version {target.version.name!r} now")
         log.info("version %r of the weights is served, number %d", target.version.name, target.version.number)
         for index in prepared:
             self._requests.workers[index].change_weights(target.version.number)
-        self._ask(change, WeightsTask.USE, prepared)
+        self._ask(change, WeightsTask.USE, prepared, version=target.version)
         for index, worker in self._requests.workers.items():
             if index not in prepared:
                 self._followers.lead(worker, self._served)
@@ -284,33 +284,43 @@ class WeightsRegistry:
         elif change.task in (WeightsTask.JOIN, WeightsTask.RECEIVE):
             self._fail(change, "a model worker died meanwhile: initialise the group again")
         elif not change.waiting:
-            self._answered(change)
+            self._go_on(change, self._answered)
 
     def heard(self, report: WeightsReport) -> str:
         """Take a report of a worker of this epoch. Returns why the worker must go; empty if it need not."""
         worker = self._requests.workers[report.index]
+        if report.incarnation != self._incarnation:
+            self._uploads.remove_strays(self._served)
+            return ""
         command = worker.weights.answered(report.number)
-        if command is None or report.incarnation != self._incarnation:
+        if command is None:
             return ""
         change = self._change
-        problem = ""
         if change is not None and change.asked.get(report.index) == report.number:
-            self._hear_for(change, worker, report)
+            problem = self._hear_for(change, worker, report)
         else:
+            # Tensors of an order that was given up before they came.
+            self._uploads.discard([command.path])
             problem = self._followers.heard(worker, command, report, self._served)
         self.advance()
         return problem
 
-    def _hear_for(self, change: Change, worker: Worker, report: WeightsReport) -> None:
+    def _hear_for(self, change: Change, worker: Worker, report: WeightsReport) -> str:
         change.waiting.discard(report.index)
         del change.asked[report.index]
         change.reports[report.index] = report
-        if change.task == WeightsTask.USE:
+        problem = ""
+        if change.task == WeightsTask.USE and report.error:
+            # The version is served already: this worker must go, and the others serve it.
+            problem = f"cannot serve version {self._served.version.name!r} of the weights: {report.error}"
+        elif change.task == WeightsTask.USE:
             self._followers.in_use(worker, self._served)
-        if report.error:
+        elif report.error:
             self._fail(change, report.error)
-        elif not change.waiting:
-            self._answered(change)
+            return ""
+        if not change.waiting:
+            self._go_on(change, self._answered)
+        return problem
 
     def _answered(self, change: Change) -> None:
         """All workers have answered."""
@@ -318,12 +328,10 @@ class WeightsRegistry:
             case WeightsTask.PREPARE:
                 self._prepared(change)
             case WeightsTask.RECEIVE:
-                received = [overlay_of(path) for path in change.files]
                 if change.order.hold:
-                    self._hold(received)
-                    self._end(change)
+                    self._hold(change)
                 else:
-                    self._prepare(change, received)
+                    change.phase = Phase.LED
             case WeightsTask.RESUME:
                 self._set_absent([tag for tag in self.absent if tag not in change.order.tags])
                 for index, worker in self._requests.workers.items():
@@ -340,24 +348,24 @@ class WeightsRegistry:
             case _:
                 self._end(change)
 
-    def _hold(self, received: list[Overlay]) -> None:
-        before = self._held
-        self._held = needed([*before, *received])
-        self._file.discard({overlay.path for overlay in before} - {overlay.path for overlay in self._held})
+    def _hold(self, change: Change) -> None:
+        problem = self._uploads.hold([overlay_of(path) for path in change.files])
+        if problem:
+            self._refuse(change, problem)
+        else:
+            self._end(change)
 
     # Ends
 
     def _fail(self, change: Change, reason: str) -> None:
         """Give a change up: some worker cannot make it."""
         if change.task == WeightsTask.PREPARE:
-            for index in change.epochs:
-                worker = self._requests.workers.get(index)
-                if worker is not None:
-                    self._followers.send(worker, WeightsTask.ABANDON)
+            for index in change.alive(self._requests.workers):
+                self._followers.send(self._requests.workers[index], WeightsTask.ABANDON)
         self._refuse(change, reason)
 
     def _refuse(self, change: Change, reason: str, unavailable: bool = False) -> None:
-        self._file.discard(change.files)
+        self._uploads.discard(change.files, self._served.version.overlays)
         self._requests.request_log.record_event(f"an order about the weights was refused: {reason}")
         self._finish(change, WeightsAnswer(self._incarnation, change.order.number, reason, "", unavailable))
 
@@ -388,7 +396,3 @@ class WeightsRegistry:
         change.asked = {index: send(workers[index], task, at, **facts) for at, index in enumerate(asked)}
         if not asked:
             self._answered(change)
-
-    def _has(self, index: int, epoch: int) -> bool:
-        worker = self._requests.workers.get(index)
-        return worker is not None and worker.hello.epoch == epoch

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from interfaces import FIRST_VERSION, KV_CACHE, WEIGHTS, WeightsVersion
+from shared.json_files import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,10 @@ class WeightsFile:
         """Remove files that were sent. Others are an operator's, and stay."""
         for path in map(Path, paths):
             if self.uploads is not None and path.parent == self.uploads:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    log.warning("%s cannot be removed: %s", path, error.strerror)
 
     def write(self, served: Served) -> None:
         """Keep this. A reader finds the old file or the new one, never a part. OSError when it cannot be written."""
@@ -121,7 +125,7 @@ def names_in(path: Path) -> list[str]:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(path.stat().st_size, _LONGEST_HEADER):
             raise ValueError(f"{path.name} is no safetensors file")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
     if not isinstance(header, dict):
         raise ValueError(f"{path.name} is no safetensors file")
     return [name for name in header if name != "__metadata__"]

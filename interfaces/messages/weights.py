@@ -143,7 +143,8 @@ class WeightsStatus:
 class WeightsTask:
     """Codes of `WeightsCommand.task`.
 
-    PREPARE reads a version beside the one that is used, and USE takes its place between two steps; ABANDON forgets it.
+    PREPARE reads a version beside the one that is used, and USE of the same `version` takes its place between two
+    steps; ABANDON forgets it.
     The other tasks are as in `WeightsAction`; RECEIVE writes the tensors to `path`.
     """
 

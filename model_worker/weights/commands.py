@@ -5,7 +5,9 @@ Knows messages, and whose they are. What they mean is serving.py's and groups.py
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -13,8 +15,8 @@ from interfaces import WeightsCommand, WeightsReport, WeightsTask, WorkerHello
 from model_worker.weights.groups import Groups
 from model_worker.weights.serving import ServedModel, WeightsRefused
 
-# Most numbers of a weight that are read at a time.
-MOST_VALUES = 1 << 20
+log = logging.getLogger(__name__)
+
 _OF_GROUPS = (WeightsTask.JOIN, WeightsTask.LEAVE, WeightsTask.RECEIVE)
 
 
@@ -57,14 +59,23 @@ class WeightsCommands:
             return self._carried_out(command, report)
         except WeightsRefused as refusal:
             return replace(report, error=str(refusal))
+        except Exception as caught:
+            if command.task != WeightsTask.PREPARE:
+                raise
+            # Files may be wrong in ways that no reader foresees, and the old version is whole.
+            log.exception("version %s of the weights cannot be prepared by an error of ours", command.version)
+            return replace(report, error=f"the model worker's log has the reason ({type(caught).__name__})")
 
     def take(self) -> list[WeightsReport]:
         """The reports of commands that were carried out beside steps since the last call."""
-        return [
-            WeightsReport(command.incarnation, *self._whose, command.number, error)
-            for command, error in self._groups.take()
-            if command.incarnation == self._incarnation
-        ]
+        reports = []
+        for command, error in self._groups.take():
+            if command.incarnation == self._incarnation:
+                reports.append(WeightsReport(command.incarnation, *self._whose, command.number, error))
+            elif command.path:
+                # The scheduler that is there now knows nothing of it.
+                Path(command.path).unlink(missing_ok=True)
+        return reports
 
     def _carried_out(self, command: WeightsCommand, report: WeightsReport) -> WeightsReport:
         served = self._served
@@ -73,7 +84,8 @@ class WeightsCommands:
                 assert command.version is not None
                 return replace(report, stamp=served.prepare(command.version))
             case WeightsTask.USE:
-                served.use_prepared()
+                assert command.version is not None
+                served.use_prepared(command.version.number)
             case WeightsTask.RELEASE:
                 served.release(command.tags)
             case WeightsTask.RESUME:
@@ -86,10 +98,5 @@ class WeightsCommands:
 
     def _read(self, command: WeightsCommand, report: WeightsReport) -> WeightsReport:
         values = self._served.read(command.name, command.most)
-        if values.numel() > MOST_VALUES:
-            raise WeightsRefused(
-                f"truncate_size {command.most} of {command.name!r:.200} asks for {values.numel()} numbers, and "
-                f"{MOST_VALUES} are the most: ask for fewer rows"
-            )
         flat = np.ascontiguousarray(values.numpy().reshape(-1), np.float32)
         return replace(report, values=flat, shape=list(values.shape))

@@ -33,6 +33,8 @@ Load = Callable[[str, list[Path]], LoadedModel]
 Use = Callable[[ModelRunner], None]
 # Room that loading takes beside the files: weights are read, then reordered one at a time.
 _SLACK = 1.2
+# Most numbers of a weight that are read at a time.
+MOST_VALUES = 1 << 20
 
 
 class WeightsRefused(ValueError):
@@ -89,18 +91,22 @@ class ServedModel:
                 raise OSError(f"the files in {version.source or self._own_source} have changed since they were read")
             self._check_room(version)
             runner = self._runner_of(version)
-        except (ModelRefused, OSError, MemoryError, RuntimeError) as error:
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
             gc.collect()
             trim_heap()
+            if isinstance(error, WeightsRefused):
+                raise
             raise WeightsRefused(_reason(error)) from error
         self._prepared = _Prepared(replace(version, stamp=stamp), runner)
         return stamp
 
-    def use_prepared(self) -> None:
-        """Compute with the version that was prepared from now on, and let go of the one before."""
-        if self._prepared is None:
-            raise WeightsRefused("no version was prepared")
+    def use_prepared(self, number: int) -> None:
+        """Compute with version `number`, which was prepared, from now on, and let go of the one before."""
         prepared = self._prepared
+        if prepared is None:
+            raise WeightsRefused("no version was prepared")
+        if prepared.version.number != number:
+            raise WeightsRefused(f"version {prepared.version.number} was prepared, and {number} is to be used")
         self._prepared = None
         before = self._runner
         self._take(prepared.runner)
@@ -120,6 +126,8 @@ class ServedModel:
     def release(self, tags: list[str]) -> None:
         """Give memory back. Nothing is computed until `resume`."""
         if WEIGHTS in tags and WEIGHTS not in self.absent:
+            if self._adapters is not None:
+                self._adapters.hold()
             free_weights(self.loaded)
             self.absent.add(WEIGHTS)
         if KV_CACHE in tags and KV_CACHE not in self.absent:
@@ -138,12 +146,15 @@ class ServedModel:
                 self._take(self._make_runner(self.loaded))
         if WEIGHTS in tags and WEIGHTS in self.absent:
             self.prepare(self.version)
-            self.use_prepared()
+            self.use_prepared(self.version.number)
 
     # Values
 
     def read(self, name: str, most: int) -> torch.Tensor:
-        """Return the first rows of a weight, in float32. WeightsRefused for a name that the model has not."""
+        """Return the first rows of a weight, in float32.
+
+        WeightsRefused for a name that the model has not, and for more than MOST_VALUES numbers.
+        """
         if WEIGHTS in self.absent:
             raise WeightsRefused("the weights were released: POST /resume_memory_occupation or /wake_up first")
         path, _, last = name.rpartition(".")
@@ -154,7 +165,14 @@ class ServedModel:
         if not isinstance(value, torch.Tensor):
             some = ", ".join(name for name, _ in list(self.loaded.model.named_parameters())[:3])
             raise WeightsRefused(f"name {name!r:.200} is no weight of this model, which has {some} and others")
-        return value.detach()[:most].float().cpu() if value.dim() else value.detach().float().cpu()
+        first = value.detach()[:most] if value.dim() else value.detach()
+        # Before they are converted: that takes memory.
+        if first.numel() > MOST_VALUES:
+            raise WeightsRefused(
+                f"truncate_size {most} of {name!r:.200} asks for {first.numel()} numbers, and {MOST_VALUES} are the "
+                "most: ask for fewer rows"
+            )
+        return first.float().cpu()
 
     # Inside
 
