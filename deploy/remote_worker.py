@@ -10,13 +10,13 @@ import secrets
 from pathlib import Path
 
 from deploy.child import ChildSpec
+from deploy.model_paths import resolve_model
 from deploy.run_directory import keep_settings, parent_directory, private_run_directory
 from deploy.serve import (
     command,
     common_environment,
     cpu_share,
     resolve_devices,
-    resolve_model,
     sweep_shared_memory,
     worker_hang_seconds,
 )

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from deploy.hub_revision import hub_revision
-from deploy.serve import resolve_adapters, resolve_model
+from deploy.model_paths import resolve_adapters, resolve_model
 from shared.settings import Settings, SettingsError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

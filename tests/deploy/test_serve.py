@@ -15,14 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.model_paths import resolve_further_models, resolve_model
 from deploy.serve import (
     SHARED_MEMORY,
     child_specs,
     common_environment,
     cpu_share,
     resolve_devices,
-    resolve_further_models,
-    resolve_model,
     sweep_shared_memory,
 )
 from shared.endpoints import RunDirectory
