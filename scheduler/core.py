@@ -240,8 +240,7 @@ class Scheduler:
         """Place waiting sequences, then build at most one step for each worker that has room for one in flight."""
         if self.paused or self.weights.holds_steps:
             return []
-        if not self.weights.holds_requests:
-            self.waiting.take_while(self._place)
+        self.waiting.take_while(self._place, only_returning=self.weights.holds_requests)
         limits = self.limits
         steps: list[tuple[int, Step]] = []
         for index, worker in self.workers.items():

@@ -196,11 +196,11 @@ class Loop:
                 requests = self.scheduler.retract()
             case Action.DRAIN:
                 self.scheduler.requests.drain.begin()
-                requests = self.scheduler.running
+                requests = self.scheduler.requests.started
                 self.health.check_soon()
             case Action.DRAIN_ON:
                 refused = self.scheduler.requests.drain.go_on()
-                requests = self.scheduler.running
+                requests = self.scheduler.requests.started
             case _:
                 refused = f"there is no action {order.action}"
         self._send_results()

@@ -48,6 +48,11 @@ class OpenRequests:
     def running(self) -> int:
         return sum(worker.rows.running for worker in self.workers.values())
 
+    @property
+    def started(self) -> int:
+        """Those that run, and those that ran before and wait to go on."""
+        return self.running + self.waiting.returning
+
     def open_of(self, tenant: str) -> int:
         """Number of open requests of a tenant."""
         return self._open[tenant]

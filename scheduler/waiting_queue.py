@@ -61,9 +61,14 @@ class WaitingQueue:
         if queue and i < len(queue) and queue[i] is sequence:
             self._take(queue, i)
 
-    def take_while(self, placed: Callable[[Sequence], bool]) -> None:
+    @property
+    def returning(self) -> int:
+        """The number of sequences that ran before."""
+        return len(self._returning)
+
+    def take_while(self, placed: Callable[[Sequence], bool], only_returning: bool = False) -> None:
         """Offer the next sequence to `placed` until it returns False. No sequence overtakes, so none starves."""
-        while (queue := self._next_queue()) is not None:
+        while (queue := self._next_queue(only_returning)) is not None:
             sequence = queue[0]
             # `placed` may change `returning`, by which a sequence's queue is found. The queue is therefore kept here.
             if not placed(sequence):
@@ -78,9 +83,9 @@ class WaitingQueue:
         if tenant is not None:
             tenant.served += tokens / sequence.scheduling.weight
 
-    def _next_queue(self) -> list[Sequence] | None:
-        if self._returning:
-            return self._returning
+    def _next_queue(self, only_returning: bool) -> list[Sequence] | None:
+        if self._returning or only_returning:
+            return self._returning or None
         best: tuple[int, float, int] | None = None
         chosen = None
         for tenant in self._tenants.values():

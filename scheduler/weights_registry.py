@@ -79,7 +79,7 @@ class WeightsRegistry:
 
     @property
     def holds_requests(self) -> bool:
-        """Whether no request may be placed."""
+        """Whether no request may be placed that did not run before."""
         changes = self._change is not None and self._change.phase == Phase.DRAIN
         return self._requests.drain.active or self.holds_steps or changes
 
@@ -124,7 +124,7 @@ class WeightsRegistry:
                     return
                 self._change = change = Change(*self._orders.popleft())
                 self._go_on(change, self._begin)
-            elif change.phase == Phase.DRAIN and (self.paused or not self._requests.running):
+            elif change.phase == Phase.DRAIN and (self.paused or not self._requests.started):
                 change.phase = Phase.STILL
             elif change.phase == Phase.LED and not self._followers.leading:
                 self._go_on(change, self._prepare)

@@ -96,6 +96,33 @@ def test_a_failed_order_leaves_a_worker_alone_that_came_meanwhile(trainer: Train
     assert trainer.take() == [(1, WeightsTask.ABANDON)]
 
 
+@pytest.mark.parametrize("reason", ["preempted", "recovered"])
+def test_requests_that_lost_their_rows_end_with_the_old_weights_too(tmp_path: Path, reason: str) -> None:
+    trainer = Trainer(tmp_path, workers=0)
+    yard = trainer.yard
+    yard.shape["num_blocks"] = 10
+    yard.start_worker(0, epoch=0)
+    # Each of them needs eight of the ten blocks at its end.
+    for handle in (1, 2):
+        yard.submit(handle, [handle] * 8, 20, [])
+    while not (yard.tokens[1] and yard.tokens[2]):
+        assert yard.turn()
+    trainer.update()
+    trainer.take()
+    yard.submit(3, PROMPT, 4, [])
+    trainer.answer(0)
+    if reason == "recovered":
+        yard.scheduler.lose_worker(0)
+        yard.start_worker(0, epoch=1)
+    while not trainer.take():
+        assert yard.turn()
+    assert (yard.scheduler.counters["preemptions"] > 0, len(yard.tokens[1]), len(yard.tokens[2])) == (True, 20, 20)
+    assert yard.tokens[3] == []
+    trainer.answer_all()
+    yard.drain()
+    assert len(yard.tokens[3]) == 4
+
+
 def test_an_error_of_ours_refuses_one_order(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(path: str) -> None:
         raise KeyError(path)
