@@ -196,15 +196,20 @@ class Loop:
                 requests = self.scheduler.retract()
             case Action.DRAIN:
                 self.scheduler.requests.drain.begin()
-                requests = self.scheduler.requests.started
+                requests = self._ending()
                 self.health.check_soon()
             case Action.DRAIN_ON:
                 refused = self.scheduler.requests.drain.go_on()
-                requests = self.scheduler.requests.started
+                requests = self._ending()
             case _:
                 refused = f"there is no action {order.action}"
         self._send_results()
         send_to(self._api, identity, OrderAnswer(self.scheduler.incarnation, order.number, refused, requests))
+
+    def _ending(self) -> int:
+        """The number of requests whose end is near: none while nothing is computed."""
+        still = self.scheduler.paused or self.scheduler.weights.absent
+        return 0 if still else self.scheduler.requests.started
 
     def _from_worker(self, identity: bytes, message: object) -> None:
         match message:

@@ -264,8 +264,8 @@ class Action:
     `Finish.CANCELLED` and what they have. PAUSE lets no new step start until CONTINUE; with it, requests go on from
     where they are. RETRACT sends the running ones back in line, so that they hold no blocks; they are computed again.
     DRAIN keeps new requests waiting and lets the running ones go on, until PAUSE or CONTINUE; its answer counts those
-    that still run. It ends by itself after some seconds without DRAIN_ON, which answers the same, and is refused when
-    it has ended.
+    that still run, and none in a pause. It ends by itself after some seconds without DRAIN_ON, which answers the same,
+    and is refused when it has ended.
     """
 
     FLUSH_CACHE = 0

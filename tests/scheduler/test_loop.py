@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interfaces import Ready, Step
+from interfaces import Action, Order, OrderAnswer, Ready, Step
 from scheduler import loop as loop_module
 from scheduler.health import CLOCK_JUMP_SECONDS, REPLICA_SILENCE_SECONDS
 from scheduler.loop import Loop
@@ -77,5 +77,29 @@ def test_a_predecessor_that_still_encodes_does_not_speak_for_its_successor(
         for epoch in (7, 0):
             loop._from_worker(b"worker", Ready(1, epoch, 0, *columns, {}))
             assert heard == ([] if epoch else [0])
+    finally:
+        loop._context.destroy(linger=0)
+
+
+def test_a_wait_for_running_requests_does_not_wait_for_those_that_stand_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pause no request ends."""
+    answers: list[OrderAnswer] = []
+
+    def send_to(socket: Any, identity: bytes, answer: OrderAnswer) -> bool:
+        answers.append(answer)
+        return True
+
+    monkeypatch.setattr(loop_module, "send_to", send_to)
+    yard = Yard()
+    yard.submit(0, [1, 2, 3], 20, [])
+    yard.turn()
+    loop = Loop(yard.scheduler, RunDirectory(tmp_path))
+    try:
+        for number, action in enumerate((Action.DRAIN, Action.DRAIN_ON, Action.PAUSE, Action.DRAIN, Action.DRAIN_ON)):
+            loop._run_command(REPLICA, Order(number, action))
+        found = [(answer.refused, answer.requests) for answer in answers if isinstance(answer, OrderAnswer)]
+        assert found == [("", 1), ("", 1), ("", 0), ("", 0), ("", 0)]
     finally:
         loop._context.destroy(linger=0)
