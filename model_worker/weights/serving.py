@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 Load = Callable[[str, list[Path]], LoadedModel]
 # Does something with the runner of a version: has steps computed by it, or records decode steps as graphs.
 Use = Callable[[ModelRunner], None]
-# Room that loading takes beside the files: weights are read, then reordered one at a time.
+# Room that loading takes beside the weights: they are read, then reordered one at a time.
 _SLACK = 1.2
 # Most numbers of a weight that are read at a time.
 MOST_VALUES = 1 << 20
@@ -180,7 +180,9 @@ class ServedModel:
         """Refuse a version that does not fit beside the one that is used."""
         if self.loaded.device.type != "cpu":
             return
-        needed = int(bytes_of(version.source or self._own_source, version.overlays) * _SLACK)
+        # Files may be of fewer bits than what is made of them, and a name on the hub has no files here.
+        files = bytes_of(version.source or self._own_source, version.overlays)
+        needed = int(max(files, self.loaded.parameter_bytes) * _SLACK)
         free = free_memory()
         if needed > free:
             remedy = (

@@ -124,6 +124,19 @@ def test_an_error_of_ours_while_a_version_is_read_is_reported(
     assert "KeyError" in worker.ask(WeightsTask.PREPARE, version=WeightsVersion(1, "x", str(worker.own))).error
 
 
+def test_weights_are_refused_that_do_not_fit_beside_those_that_are_served(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those whose files are not here, as of a name on the hub, or are smaller than what is made of them."""
+    monkeypatch.setattr("model_worker.weights.serving.bytes_of", lambda source, overlays: 0)
+    version = WeightsVersion(1, "x", str(worker.own))
+    size = worker.served.loaded.parameter_bytes
+    monkeypatch.setattr("model_worker.weights.serving.free_memory", lambda: size)
+    assert f"{size} are free: give the old ones back first" in worker.ask(WeightsTask.PREPARE, version=version).error
+    monkeypatch.setattr("model_worker.weights.serving.free_memory", lambda: 2 * size)
+    assert worker.ask(WeightsTask.PREPARE, version=version).error == ""
+
+
 def test_only_the_version_that_is_meant_is_used(worker: TinyWorker, other: Path) -> None:
     expected = worker.logits()
     first = WeightsVersion(1, "one", str(other))
