@@ -12,6 +12,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from model_worker.attention import coded, cpu, reference
 from model_worker.attention.coded import CodedCache
@@ -20,7 +21,7 @@ from model_worker.batch import ForwardBatch
 from model_worker.cpu.simd.kv_codes import FP8, INT8, encode_token, widen_keys, widen_values
 from model_worker.kv_cache import CODE_DTYPES, AttentionParams, KVCache, KVLayout, LayerShape
 from model_worker.loading.load import load_model
-from model_worker.model import LoadedModel
+from model_worker.model import LoadedModel, ModelRefused
 from model_worker.runner import ModelRunner
 from tests.model_worker.cpu.test_fused_stack import batches, logits, relative
 from tests.model_worker.tiny_models import VOCAB, tiny_model
@@ -219,6 +220,33 @@ def test_without_kernels_plain_torch_reads_codes(tmp_path: Path) -> None:
     assert loaded.attention.layout.in_codes
     assert (loaded.stack, loaded.has_kernels) == (None, False)
     assert torch.isfinite(logits(ModelRunner(loaded, 32, BLOCK_SIZE), batches(np.random.default_rng(), 16, 32))).all()
+
+
+def with_large_values(size: float, folder: Path) -> Path:
+    """A model with one element of each V so large that codes keep little of the others, and nothing reads it."""
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(tiny_model("qwen2", folder))
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        with torch.no_grad():
+            for head in range(model.config.num_key_value_heads):
+                attention.v_proj.bias[head * attention.head_dim] = size
+            attention.o_proj.weight[:, :: attention.head_dim] = 0
+    model.save_pretrained(folder / "large")
+    return folder / "large"
+
+
+def test_codes_that_change_logits_much_are_warned_of_and_those_that_change_more_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options: dict[str, Any] = {"kv_dtype": "int8", "has_kernels": lambda *_: False}
+    path = with_large_values(1e4, tmp_path)
+    with pytest.raises(ModelRefused, match=r"kv_dtype int8 changes logits of random tokens by [\d.]+: use auto"):
+        load_model(path, "float32", "cpu", lambda *_: None, **options)
+    with_large_values(150, tmp_path)
+    assert load_model(path, "float32", "cpu", lambda *_: None, **options).attention.layout.in_codes
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert any(text.startswith("K and V are kept in int8, which changes logits of") for text in warnings)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
