@@ -26,6 +26,18 @@ _SPARSE = "sparse_linear"
 _TOKENS = "colbert_linear"
 # Tokens around texts: their words have no weight.
 _UNWEIGHTED = ("cls_token", "bos_token", "eos_token", "sep_token", "pad_token", "unk_token")
+# Errors of files that are cut off, hold something else, or are of another format.
+_READING_ERRORS = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    UnpicklingError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -90,12 +102,8 @@ def with_other_heads(head: VectorHead, files: PoolingFiles, vocab_size: int, dev
     paths = [_find(files, name) for name in (_SPARSE, _TOKENS)]
     if paths[0] is None or paths[1] is None:
         return head
-    words, tokens = (_read(files, path, device) for path in paths if path is not None)
-    for name, layer, outputs in ((_SPARSE, words, 1), (_TOKENS, tokens, len(tokens.weight))):
-        if layer.weight.shape != (outputs, files.config.get("hidden_size")):
-            raise ModelRefused(
-                files.source, f"{name} has a weight of {list(layer.weight.shape)}, which does not fit its hidden states"
-            )
+    words = _read(files, paths[0], device, outputs=1)
+    tokens = _read(files, paths[1], device)
     unweighted = torch.zeros(vocab_size, dtype=torch.bool, device=device)
     unweighted[files.token_ids(*_UNWEIGHTED)] = True
     return SeveralHeads(head, words, tokens, unweighted)
@@ -107,11 +115,19 @@ def _find(files: PoolingFiles, name: str) -> Path | None:
     return next((path for path in found if path is not None), None)
 
 
-def _read(files: PoolingFiles, path: Path, device: torch.device) -> _Linear:
+def _read(files: PoolingFiles, path: Path, device: torch.device, outputs: int | None = None) -> _Linear:
+    """Read a layer with so many outputs, or any number. Raises ModelRefused for a file that is broken or of another
+    model."""
     try:
         # A pickle is read as tensors only: it can run nothing.
         of_tensors = path.suffix == ".safetensors"
         tensors = load_file(path) if of_tensors else torch.load(path, map_location="cpu", weights_only=True)
-        return _Linear(tensors["weight"].float().to(device), tensors["bias"].float().to(device))
-    except (OSError, SafetensorError, UnpicklingError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        layer = _Linear(tensors["weight"].float().to(device), tensors["bias"].float().to(device))
+    except _READING_ERRORS as error:
         raise ModelRefused(files.source, f"{path.name} has no weight and bias: copy it again ({error})") from error
+    weight, bias = list(layer.weight.shape), list(layer.bias.shape)
+    if len(weight) != 2 or weight[1] != files.config.get("hidden_size") or weight[0] != (outputs or weight[0]):
+        raise ModelRefused(files.source, f"{path.stem} has a weight of {weight}, which does not fit its hidden states")
+    if bias != weight[:1]:
+        raise ModelRefused(files.source, f"{path.stem} has a bias of {bias}, which does not fit its weight of {weight}")
+    return layer

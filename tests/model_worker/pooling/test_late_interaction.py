@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ from api_server.text.text_batches import BatchTokenizer, Bounds
 from interfaces import PoolingContext, PoolingTask
 from model_worker.model import ModelRefused
 from model_worker.pooling.attention import PACKED_ATTENTION, packed
+from model_worker.pooling.heads import VectorHead
 from model_worker.pooling.load import load_pooling
+from model_worker.pooling.modules import VectorModules
+from model_worker.pooling.several_heads import with_other_heads
 from model_worker.pooling.texts import Texts
 from shared.pooling_files import PoolingFiles
 from tests.model_worker.pooling.tiny_encoders import VOCAB, save, write, write_modules
@@ -260,9 +264,25 @@ def test_one_checkpoint_gives_dense_sparse_and_multi_vectors(tmp_path: Path) -> 
 
 def test_files_of_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = bge_m3(tmp_path)
-    torch.save({"weight": torch.randn(1, 40), "bias": torch.randn(1)}, path / "sparse_linear.pt")
-    with pytest.raises(ModelRefused, match=r"sparse_linear has a weight of \[1, 40\]"):
-        load_pooling(path)
-    (path / "sparse_linear.pt").write_bytes(b"no tensors")
-    with pytest.raises(ModelRefused, match=r"sparse_linear\.pt has no weight and bias"):
+    files = PoolingFiles.read(path)
+    head = VectorHead(VectorModules((), (), (), 48), frozenset())
+    whole = (path / "sparse_linear.pt").read_bytes()
+    for weight, bias, complaint in (
+        ((1, 40), (1,), r"sparse_linear has a weight of \[1, 40\]"),
+        ((2, 48), (2,), r"sparse_linear has a weight of \[2, 48\]"),
+        ((), (1,), r"sparse_linear has a weight of \[\]"),
+        ((1, 48), (3,), r"sparse_linear has a bias of \[3\], which does not fit its weight of \[1, 48\]"),
+        ((1, 48), (), r"sparse_linear has a bias of \[\]"),
+    ):
+        torch.save({"weight": torch.randn(weight), "bias": torch.randn(bias)}, path / "sparse_linear.pt")
+        with pytest.raises(ModelRefused, match=complaint):
+            with_other_heads(head, files, VOCAB, torch.device("cpu"))
+    # The first bytes of a pickle as torch wrote it once; a file of now that is cut off, and one of other things.
+    for content in (b"no tensors", b"", b"\x80\x02", whole[:100], whole[:-100], pickle.dumps([1, 2])):
+        (path / "sparse_linear.pt").write_bytes(content)
+        with pytest.raises(ModelRefused, match=r"sparse_linear\.pt has no weight and bias"):
+            with_other_heads(head, files, VOCAB, torch.device("cpu"))
+    torch.save({"weight": torch.randn(1, 48), "bias": torch.randn(1)}, path / "sparse_linear.pt")
+    torch.save({"weight": torch.randn(48), "bias": torch.randn(48)}, path / "colbert_linear.pt")
+    with pytest.raises(ModelRefused, match=r"colbert_linear has a weight of \[48\]"):
         load_pooling(path)
