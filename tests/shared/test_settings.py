@@ -58,6 +58,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "also": st.sampled_from(["embedder=org/embedder", "embedder=a/b,reranker=c/d"]),
     "lora": st.sampled_from(["", "sql=./sql", "sql=/a/b, fr:v2=c"]),
     "lora_dirs": st.sampled_from(["/adapters", "./a,./b"]),
+    "weights_dirs": st.sampled_from(["/weights", "./a,./b"]),
     "lora_memory": st.sampled_from(["auto", "64MB"]),
     "served_model_name": st.text("abc/-é'\"", max_size=20),
     "tool_parser": st.sampled_from(["auto", "none", "hermes"]),
