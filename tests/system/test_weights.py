@@ -315,7 +315,9 @@ def test_a_failed_update_leaves_the_old_weights_serving(
     shutil.copytree(model, folders / "other")
     config = (model / "config.json").read_text()
     (folders / "other" / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2'))
+    (folders / "cut.gguf").write_bytes(b"GGUF\3\0\0\0\1")
     (folders / "link").symlink_to(model)
+    worker = server.child("model_worker").pid
 
     def refused(path: str, *parts: str, **body: Any) -> None:
         answer = post(server, path, **body)
@@ -328,6 +330,7 @@ def test_a_failed_update_leaves_the_old_weights_serving(
     refused(disk, name, "[63, 48]", model_path=str(folders / "shape"))
     refused(disk, name, model_path=str(folders / "missing"))
     refused(disk, "model.safetensors", model_path=str(folders / "cut"))
+    refused(disk, "cut.gguf", model_path="cut.gguf")
     refused(disk, "layers 2", "served 3", model_path=str(folders / "other"))
     refused(disk, "--weights-dirs", model_path=str(tmp_path))
     refused(disk, "--weights-dirs", model_path=str(folders / "link"))
@@ -343,16 +346,21 @@ def test_a_failed_update_leaves_the_old_weights_serving(
     refused_tensors({name: tensors[name].to(torch.int32)}, name, "I32")
     refused_tensors({"model.nothing.weight": tensors[name]}, "model.nothing.weight")
     refused_tensors({name: torch.full_like(tensors[name], torch.nan)}, "not finite", name)
+    deep = b'{"a":' + b"[" * 100_000
+    text = base64.b64encode(len(deep).to_bytes(8, "little") + deep).decode()
+    refused("/update_weights_from_tensor", serialized_named_tensors=[text])
     pickle = base64.b64encode(b"\x80\x04\x95" + b"\0" * 64).decode()
     refused("/update_weights_from_tensor", "pickles", serialized_named_tensors=[pickle])
     refused("/update_weights_from_distributed", "no group", names=["x"], dtypes=["float32"], shapes=[[1]])
     assert ask(server)["output_ids"] == truth(model)
     assert httpx.get(f"{server.url}/weight_version").json() == {"weight_version": "default"}
+    assert server.child("model_worker").pid == worker
 
 
 def test_sleep_gives_memory_back_and_waking_gives_equal_tokens(server: Server, model: Path, folders: Path) -> None:
     """Level 1 gives the K and V back, level 2 the weights, too. A request that runs or comes meanwhile is computed."""
     expected = truth(model)
+    pid = server.child("model_worker").pid
     for level in (1, 2):
         for n in range(8):
             ask(server, [(n * 31 + i) % 400 for i in range(2000)], 2)
@@ -374,3 +382,4 @@ def test_sleep_gives_memory_back_and_waking_gives_equal_tokens(server: Server, m
     post(server, "/release_memory_occupation", tags=["weights"])
     update(server, folders / "a")
     assert ask(server)["output_ids"] == truth(folders / "a")
+    assert server.child("model_worker").pid == pid
