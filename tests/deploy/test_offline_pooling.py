@@ -49,7 +49,7 @@ def test_vectors_are_those_of_sentence_transformers(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"texts\[1\] has 302 tokens; this model takes at most 128"):
             llm.embed(["w5", long])
         np.testing.assert_allclose(llm.embed(long, truncate=True), model.encode([long]), atol=1e-5)
-        with pytest.raises(ValueError, match="prompt_name 'other' is unknown: this model has query"):
+        with pytest.raises(ValueError, match="prompt_name 'other' is unknown: this model has document, query"):
             llm.embed("w5", "other")
         with pytest.raises(ValueError, match="task 'classify' is not what BertModel does: it does embed, embed_tokens"):
             llm.classify("w5")

@@ -14,7 +14,9 @@ from shared.process_table import ProcessState
 
 
 def test_hangs_and_deaths_of_further_models_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = RunDirectory(tmp_path)
+    # Not the folder itself: other tests have files beside it.
+    first = RunDirectory(tmp_path / "run")
+    first.path.mkdir()
     further = first.of_further_model(0)
     further.path.mkdir()
     for place, name in ((first, "chat"), (further, "embed")):
