@@ -19,6 +19,8 @@ from tests.system.server import Server, free_port
 
 MESSAGES = [{"role": "user", "content": "What is a fox?"}]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "animal", "schema": {"enum": ["fox", "dog"]}}}
+# Log-probabilities that rounding in float32 may order either way.
+TIE = 1e-4
 QUESTIONS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3, "ignore_eos": True}),
     ("/v1/completions", {"prompt": "The quick <|im_start|> brown", "logprobs": 2, "echo": True, "ignore_eos": True}),
@@ -38,9 +40,19 @@ def test_it_answers_as_the_directory_does(model: Path, server: Server, tmp_path:
             body = {"temperature": 0, "max_tokens": 24, **question}
             found = running.post(route, {"model": "tiny", **body})
             wanted = server.post(route, {"model": model.name, **body})
-            assert texts(found) == texts(wanted)
+            assert texts(found) == texts(wanted) or part_at_a_tie(found, wanted)
             assert found["usage"] == wanted["usage"]
         assert [card["id"] for card in json.loads(get(running, "/v1/models"))["data"]] == ["tiny"]
+
+
+def part_at_a_tie(found: Any, wanted: Any) -> bool:
+    """Whether two tokens were equally likely where the answers part: one server may compute in compiled kernels, the
+    other in plain torch, and the weights are random."""
+    ours, theirs = (answer["choices"][0]["logprobs"] for answer in (found, wanted))
+    for one, other in zip(ours.get("content", []), theirs.get("content", []), strict=True):
+        if one["token"] != other["token"]:
+            return bool(abs(one["logprob"] - one["top_logprobs"][1]["logprob"]) < TIE)
+    return False
 
 
 def texts(answer: Any) -> list[Any]:
