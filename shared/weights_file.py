@@ -1,4 +1,4 @@
-"""The file that says which version of the weights a server serves, and how files of weights are told apart.
+"""The file that says which version of the weights a server serves, and the stamps that distinguish files of weights.
 
 The scheduler writes the file before workers change, and a worker that starts reads it: so one that died comes back with
 the version that is served. Knows paths. Does not know what is in the files of weights.

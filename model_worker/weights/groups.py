@@ -126,7 +126,7 @@ class Groups:
         self._check(command.tensors)
         tensors: dict[str, Tensor] = {}
         for spec in command.tensors:
-            # Zeros: a tensor that nobody fills must not show what memory had before.
+            # Zeros: where a sender sends too little, what memory held before must not become a weight.
             tensor = torch.zeros(spec.shape, dtype=_DTYPES[spec.dtype], device=self._device)
             dist.broadcast(tensor, group_src=command.sender, group=group)
             tensors[spec.name] = tensor.cpu()
